@@ -1,0 +1,91 @@
+"""Our side of the benchmarks: the real workers and the real controller on a workload, nothing stopping early."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Workload
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.cluster.local import Workers, build_workers
+from rollcall.config import Config, parse_config
+from rollcall.controller import Controller
+from rollcall.journal import Journal
+from rollcall.observe.console import QuietConsole
+
+
+class Recorder:
+    """A sink that keeps each step's metrics and when they came."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, dict[str, float]]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "time/step_s" in metrics:
+            self.rows.append((time.perf_counter(), dict(metrics)))
+
+    def close(self) -> None:
+        pass
+
+    def step_seconds(self) -> list[float]:
+        """Whole steps, from one step's log to the next: everything between is in it."""
+        times = [when for when, _ in self.rows]
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def make_config(workload: Workload, model_dir: Path, run_dir: Path, *, device: str, steps: int, **actor: Any) -> Config:
+    """The workload as a run file; prompts of all steps in one data file."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    data = run_dir / "prompts.jsonl"
+    prompts = [prompt for step in range(steps) for prompt in workload.prompts(step)]
+    data.write_text("".join(json.dumps({"prompt": tokenizer.decode(prompt), "answer": ""}) + "\n" for prompt in prompts))
+    return parse_config(
+        {
+            "run": {"dir": str(run_dir)},
+            "model": {"path": str(model_dir), "dtype": workload.dtype, "device": device},
+            "data": {
+                "train": str(data), "val": None, "prompts_per_step": workload.num_prompts, "shuffle": False,
+                "max_prompt_tokens": workload.prompt_tokens,
+            },
+            "rollout": {
+                "samples_per_prompt": workload.samples_per_prompt,
+                "max_response_tokens": max(workload.new_tokens),
+                "max_running": workload.num_completions,
+            },
+            "reward": [{"type": "function", "path": "benchmarks.rewards:noise"}],
+            "actor": {"lr": 1e-6, **actor},
+            "trainer": {"steps": steps, "save_every": 0, "eval_every": 0, "num_threads": workload.threads, "loggers": []},
+        }
+    )  # fmt: skip
+
+
+def make_workers(config: Config) -> Workers:
+    workers = build_workers(config, say=lambda text: None)
+    workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens
+    return workers
+
+
+def run_steps(config: Config, workers: Workers) -> Recorder:
+    """The training loop, journal and rewards included."""
+    recorder = Recorder()
+    run_dir = config.run.dir
+    with Journal(run_dir / "journal") as journal:
+        controller = Controller(
+            config,
+            workers,
+            run_dir=run_dir,
+            journal=journal,
+            store=CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0),
+            sinks=[recorder],
+            console=QuietConsole(),
+            resume=None,
+        )
+        asyncio.run(controller.run())
+    return recorder

@@ -1,0 +1,104 @@
+"""Useful tokens per second of the native engine, log-probs included, against the better of transformers and vLLM.
+
+    python -m benchmarks.rollout --device cpu                       all three CPU workloads
+    python -m benchmarks.rollout --device cuda --peer none
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import WORKLOADS, Workload, build_model_dir, measure, peer_python, print_result, run_peer
+from benchmarks.ours import make_config, make_workers
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Request, Sampling
+
+CPU_WORKLOADS = ("rollout-0.8m", "rollout-135m", "rollout-11m-mixed")
+PEER_DEADLINE_S = 900
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), action="append")
+    parser.add_argument("--peer", choices=("both", "transformers", "vllm", "none"), default="both")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    for name in args.workload or (CPU_WORKLOADS if args.device == "cpu" else ("qwen-0.5b",)):
+        run_workload(WORKLOADS[name], args)
+
+
+def run_workload(workload: Workload, args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = build_model_dir(workload, Path(folder) / "model")
+        ours = measure_ours(workload, model_dir, Path(folder) / "run", args)
+        print("ours", ours, flush=True)
+        peers = {"both": ("transformers", "vllm"), "none": ()}.get(args.peer, (args.peer,))
+        results: dict[str, Any] = {}
+        for peer in peers:
+            # The TRL environment has transformers; vLLM has one of its own.
+            python = peer_python("trl" if peer == "transformers" else peer)
+            options = ["--model-dir", str(model_dir), "--device", args.device]
+            results[peer] = run_peer(
+                f"peer_{peer}", python=python, workload=workload, args=options, deadline_s=PEER_DEADLINE_S
+            )
+            print(peer, results[peer], flush=True)
+        best = max((result["tokens_per_s"] for result in results.values()), default=None)
+        ratio = ours["tokens_per_s"] / best if best else None
+    print_result("rollout", workload=workload.name, device=args.device, ours=ours, peer=results or None, ratio=ratio)
+
+
+def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argparse.Namespace) -> dict[str, Any]:
+    config = make_config(workload, model_dir, run_dir, device=args.device, steps=1)
+    workers = make_workers(config)
+    runs = 0
+
+    def once() -> None:
+        nonlocal runs
+        submit(workers.engine, workload, tag=runs)
+        runs += 1
+        count = 0
+        while workers.engine.num_unfinished:
+            for finished in workers.engine.poll():
+                count += sum(len(completion.token_ids) for completion in finished.completions)
+        assert count == workload.num_new_tokens, f"{count} tokens instead of {workload.num_new_tokens}"
+
+    try:
+        timing = measure(once, warmup=2, repeats=args.repeats)
+    finally:
+        workers.close()
+    return {
+        "tokens_per_s": round(workload.num_new_tokens / timing.median_s, 1),
+        "median_s": round(timing.median_s, 4),
+        "seconds": [round(second, 4) for second in timing.seconds],
+    }
+
+
+def submit(engine: NativeEngine, workload: Workload, *, tag: int) -> None:
+    """One request per prompt where its completions are equally long, else one per completion."""
+    per_prompt = workload.samples_per_prompt
+    for index, prompt in enumerate(workload.prompts()):
+        lengths = workload.new_tokens[index * per_prompt : (index + 1) * per_prompt]
+        shared = [(lengths[0], per_prompt)] if len(set(lengths)) == 1 else [(length, 1) for length in lengths]
+        for part, (length, count) in enumerate(shared):
+            sampling = Sampling(
+                temperature=1.0, top_p=1.0, top_k=0, max_tokens=length, stop_token_ids=(), stop_strings=()
+            )
+            first = (tag * 1000 + index) * 100 + part * 10
+            engine.submit(
+                Request(
+                    id=f"{tag}/{index}/{part}",
+                    prompt_ids=np.array(prompt, dtype=np.int32),
+                    seeds=tuple(range(first, first + count)),
+                    sampling=sampling,
+                )
+            )
+
+
+if __name__ == "__main__":
+    main()

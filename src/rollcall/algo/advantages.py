@@ -1,0 +1,166 @@
+"""Advantages: what each completion, or each of its tokens, did better than expected. Numpy, on the host.
+
+Sums are taken in float64 and results given in float32. Axes: G completions of a group, T tokens of a completion.
+Every token function takes the loss mask and steps over masked-out tokens (tool or user turns) as if they were not
+there: their entries come out as 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcall.types import Bools, Floats
+
+STD_EPSILON = 1e-6  # beside a group's deviation, which is of the order of the rewards
+VARIANCE_EPSILON = 1e-8  # beside a batch's variance
+
+
+def group_normalized(rewards_G: Floats) -> Floats:
+    """GRPO (arXiv:2402.03300): rewards less the group's mean, over its (unbiased) standard deviation.
+
+    Zeros when all rewards are equal, or when there is only one: there is nothing to prefer.
+
+    >>> group_normalized(np.array([1.0, 0.0, 0.0, 1.0], dtype=np.float32)).round(3).tolist()
+    [0.8659999966621399, -0.8659999966621399, -0.8659999966621399, 0.8659999966621399]
+    >>> group_normalized(np.array([0.1, 0.1, 0.1], dtype=np.float32)).tolist()
+    [0.0, 0.0, 0.0]
+    """
+    if _all_equal(rewards_G):
+        return np.zeros(len(rewards_G), dtype=np.float32)
+    rewards = rewards_G.astype(np.float64)
+    return ((rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON)).astype(np.float32)
+
+
+def group_centered(rewards_G: Floats) -> Floats:
+    """Dr. GRPO (arXiv:2503.20783): rewards less the group's mean, with no division by the deviation.
+
+    >>> group_centered(np.array([1.0, 0.0, 0.0, 1.0], dtype=np.float32)).tolist()
+    [0.5, -0.5, -0.5, 0.5]
+    """
+    if _all_equal(rewards_G):
+        return np.zeros(len(rewards_G), dtype=np.float32)
+    rewards = rewards_G.astype(np.float64)
+    return (rewards - rewards.mean()).astype(np.float32)
+
+
+def leave_one_out(rewards_G: Floats) -> Floats:
+    """RLOO (arXiv:2402.14740): each reward less the mean of the others; 0 for a completion without others.
+
+    >>> leave_one_out(np.array([3.0, 0.0, 0.0], dtype=np.float32)).tolist()
+    [3.0, -1.5, -1.5]
+    """
+    if _all_equal(rewards_G):
+        return np.zeros(len(rewards_G), dtype=np.float32)
+    rewards = rewards_G.astype(np.float64)
+    others_mean = (rewards.sum() - rewards) / (len(rewards) - 1)
+    return (rewards - others_mean).astype(np.float32)
+
+
+def token_rewards(reward: float, kl_T: Floats | None, *, kl_coef: float, mask_T: Bools) -> Floats:
+    """The scalar reward on the last loss token, less ``kl_coef`` times the KL of each loss token.
+
+    This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262).
+    ``kl_T=None``: no KL. A completion without loss tokens gets no reward anywhere.
+
+    >>> kl = np.array([0.5, 9.0, 1.0], dtype=np.float32)
+    >>> token_rewards(1.0, kl, kl_coef=0.5, mask_T=np.array([True, False, True])).tolist()
+    [-0.25, 0.0, 0.5]
+    """
+    rewards = np.zeros(len(mask_T), dtype=np.float32)
+    if kl_T is not None:
+        rewards[mask_T] = -kl_coef * kl_T[mask_T]
+    loss_tokens = np.flatnonzero(mask_T)
+    if len(loss_tokens):
+        rewards[loss_tokens[-1]] += reward
+    return rewards
+
+
+def discounted_returns(token_rewards_T: Floats, mask_T: Bools, *, gamma: float) -> Floats:
+    """Reward to go: ``R_t = r_t + gamma * R_next``, where next is the next loss token (arXiv:2501.03262).
+
+    >>> mask = np.array([True, False, True])
+    >>> discounted_returns(np.array([1.0, 9.0, 2.0], dtype=np.float32), mask, gamma=0.5).tolist()
+    [2.0, 0.0, 2.0]
+    """
+    returns: list[float] = []
+    to_go = 0.0
+    # Plain lists: indexing numpy scalars in a Python loop is several times slower.
+    for reward in reversed(token_rewards_T[mask_T].tolist()):
+        to_go = reward + gamma * to_go
+        returns.append(to_go)
+    return _scatter(returns[::-1], mask_T)
+
+
+def gae(token_rewards_T: Floats, values_T: Floats, mask_T: Bools, *, gamma: float, lam: float) -> tuple[Floats, Floats]:
+    """Generalised advantage estimation (arXiv:1506.02438): advantages, and returns for the critic.
+
+    ``delta_t = r_t + gamma * V_next - V_t`` and ``A_t = delta_t + gamma * lam * A_next``, where next is the next loss
+    token and both are 0 after the last one; ``returns = A + V``. Not whitened: see :func:`batch_normalized`.
+
+    >>> rewards, values = np.array([0.0, 1.0], dtype=np.float32), np.array([0.5, 0.5], dtype=np.float32)
+    >>> advantages, returns = gae(rewards, values, np.array([True, True]), gamma=1.0, lam=0.5)
+    >>> advantages.tolist(), returns.tolist()
+    ([0.25, 0.5], [0.75, 1.0])
+    """
+    advantages: list[float] = []
+    next_value, next_advantage = 0.0, 0.0
+    values = values_T[mask_T].tolist()
+    for reward, value in zip(reversed(token_rewards_T[mask_T].tolist()), reversed(values), strict=True):
+        delta = reward + gamma * next_value - value
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = value
+        advantages.append(next_advantage)
+    returns = [advantage + value for advantage, value in zip(reversed(advantages), values, strict=True)]
+    return _scatter(advantages[::-1], mask_T), _scatter(returns, mask_T)
+
+
+def batch_normalized(values: list[Floats], masks: list[Bools]) -> list[Floats]:
+    """Normalise to mean 0 and (unbiased) variance 1 over all loss tokens of the batch; one [T] array per completion.
+
+    REINFORCE++ (arXiv:2501.03262) does this to token returns; PPO does it to GAE's advantages, where it is called
+    whitening. Zeros when all values are equal, or when there are fewer than two loss tokens.
+
+    >>> values = [np.array([1.0, 5.0], dtype=np.float32), np.array([3.0], dtype=np.float32)]
+    >>> [x.tolist() for x in batch_normalized(values, [np.array([True, False]), np.array([True])])]
+    [[-0.7071067690849304, 0.0], [0.7071067690849304]]
+    """
+    chosen = [array[mask] for array, mask in zip(values, masks, strict=True)]
+    flat = np.concatenate([np.zeros(0), *chosen])
+    normalized = np.zeros(len(flat))
+    if not _all_equal(flat):
+        normalized = (flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + VARIANCE_EPSILON)
+    ends = np.cumsum([len(part) for part in chosen])
+    parts = np.split(normalized, ends[:-1]) if chosen else []
+    return [_scatter(part, mask) for part, mask in zip(parts, masks, strict=True)]
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: float) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476): what to add to the reward, from 0 down to ``-penalty``.
+
+    0 up to ``max_tokens - buffer`` tokens, then a straight fall that reaches ``-penalty`` at ``max_tokens``.
+    ``buffer=0`` turns it off.
+
+    >>> [overlong_penalty(n, max_tokens=100, buffer=20, penalty=1.0) for n in (80, 90, 100)]
+    [0.0, -0.5, -1.0]
+    """
+    if buffer > max_tokens:
+        raise ValueError(
+            f"overlong_buffer={buffer} is longer than the {max_tokens} tokens of a completion; use {max_tokens} or less"
+        )
+    exceeded = num_tokens - (max_tokens - buffer)
+    if buffer == 0 or exceeded <= 0:
+        return 0.0
+    return -penalty * min(exceeded / buffer, 1.0)
+
+
+def _scatter(values: list[float] | NDArray[np.float64], mask_T: Bools) -> Floats:
+    """One value per loss token, put in its place among the zeros of the others."""
+    whole = np.zeros(len(mask_T), dtype=np.float32)
+    whole[mask_T] = values
+    return whole
+
+
+def _all_equal(values: NDArray[np.floating]) -> bool:
+    """True for none or one, too. Exact, so that rounding in the mean never turns equal rewards into a preference."""
+    return len(values) == 0 or bool((values == values[0]).all())

@@ -1,0 +1,176 @@
+"""Per-token losses in torch. All tensors are flat, [L]: the loss tokens of a micro-batch, one after another.
+
+``row`` [L] says which of ``num_rows`` rows (completions) a token belongs to. Nothing is averaged here: the caller
+multiplies by each token's share of the batch (``recipe.loss_weights``) and sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: far outside any clip range, and its square still fits float32
+K3_BOUND = 10.0  # k3 grows as exp; one token past this would outweigh the rest of the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """What a loss says of each token. ``ratio`` and ``clipped`` are for metrics and carry no gradient."""
+
+    loss: Tensor  # [L]
+    ratio: Tensor  # [L] policy over old (of the sequence, for GSPO)
+    clipped: Tensor  # [L] 1 where the clip decided the loss (for CISPO: changed the weight), else 0
+
+
+def bounded_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
+    """``exp(logprobs - base_logprobs)`` with the difference kept within +-20, so that it is always finite."""
+    return (logprobs - base_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """PPO's clipped surrogate (arXiv:1707.06347), ``-min(r A, clip(r, 1 - low, 1 + high) A)`` per token.
+
+    ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip=c`` bounds the loss of
+    tokens with a negative advantage at ``-c A`` (arXiv:1912.09729).
+
+    >>> result = clipped_policy_loss(
+    ...     torch.tensor([1.5, 1.1, 4.0]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, -1.0]),
+    ...     clip_low=0.2, clip_high=0.2, dual_clip=3.0,
+    ... )
+    >>> result.loss, result.clipped
+    (tensor([-1.2000, -1.1000,  3.0000]), tensor([1., 0., 1.]))
+    """
+    ratio = bounded_ratio(logprobs, old_logprobs)
+    return _clip(ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def gspo_policy_loss(
+    logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    row: Tensor,
+    num_rows: int,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """GSPO (arXiv:2507.18071): the clipped surrogate with one ratio per sequence, ``exp(mean_t log r_t)``.
+
+    Each token's ratio has the sequence's value and the token's own gradient, ``s_t = sg[s] * p_t / sg[p_t]`` (the
+    paper's GSPO-token). Averaged over a response whose tokens share one advantage, value and gradient are those of
+    the sequence objective.
+
+    >>> result = gspo_policy_loss(
+    ...     torch.tensor([1.21, 1.0, 0.9]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, 1.0]),
+    ...     row=torch.tensor([0, 0, 1]), num_rows=2, clip_low=0.2, clip_high=0.2, dual_clip=None,
+    ... )
+    >>> result.loss
+    tensor([-1.1000, -1.1000, -0.9000])
+    """
+    log_ratio = (logprobs - old_logprobs).detach()
+    mean_log_ratio = row_mean(log_ratio, row=row, num_rows=num_rows).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = mean_log_ratio[row].exp() * (logprobs - logprobs.detach()).exp()
+    return _clip(ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def cispo_policy_loss(
+    logprobs: Tensor, *, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> TokenLoss:
+    """CISPO (arXiv:2506.13585): ``-sg[clip(r, 1 - low, 1 + high)] A log p`` per token.
+
+    The clipped ratio is a constant weight on the policy gradient, so a clipped token still learns.
+
+    >>> logprobs = torch.tensor([0.5, 0.5]).log().requires_grad_()
+    >>> old = torch.tensor([0.4, 0.05]).log()
+    >>> result = cispo_policy_loss(
+    ...     logprobs, old_logprobs=old, advantages=torch.tensor([1.0, 1.0]), clip_low=1.0, clip_high=4.0
+    ... )
+    >>> result.loss.sum().backward()
+    >>> logprobs.grad, result.clipped
+    (tensor([-1.2500, -5.0000]), tensor([0., 1.]))
+    """
+    ratio = bounded_ratio(logprobs, old_logprobs).detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLoss(loss=-weight * advantages * logprobs, ratio=ratio, clipped=(weight != ratio).to(ratio.dtype))
+
+
+def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Half the squared error to the returns; with ``clip``, the worse of it and that of the value held within
+    ``clip`` of the old one, so that a step cannot gain by moving further (PPO's value clipping; its use is discussed
+    in arXiv:2005.12729). Gives the loss and, for metrics, 1 where the clip decided it.
+
+    >>> value_loss(
+    ...     torch.tensor([1.0, 0.6]), old_values=torch.tensor([0.5, 0.5]), returns=torch.tensor([1.0, 1.0]), clip=0.2
+    ... )
+    (tensor([0.0450, 0.0800]), tensor([1., 0.]))
+    """
+    error = (values - returns).square()
+    clipped = torch.zeros_like(error)
+    if clip is not None:
+        # Not old + clamp(difference): its rounding would make values that were not held look clipped.
+        held = values.clamp(old_values - clip, old_values + clip)
+        held_error = (held - returns).square()
+        clipped = (held_error > error).to(error.dtype)
+        error = torch.maximum(error, held_error)
+    return 0.5 * error, clipped.detach()
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from the sampled token alone, with ``d = log p - log p_ref``.
+
+    The three are J. Schulman's ("Approximating KL divergence", 2020). k1 is ``d``: unbiased, may be negative. k2 is
+    ``d^2 / 2``: biased, never negative. k3 is ``exp(-d) - 1 + d``: unbiased, never negative, and the one in GRPO's
+    loss (arXiv:2402.03300); ``d`` is kept within +-20 and k3 below 10.
+
+    >>> policy, reference = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
+    >>> kl_estimate(policy, reference, estimator="k1")
+    tensor([ 0.6931, -0.6931])
+    >>> kl_estimate(policy, reference, estimator="k3")
+    tensor([0.1931, 0.3069])
+    """
+    difference = logprobs - reference_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    difference = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # expm1 keeps k3 at 0 or above where the two policies nearly agree; exp(-d) - 1 + d rounds below 0 there.
+    return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
+
+
+def row_mean(values: Tensor, *, row: Tensor, num_rows: int) -> Tensor:
+    """Mean of each row's tokens, [num_rows]; 0 for a row without tokens.
+
+    >>> row_mean(torch.tensor([1.0, 3.0, 5.0]), row=torch.tensor([0, 0, 2]), num_rows=3)
+    tensor([2., 0., 5.])
+    """
+    total = torch.zeros(num_rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+    count = torch.zeros_like(total).index_add(0, row, torch.ones_like(values))
+    return total / count.clamp(min=1)
+
+
+def _clip(
+    ratio: Tensor, *, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
+    plain = -advantages * ratio
+    held = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, held)
+    clipped = held > plain
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        bounded = (advantages < 0) & (loss > bound)
+        loss = torch.where(bounded, bound, loss)
+        clipped = clipped | bounded
+    return TokenLoss(loss=loss, ratio=ratio.detach(), clipped=clipped.to(ratio.dtype))

@@ -1,0 +1,318 @@
+"""The single place that maps an algorithm of the run file to its advantage, its aggregation and its loss.
+
+The controller calls ``compute_advantages`` once per step on all its groups; packing calls ``loss_weights`` once per
+optimizer update on all its rows; the learner calls ``policy_loss`` (and ``value_loss``) once per micro-batch. Losses
+and metrics are plain sums, so micro-batches and ranks add up to the whole batch however it was split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollcall.algo import advantages as adv
+from rollcall.algo import corrections, losses
+from rollcall.config import (
+    Algorithm,
+    Cispo,
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    Intuitor,
+    Ppo,
+    ReinforcePlusPlus,
+    Rloo,
+)
+from rollcall.types import Bools, Floats
+
+# Axes: one entry per group, in it one per completion, in that one per token.
+Masks = list[list[Bools]]
+PerToken = list[list[Floats]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAdvantages:
+    """What one completion's tokens learn from. Entries outside the loss mask are 0."""
+
+    advantages: Floats  # [T]
+    returns: Floats | None  # [T] the critic's target; None: no critic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A micro-batch's part of the policy loss.
+
+    Each metric is a sum over tokens of ``weights`` times the metric: add them over micro-batches and ranks, and divide
+    by the added-up ``weight`` for the mean. (``weight`` adds up to 1 in an update, except for Dr. GRPO.)
+    """
+
+    loss: Tensor  # scalar, carries the gradient
+    metrics: dict[str, Tensor]  # scalars, detached; docs/algorithms.md has their meanings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """A micro-batch's part of the critic's loss; metrics as in :class:`PolicyLoss`."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def compute_advantages(
+    algorithm: Algorithm, *, rewards: list[Floats], masks: Masks, kl: PerToken | None, values: PerToken | None
+) -> list[list[TokenAdvantages]]:
+    """Advantages of every token of a step's groups, given whole: REINFORCE++ and PPO normalise over the batch.
+
+    ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
+    ``kl_coef > 0``. ``values`` are the critic's; only PPO needs them.
+
+    >>> rewards = [np.array([1.0, 0.0], dtype=np.float32)]
+    >>> masks = [[np.array([True, True]), np.array([True, False, True])]]
+    >>> group = compute_advantages(DrGrpo(), rewards=rewards, masks=masks, kl=None, values=None)[0]
+    >>> [token.advantages.tolist() for token in group]
+    [[0.5, 0.5], [-0.5, 0.0, -0.5]]
+    """
+    _check_rewards(rewards, masks)
+    if algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
+        kl = None
+    else:
+        assert kl is not None, f"{algorithm.name} takes the KL off the rewards; compute_advantages needs it"
+    if isinstance(algorithm, ReinforcePlusPlus | Ppo):
+        return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values)
+    return _group_advantages(algorithm, rewards=rewards, masks=masks, kl=kl)
+
+
+def loss_weights(
+    algorithm: Algorithm, *, num_loss_tokens: NDArray[np.integer[Any]], max_response_tokens: int
+) -> Floats:
+    """Weight of each token of each row, [rows], so that an update's loss is ``sum_t weight * loss_t``.
+
+    Rows are all of one optimizer update, over all ranks and micro-batches. A row without loss tokens weighs 0 and is
+    not counted as a row.
+
+    >>> lengths = np.array([1, 4, 0])
+    >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
+    [0.5, 0.125, 0.0]
+    >>> loss_weights(Dapo(), num_loss_tokens=lengths, max_response_tokens=8).round(3).tolist()
+    [0.20000000298023224, 0.20000000298023224, 0.0]
+    >>> loss_weights(DrGrpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
+    [0.0625, 0.0625, 0.0]
+    """
+    lengths = num_loss_tokens.astype(np.float64)
+    counted = lengths > 0
+    num_rows = max(int(counted.sum()), 1)
+    match algorithm:
+        case Grpo() | Intuitor() | Gspo():
+            weights = 1.0 / (num_rows * np.maximum(lengths, 1.0))
+        case DrGrpo():
+            weights = np.full(len(lengths), 1.0 / (num_rows * max_response_tokens))
+        case Dapo() | Cispo() | ReinforcePlusPlus() | Ppo() | Rloo():
+            weights = np.full(len(lengths), 1.0 / max(lengths.sum(), 1.0))
+    return np.where(counted, weights, 0.0).astype(np.float32)
+
+
+def policy_loss(
+    algorithm: Algorithm,
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    behaviour_logprobs: Tensor,
+    reference_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    row: Tensor,
+    num_rows: int,
+    entropy: Tensor | None,
+) -> PolicyLoss:
+    """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
+
+    ``old_logprobs=None`` takes them from this very forward (ratio 1). With ``algorithm.old_logprobs="engine"`` the
+    behaviour log-probs are the base of the ratio, whatever is given. ``row`` must hold whole rows: GSPO averages over
+    them. Truncated importance weights multiply the surrogate only; a token that the mismatch mask leaves out is left
+    out of every term.
+
+    >>> import torch
+    >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> result = policy_loss(
+    ...     Grpo(), logprobs=logprobs, old_logprobs=None, behaviour_logprobs=logprobs.detach(), reference_logprobs=None,
+    ...     advantages=torch.tensor([1.0, -1.0]), weights=torch.tensor([0.5, 0.5]), row=torch.tensor([0, 1]),
+    ...     num_rows=2, entropy=None,
+    ... )
+    >>> result.loss.backward()
+    >>> logprobs.grad
+    tensor([-0.5000,  0.5000])
+    """
+    if algorithm.old_logprobs == "engine":
+        base = behaviour_logprobs
+    else:
+        base = logprobs.detach() if old_logprobs is None else old_logprobs
+    token = _surrogate(algorithm, logprobs, base=base, advantages=advantages, row=row, num_rows=num_rows)
+    surrogate, kept = token.loss, weights
+    metrics: dict[str, Tensor] = {"weight": weights.sum()}
+
+    def measure(name: str, values: Tensor) -> None:
+        metrics[name] = (weights * values.detach()).sum()
+
+    if algorithm.tis_cap is not None:
+        tis = corrections.truncated_weights(base, behaviour_logprobs, cap=algorithm.tis_cap)
+        surrogate = surrogate * tis
+        measure("tis_weight_mean", tis)
+    if algorithm.mismatch_mask is not None:
+        low, high = algorithm.mismatch_mask
+        keep = corrections.mismatch_mask(base, behaviour_logprobs, low=low, high=high)
+        kept = weights * keep
+        measure("masked_fraction", 1 - keep)
+    loss = (kept * surrogate).sum()
+    metrics["policy_loss"] = loss.detach()
+
+    kl_in_loss = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
+    assert reference_logprobs is not None or not kl_in_loss, (
+        f"{algorithm.name} has its KL in the loss; give the reference"
+    )
+    if reference_logprobs is not None:
+        kl = losses.kl_estimate(logprobs, reference_logprobs, estimator=algorithm.kl_estimator)
+        measure("kl", kl)
+        if kl_in_loss:
+            loss = loss + algorithm.kl_coef * (kept * kl).sum()
+    assert entropy is not None or algorithm.entropy_coef == 0, (
+        f"{algorithm.name} has an entropy bonus; give the entropy"
+    )
+    if entropy is not None:
+        measure("entropy", entropy)
+        if algorithm.entropy_coef > 0:
+            loss = loss - algorithm.entropy_coef * (kept * entropy).sum()
+
+    measure("clip_fraction", token.clipped)
+    measure("ratio_mean", token.ratio)
+    measure("approx_kl", base - logprobs)
+    measure("mismatch", (base - behaviour_logprobs).abs())
+    return PolicyLoss(loss=loss, metrics=metrics)
+
+
+def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> ValueLoss:
+    """A micro-batch's critic loss. Tensors are [L]; ``old_values`` are those the advantages were made from.
+
+    >>> import torch
+    >>> half = torch.tensor([0.5, 0.5])
+    >>> value_loss(Ppo(), values=half, old_values=half, returns=torch.ones(2), weights=half).loss
+    tensor(0.1250)
+    """
+    token_loss, clipped = losses.value_loss(values, old_values=old_values, returns=returns, clip=algorithm.value_clip)
+    loss = (weights * token_loss).sum()
+    metrics = {
+        "weight": weights.sum(),
+        "value_loss": loss.detach(),
+        "value_clip_fraction": (weights * clipped).sum(),
+        "value_mean": (weights * values.detach()).sum(),
+        "return_mean": (weights * returns).sum(),
+    }
+    return ValueLoss(loss=loss, metrics=metrics)
+
+
+def _surrogate(
+    algorithm: Algorithm, logprobs: Tensor, *, base: Tensor, advantages: Tensor, row: Tensor, num_rows: int
+) -> losses.TokenLoss:
+    low, high, dual_clip = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
+    match algorithm:
+        case Gspo():
+            return losses.gspo_policy_loss(
+                logprobs, old_logprobs=base, advantages=advantages, row=row, num_rows=num_rows,
+                clip_low=low, clip_high=high, dual_clip=dual_clip,
+            )  # fmt: skip
+        case Cispo():
+            if dual_clip is not None:
+                raise ValueError(
+                    f"algorithm.dual_clip={dual_clip} bounds a ratio that carries the gradient, and cispo's does not; "
+                    f"leave dual_clip out, or lower algorithm.clip_high={high}"
+                )
+            return losses.cispo_policy_loss(
+                logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high
+            )
+        case Grpo() | DrGrpo() | Dapo() | Rloo() | ReinforcePlusPlus() | Ppo() | Intuitor():
+            return losses.clipped_policy_loss(
+                logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high, dual_clip=dual_clip
+            )
+
+
+def _group_advantages(
+    algorithm: Grpo | DrGrpo | Dapo | Gspo | Cispo | Rloo | Intuitor,
+    *,
+    rewards: list[Floats],
+    masks: Masks,
+    kl: PerToken | None,
+) -> list[list[TokenAdvantages]]:
+    """One number per completion, from its group alone, on each of its loss tokens."""
+    match algorithm:
+        case DrGrpo():
+            compare = adv.group_centered
+        case Rloo():
+            compare = adv.leave_one_out
+        case Grpo() | Dapo() | Gspo() | Cispo() | Intuitor():
+            compare = adv.group_normalized
+    out = []
+    for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
+        if kl is not None:
+            divergence_G = [float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(kl[i], masks_G, strict=True)]
+            rewards_G = (rewards_G - algorithm.kl_coef * np.array(divergence_G)).astype(np.float32)
+        scalars_G = compare(rewards_G)
+        out.append(
+            [
+                TokenAdvantages(advantages=np.where(mask_T, scalar, 0).astype(np.float32), returns=None)
+                for scalar, mask_T in zip(scalars_G, masks_G, strict=True)
+            ]
+        )
+    return out
+
+
+def _batch_advantages(
+    algorithm: ReinforcePlusPlus | Ppo,
+    *,
+    rewards: list[Floats],
+    masks: Masks,
+    kl: PerToken | None,
+    values: PerToken | None,
+) -> list[list[TokenAdvantages]]:
+    """Token advantages, normalised over all loss tokens of the batch; groups of any size, one included."""
+    flat_masks = [mask_T for masks_G in masks for mask_T in masks_G]
+    flat_rewards = [float(reward) for rewards_G in rewards for reward in rewards_G]
+    flat_kl = [None] * len(flat_masks) if kl is None else [kl_T for kl_G in kl for kl_T in kl_G]
+    token_rewards = [
+        adv.token_rewards(reward, kl_T, kl_coef=algorithm.kl_coef, mask_T=mask_T)
+        for reward, kl_T, mask_T in zip(flat_rewards, flat_kl, flat_masks, strict=True)
+    ]
+    returns: list[Floats | None]
+    if isinstance(algorithm, Ppo):
+        assert values is not None, "ppo needs the critic's values"
+        flat_values = [values_T for values_G in values for values_T in values_G]
+        estimates = [
+            adv.gae(rewards_T, values_T, mask_T, gamma=algorithm.gamma, lam=algorithm.lam)
+            for rewards_T, values_T, mask_T in zip(token_rewards, flat_values, flat_masks, strict=True)
+        ]
+        raw = [advantages_T for advantages_T, _ in estimates]
+        returns = [returns_T for _, returns_T in estimates]
+    else:
+        raw = [
+            adv.discounted_returns(rewards_T, mask_T, gamma=algorithm.gamma)
+            for rewards_T, mask_T in zip(token_rewards, flat_masks, strict=True)
+        ]
+        returns = [None] * len(raw)
+    flat = iter(
+        TokenAdvantages(advantages=advantages_T, returns=returns_T)
+        for advantages_T, returns_T in zip(adv.batch_normalized(raw, flat_masks), returns, strict=True)
+    )
+    return [[next(flat) for _ in masks_G] for masks_G in masks]
+
+
+def _check_rewards(rewards: list[Floats], masks: Masks) -> None:
+    assert len(rewards) == len(masks), f"{len(rewards)} groups of rewards and {len(masks)} of masks"
+    for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
+        assert len(rewards_G) == len(masks_G), f"group {i}: {len(rewards_G)} rewards and {len(masks_G)} masks"
+        if not np.isfinite(rewards_G).all():
+            raise ValueError(
+                f"group {i} has rewards {rewards_G.tolist()}; each must be a finite number; check the reward functions"
+            )

@@ -1,0 +1,125 @@
+"""The model directory that ``transformers`` and ``vllm`` open: config, weights, tokenizer, chat template.
+
+Weights are written tensor by tensor, so at most one tensor is copied at a time. That also makes parameters that are
+views into one fused tensor harmless: each is written as if it stood alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from rollcall.checkpoint.store import CheckpointError, fsync_tree, swap_in
+
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def export_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir: Path, *, dtype: str | None = None
+) -> Path:
+    """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
+
+    ``dtype`` is a torch name such as ``bfloat16``; None keeps the model's own. A model directory already at ``dir`` is
+    replaced.
+    """
+    dir = Path(dir)
+    if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
+        raise ValueError(f"{dir} exists and is not a model directory; choose another place, or remove it yourself")
+    target = model.dtype if dtype is None else _torch_dtype(dtype)
+    tmp = dir.with_name(f".tmp-{dir.name}")
+    try:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+        _write_configs(model, tokenizer, tmp, dtype=target)
+        _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
+        tokenizer.save_pretrained(tmp)
+        fsync_tree(tmp)
+        swap_in(tmp, dir)
+    except OSError as error:
+        raise CheckpointError(
+            f"model directory {dir} cannot be written: {error.strerror or error}; free space or make the folder "
+            "writable and export again"
+        ) from error
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return dir
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in _SAFETENSORS_NAMES:
+        raise ValueError(f"dtype {name!r} is not a precision to export in; use float32, bfloat16 or float16")
+    return dtype
+
+
+def _write_configs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir: Path, *, dtype: torch.dtype
+) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    generation = copy.deepcopy(model.generation_config) or GenerationConfig()
+    stops = _stop_ids(generation, tokenizer)
+    config.eos_token_id = generation.eos_token_id = stops[0] if len(stops) == 1 else (stops or None)
+    if generation.pad_token_id not in _special_ids(tokenizer):
+        generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    config.save_pretrained(dir)
+    # Not save_pretrained: it refuses sampling flags that some published models carry.
+    generation.to_json_file(dir / "generation_config.json")
+
+
+def _stop_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokenizer's end token first, then what else the model stops on.
+
+    A config class fills in ids of its own family's vocabulary; with another tokenizer those are ordinary tokens, at
+    which generation must not stop, so only special tokens count.
+    """
+    given = generation.eos_token_id
+    others = [given] if isinstance(given, int) else list(given or [])  # type: ignore[arg-type]
+    ids = [tokenizer.eos_token_id, *(other for other in others if other in _special_ids(tokenizer))]
+    return [id for id in dict.fromkeys(ids) if id is not None]
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict under the names a loader expects, without tensors that loading ties to another."""
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if name in tensors and source in tensors and tensors[name].data_ptr() == tensors[source].data_ptr():
+            del tensors[name]
+    return revert_weight_conversion(model, tensors)
+
+
+def _write_safetensors(tensors: dict[str, torch.Tensor], path: Path, *, dtype: torch.dtype) -> None:
+    """The safetensors format: u64 header length, JSON header padded to 8 bytes, the tensors' bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        stored = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.is_meta or stored not in _SAFETENSORS_NAMES:
+            raise ValueError(f"tensor {name} ({tensor.dtype} on {tensor.device}) cannot be stored in safetensors")
+        end = offset + tensor.numel() * stored.itemsize
+        header[name] = {"dtype": _SAFETENSORS_NAMES[stored], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            stored = dtype if tensor.is_floating_point() else tensor.dtype
+            flat = tensor.to(device="cpu", dtype=stored).contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)

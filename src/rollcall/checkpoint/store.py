@@ -1,0 +1,257 @@
+"""Checkpoints that are whole or not there.
+
+A save goes to ``.tmp-step-000020``, gets a manifest with every file's size and checksum, is flushed to the disk and
+only then renamed to ``step-000020``. ``latest`` believes a checkpoint only if its manifest holds, and falls back to the
+one before. One process saves; any number may read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MANIFEST, STATE = "manifest.json", "state.json"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointError(RuntimeError, ValueError):
+    """A checkpoint cannot be written; the message says where and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was verified when this object was made."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    path: Path
+    step: int
+    manifest: dict[str, Any] | None  # None: torn
+    reason: str  # why it is torn
+
+
+class CheckpointStore:
+    def __init__(self, dir: Path, *, keep_last: int, keep_best: int) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise ValueError(
+                f"keep_last={keep_last}, keep_best={keep_best}: keep at least the last one, and 0 or more best"
+            )
+        self.dir = Path(dir)
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self._cleaned = False
+
+    def save(self, step: int, *, write: Callable[[Path], None], state: dict[str, Any], score: float | None) -> Path:
+        """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step."""
+        if not self._cleaned:
+            self.clean()
+        if score is not None and math.isnan(score):
+            score = None
+        final, tmp = self.dir / f"step-{step:06d}", self.dir / f".tmp-step-{step:06d}"
+        try:
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.mkdir(parents=True)
+            write(tmp)
+            (tmp / STATE).write_text(json.dumps(state, indent=1))
+            manifest = {"step": step, "score": score, "files": _describe_files(tmp)}
+            (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            fsync_tree(tmp)
+            swap_in(tmp, final)
+        except BaseException as error:
+            full = _disk_is_full(error, self.dir)  # asked before the folder is removed, which frees space
+            shutil.rmtree(tmp, ignore_errors=True)
+            if full or isinstance(error, OSError):
+                reason = "no space left on the disk" if full else str(error)
+                raise CheckpointError(
+                    f"checkpoint {final} cannot be written: {reason}; earlier checkpoints are untouched: free space or "
+                    "make the folder writable, then run the same command again to resume"
+                ) from error
+            raise
+        self._prune(just_saved=final)
+        return final
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all as they were written; torn ones are named and skipped."""
+        for entry in reversed(self._entries()):
+            reason = entry.reason or _changed_file(entry)
+            if reason:
+                log.warning("checkpoint %s is torn (%s) and is skipped", entry.path, reason)
+                continue
+            assert entry.manifest is not None
+            state = json.loads((entry.path / STATE).read_text())
+            return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
+        return None
+
+    def clean(self) -> None:
+        """Remove what a killed save left behind. For the process that saves, once, when it starts."""
+        self._cleaned = True
+        if not self.dir.is_dir():
+            return
+        for path in sorted(self.dir.iterdir()):
+            kind, _, name = path.name.removeprefix(".").partition("-")
+            if path.name.startswith(".") and kind == "old" and not (self.dir / name).exists():
+                log.warning("checkpoint %s was being replaced when the process was killed; it is put back", name)
+                path.rename(self.dir / name)
+            elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
+                log.warning("checkpoint folder %s: removing %s, left by a save that was killed", self.dir, path.name)
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _entries(self) -> list[_Entry]:
+        """All checkpoints, oldest first, their manifests checked by name and size only."""
+        if not self.dir.is_dir():
+            return []
+        found: dict[int, Path] = {}
+        # A kill between the two renames of a replacement leaves only .old-step-N.
+        for prefix in (".old-", ""):
+            for path in self.dir.iterdir():
+                match = _STEP.fullmatch(path.name.removeprefix(prefix)) if path.name.startswith(prefix) else None
+                if match and path.is_dir():
+                    found[int(match.group(1))] = path
+        return [_read_entry(found[step], step=step) for step in sorted(found)]
+
+    def _prune(self, *, just_saved: Path) -> None:
+        entries = self._entries()
+        valid = [entry for entry in entries if entry.manifest is not None]
+        scored = [(entry.manifest["score"], entry.step, entry.path) for entry in valid if entry.manifest]
+        best = sorted(item for item in scored if item[0] is not None)[::-1][: self.keep_best]
+        keep = {just_saved, *(entry.path for entry in valid[-self.keep_last :]), *(path for _, _, path in best)}
+        step = next(entry.step for entry in entries if entry.path == just_saved)
+        for entry in entries:
+            if entry.path in keep or (entry.manifest is None and entry.step > step):
+                continue
+            trash = self.dir / f".trash-{entry.path.name}"
+            try:
+                entry.path.rename(trash)
+                shutil.rmtree(trash)
+            except OSError as error:
+                log.warning("old checkpoint %s cannot be removed: %s", entry.path, error)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    tmp = path.with_name(f".tmp-{path.name}")
+    try:
+        tmp.write_bytes(data.encode() if isinstance(data, str) else data)
+        _fsync(tmp)
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def fsync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            _fsync(Path(folder) / name)
+        _fsync(Path(folder))
+
+
+def swap_in(tmp: Path, final: Path) -> None:
+    """Rename a finished folder into place, over an older one of the same name."""
+    old = final.with_name(f".old-{final.name}")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        tmp.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    _fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _describe_files(root: Path) -> dict[str, dict[str, Any]]:
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    return {
+        path.relative_to(root).as_posix(): {"size": path.stat().st_size, "blake2b": digest}
+        for path, digest in zip(paths, _digests(paths), strict=True)
+    }
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    # hashlib lets go of the interpreter lock, so threads help.
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return list(pool.map(_digest, paths))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _read_entry(path: Path, *, step: int) -> _Entry:
+    def torn(reason: str) -> _Entry:
+        return _Entry(path=path, step=step, manifest=None, reason=reason)
+
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = {name: (int(facts["size"]), str(facts["blake2b"])) for name, facts in manifest["files"].items()}
+        recorded = manifest["step"], manifest["score"]
+    except FileNotFoundError:
+        return torn(f"no {MANIFEST}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return torn(f"{MANIFEST} cannot be read: {error}")
+    if recorded[0] != step or STATE not in files:
+        return torn(f"{MANIFEST} is not of step {step}" if recorded[0] != step else f"{MANIFEST} lacks {STATE}")
+    for name, (size, _) in files.items():
+        file = path / name
+        if not file.is_file():
+            return torn(f"{name} is missing")
+        if file.stat().st_size != size:
+            return torn(f"{name} has {file.stat().st_size} bytes instead of {size}")
+    return _Entry(path=path, step=step, manifest=manifest, reason="")
+
+
+def _changed_file(entry: _Entry) -> str:
+    """Which file's checksum differs; empty if none."""
+    assert entry.manifest is not None
+    files = entry.manifest["files"]
+    try:
+        digests = _digests([entry.path / name for name in files])
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return next(
+        (
+            f"checksum of {name} differs"
+            for name, now in zip(files, digests, strict=True)
+            if files[name]["blake2b"] != now
+        ),
+        "",
+    )
+
+
+def _disk_is_full(error: BaseException, dir: Path) -> bool:
+    """Whether a failed write is the disk's fault; serialisers wrap ENOSPC in errors of their own."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if "No space left" in str(error):
+        return True
+    return isinstance(error, Exception) and dir.is_dir() and shutil.disk_usage(dir).free < 4096

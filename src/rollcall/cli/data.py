@@ -1,0 +1,107 @@
+"""`rollcall data`: make the train and test files of a task."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from rollcall.data.make import Made, make_task, write_parquet
+
+_QUIET_S = 2.0
+
+
+def data(
+    task: Annotated[str, typer.Argument(help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory for train.parquet and test.parquet.")],
+    num: Annotated[
+        int | None, typer.Option("--num", min=1, help="Training rows; generated tasks add a tenth of it for the test.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of generated rows and of splits.")] = 0,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--source",
+            help="gsm8k, math: a JSONL or Parquet file (a tenth is held out), or a folder with train and test files, "
+            "instead of the hub.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Make the data files of a task.
+
+    Examples:
+
+        rollcall data arithmetic --out data/sums
+
+        rollcall data countdown --num 20000 --seed 1 --out data/countdown
+
+        rollcall data gsm8k --source gsm8k/ --out data/gsm8k
+
+        rollcall data reasoning-gym:chain_sum --num 2000 --out data/chain_sum
+    """
+    made = make_task(task, num=num, seed=seed, source=source)
+    written, example = _write(made, out)
+    if as_json:
+        files = [{"path": str(path), "rows": rows} for path, rows in written.items()]
+        print(json.dumps({"task": task, "files": files, "reward": made.reward, "example": example}))
+    else:
+        _show(written, example, made.reward)
+
+
+def _write(made: Made, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
+    example: dict[str, Any] = {}
+    written: dict[Path, int] = {}
+    with _LateProgress(made.num_rows) as progress:
+        for split, rows in (("train", made.train), ("test", made.test)):
+            path = out / f"{split}.parquet"
+            written[path] = write_parquet(progress.watch(rows, keep=example), path)
+    return written, example
+
+
+def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for path, rows in written.items():
+        console.print(f"[green]wrote[/green] {escape(str(path))}  {rows:,} rows")
+    console.print("[bold]example[/bold]")
+    for column, value in example.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        text = text if len(text) <= 400 else text[:397] + "..."
+        console.print(f"  [cyan]{escape(column)}[/cyan]  {escape(text.replace(chr(10), chr(10) + '    '))}")
+    train, test = (escape(str(path)) for path in written)
+    console.print(f"[bold]use[/bold]\n  data:   {{train: {train}, val: {test}}}\n  reward: \\[{{type: {reward}}}]")
+
+
+class _LateProgress:
+    """A progress bar on stderr that shows itself only when the work takes longer than two seconds."""
+
+    def __init__(self, total: int | None) -> None:
+        columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._row = self._progress.add_task("rows", total=total)
+        self._timer = threading.Timer(_QUIET_S, self._progress.start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        self._progress.stop()
+
+    def watch(self, rows: Iterable[dict[str, Any]], *, keep: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Pass the rows on; the first one ever is copied into ``keep``."""
+        for row in rows:
+            if not keep:
+                keep.update(row)
+            self._progress.advance(self._row)
+            yield row

@@ -1,0 +1,333 @@
+"""The loop.
+
+      prompts            groups                samples              micro-batches
+ data ───────▶ generate ────────▶ journal ──┐
+                 ▲      + rewards (on disk) │  buffer
+                 │                          ▼
+                 │                        train: advantages ▶ pack ▶ update ▶ new version
+                 └───────────────── weights ────────────────────────────────────┘
+
+Two coroutines over one buffer. ``_generate`` waits until its step may start (step <= version + 1 + staleness), fills
+the step from the journal and the engine, and puts it into the buffer; ``_train`` waits for the buffer, updates, and
+announces the new version. With staleness 0 they alternate. A third, ``Rollouts.pump``, drives engine and rewards
+while anyone waits for them.
+
+Step n is the n-th update: its groups are sampled from version n - 1 (or up to ``staleness`` older), its update makes
+version n. After a crash the same code runs again from the last checkpoint: groups that are in the journal are taken
+from there, so replayed steps train on what they trained on before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollcall.checkpoint.export import export_model
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
+from rollcall.cluster.local import Workers
+from rollcall.config import Config
+from rollcall.data.order import DataOrder
+from rollcall.engine.protocol import Sampling
+from rollcall.evaluate import Evaluation, evaluate
+from rollcall.journal import Journal, JournalError
+from rollcall.learner.optimizer import NonFiniteError
+from rollcall.observe.console import Console
+from rollcall.observe.sinks import Sink
+from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
+from rollcall.rollout import Clock, Rollouts, sampling_seeds
+from rollcall.samples import has_signal, make_samples
+from rollcall.types import FinishReason, Group, Sample
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; what is on disk is whole, and the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Everything one step trains on."""
+
+    step: int
+    groups: list[Group]  # in order of draw
+    next_draw: int  # where the next step begins in the data order
+    num_refills: int
+    num_from_journal: int
+    zero_variance: float  # share of the generated groups
+    clock: Clock
+    wall_s: float
+
+
+class Controller:
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        *,
+        run_dir: Path,
+        journal: Journal,
+        store: CheckpointStore,
+        sinks: list[Sink],
+        console: Console,
+        resume: Checkpoint | None,
+    ):
+        self.config = config
+        self.workers = workers
+        self.run_dir = run_dir
+        self.journal = journal
+        self.store = store
+        self.sinks = sinks
+        self.console = console
+        self.order = DataOrder(len(workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
+        self.start_step = resume.step if resume else 0
+        self.start_draw = int(resume.state["next_draw"]) if resume else 0
+        self.version = self.start_step
+        self.rollouts: Rollouts
+        self._buffer: asyncio.Queue[StepBatch]
+        self._new_version: asyncio.Condition
+
+    async def run(self) -> None:
+        """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
+        self.rollouts = Rollouts(self.workers.engine)
+        self._buffer = asyncio.Queue()
+        self._new_version = asyncio.Condition()
+        self.workers.engine.update_weights(self.version)
+        await _together(self._run(), background=self.rollouts.pump())
+
+    async def _run(self) -> None:
+        if self.start_step == 0:
+            await self._evaluate(0, title="before training")
+        await _together(self._generate(), self._train())
+        self._export()
+
+    async def _generate(self) -> None:
+        draw = self.start_draw
+        for step in range(self.start_step + 1, self.config.trainer.steps + 1):
+            async with self._new_version:
+                await self._new_version.wait_for(lambda: step <= self.version + 1 + self.config.trainer.staleness)
+            batch = await self._fill_step(step, draw)
+            draw = batch.next_draw
+            await self._buffer.put(batch)
+
+    async def _train(self) -> None:
+        for step in range(self.start_step + 1, self.config.trainer.steps + 1):
+            batch = await self._buffer.get()
+            assert batch.step == step, "steps leave the buffer in order"
+            self.journal.sync()
+            metrics = self._update(batch)
+            await self._announce(step)
+            self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
+            self._log(step, metrics)
+            evaluation = await self._evaluate(step, title="after training") if self._is_due(step, "eval_every") else None
+            if self._is_due(step, "save_every"):
+                self._save(step, batch, evaluation)
+
+    async def _fill_step(self, step: int, draw: int) -> StepBatch:
+        """The groups of a step: from the journal what is there, from the engine the rest, refilled when filtered."""
+        started = time.perf_counter()
+        self.rollouts.clock.take()
+        algorithm, wanted = self.config.algorithm, self.config.data.prompts_per_step
+        found = {group.draw: group for group in self.journal.read(step)}
+        made: list[Group] = []
+        kept: list[Group] = []
+        num_refills = 0
+        while True:
+            draws = range(draw, draw + wanted - len(kept))
+            draw = draws.stop
+            new = await asyncio.gather(*(self._group(step, index, found) for index in draws))
+            made += new
+            kept += [group for group in new if not algorithm.dynamic_sampling or self._has_signal(group)]
+            if len(kept) == wanted or num_refills == algorithm.max_refills:
+                break
+            num_refills += 1
+        if not kept:
+            kept = made[:1]  # nothing to learn from anywhere: train on one group, whose gradient is zero
+        return StepBatch(
+            step=step,
+            groups=sorted(kept, key=lambda group: group.draw),
+            next_draw=draw,
+            num_refills=num_refills,
+            num_from_journal=sum(group.draw in found for group in made),
+            zero_variance=float(np.mean([not self._has_signal(group) for group in made])),
+            clock=self.rollouts.clock.take(),
+            wall_s=time.perf_counter() - started,
+        )
+
+    async def _group(self, step: int, draw: int, found: dict[int, Group]) -> Group:
+        prompt = self.workers.train.prompts[self.order.index(draw)]
+        if draw in found:
+            if found[draw].prompt.id != prompt.id:
+                raise JournalError(
+                    f"the journal has prompt {found[draw].prompt.id!r} for draw {draw} of step {step}, the data now gives "
+                    f"{prompt.id!r}: the data changed under the run; restore it, or start over with --fresh"
+                )
+            return found[draw]
+        rollout = self.config.rollout
+        seeds = sampling_seeds(self.config.run.seed, step, prompt.id, rollout.samples_per_prompt)
+        attempt = await self.rollouts.attempt(
+            prompt, seeds=seeds, sampling=self._sampling(), scorer=self.workers.scorer
+        )
+        group = Group(
+            step=step,
+            draw=draw,
+            prompt=prompt,
+            completions=attempt.completions,
+            scores=attempt.scores,
+            started_s=attempt.started_s,
+            finished_s=attempt.finished_s,
+            worker="local",
+        )
+        self.journal.append(group)
+        return group
+
+    def _update(self, batch: StepBatch) -> dict[str, float]:
+        """Advantages and the policy's (and critic's) updates; returns the step's metrics."""
+        workers, algorithm = self.workers, self.config.algorithm
+        started = time.perf_counter()
+        samples = make_samples(
+            batch.groups,
+            algorithm=algorithm,
+            max_response_tokens=self.config.rollout.max_response_tokens,
+            reference=workers.reference,
+            values=workers.critic.values if workers.critic else None,
+        )
+        scored = time.perf_counter()
+        try:
+            critic = workers.critic.update(samples) if workers.critic else {}
+            learner = workers.learner.update(samples)
+        except NonFiniteError as error:
+            raise RunError(
+                f"step {batch.step}: {error}; this update was not applied and nothing on disk is lost. Lower actor.lr, "
+                "set actor.grad_clip, or look at the step's groups in the journal; then run the same command again"
+            ) from error
+        updated = time.perf_counter()
+        metrics = _batch_metrics(batch, samples, threshold=self.config.eval.threshold, first_reward=workers.scorer.names[0])
+        metrics |= {f"train/{name}": value for name, value in {**learner, **critic}.items()}
+        metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
+        metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
+        metrics["rollout/preemptions"] = float(workers.take_preemptions())
+        train_s = updated - started
+        return metrics | {
+            "time/score_s": scored - started,
+            "time/update_s": updated - scored,
+            "time/step_s": batch.wall_s + train_s,
+            "perf/train_tokens_per_s": metrics["train/tokens"] / train_s,
+            "perf/peak_memory_gib": peak_memory_gib(),
+        }
+
+    async def _announce(self, version: int) -> None:
+        """The engine takes the new weights, and whoever waits for this version may go on."""
+        self.workers.engine.update_weights(version)
+        async with self._new_version:
+            self.version = version
+            self._new_version.notify_all()
+
+    async def _evaluate(self, step: int, *, title: str) -> Evaluation | None:
+        val = self.workers.val
+        if val is None:
+            return None
+        started = time.perf_counter()
+        section = self.config.eval
+        result = await evaluate(
+            val.prompts[: section.max_prompts],
+            section=section,
+            rollouts=self.rollouts,
+            scorer=self.workers.eval_scorer,
+            sampling=self._sampling(temperature=section.temperature),
+            seed=self.config.run.seed,
+            step=step,
+        )
+        self._log(step, {**result.metrics(), "time/eval_s": time.perf_counter() - started})
+        write_samples(self.run_dir / "samples", step=step, split="val", groups=result.groups[:64])
+        if step in (0, self.config.trainer.steps):
+            self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
+        return result
+
+    def _save(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
+        started = time.perf_counter()
+        self.store.save(
+            step,
+            write=self.workers.write_checkpoint,
+            state={"step": step, "next_draw": batch.next_draw, "version": self.version},
+            score=evaluation.accuracy if evaluation else None,
+        )
+        write_samples(self.run_dir / "samples", step=step, split="train", groups=batch.groups[:8])
+        self._log(step, {"time/save_s": time.perf_counter() - started})
+
+    def _export(self) -> None:
+        export_model(self.workers.learner.model, self.workers.tokenizer, self.run_dir / "model", dtype=None)
+
+    def _sampling(self, *, temperature: float | None = None) -> Sampling:
+        rollout = self.config.rollout
+        greedy = temperature == 0
+        return Sampling(
+            temperature=rollout.temperature if temperature is None else temperature,
+            top_p=1.0 if greedy else rollout.top_p,
+            top_k=0 if greedy else rollout.top_k,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self.workers.stop_token_ids,
+            stop_strings=tuple(rollout.stop),
+        )
+
+    def _has_signal(self, group: Group) -> bool:
+        return has_signal(group, self.config.algorithm, self.config.rollout.max_response_tokens)
+
+    def _is_due(self, step: int, rhythm: str) -> bool:
+        every = getattr(self.config.trainer, rhythm)
+        return step == self.config.trainer.steps or (every > 0 and step % every == 0)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in (*self.sinks, self.console):
+            sink.log(step, metrics)
+
+
+def _batch_metrics(batch: StepBatch, samples: list[Sample], *, threshold: float, first_reward: str) -> dict[str, float]:
+    scores = [score for group in batch.groups for score in group.scores]
+    completions = [completion for group in batch.groups for completion in group.completions]
+    rewards = np.array([score.value for score in scores])
+    lengths = [len(completion.token_ids) for completion in completions]
+    loss_tokens = np.concatenate([sample.advantages[sample.mask] for sample in samples])
+    metrics = {
+        "train/reward_mean": float(rewards.mean()),
+        "train/reward_std": float(rewards.std()),
+        "train/accuracy": float(np.mean([score.parts[first_reward] >= threshold for score in scores])),
+        "train/advantage_abs_mean": float(np.abs(loss_tokens).mean()) if len(loss_tokens) else 0.0,
+        "train/zero_variance_groups": batch.zero_variance,
+        "train/refills": float(batch.num_refills),
+        "train/tokens": float(sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)),
+        "rollout/tokens": float(sum(group.num_tokens for group in batch.groups)),
+        "rollout/response_length_mean": float(np.mean(lengths)),
+        "rollout/truncated_fraction": float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),
+        "rollout/groups_from_journal": float(batch.num_from_journal),
+        "time/rollout_s": batch.wall_s,
+        "time/reward_s": batch.clock.reward_s,
+    }
+    if batch.clock.engine_s > 0 and batch.clock.engine_tokens:
+        metrics["rollout/tokens_per_s"] = batch.clock.engine_tokens / batch.clock.engine_s
+    for name in scores[0].parts:
+        metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
+        errors = sum(name in score.errors for score in scores)
+        if errors:
+            metrics[f"reward_errors/{name}"] = float(errors)
+    return metrics
+
+
+async def _together(*work: Coroutine[Any, Any, None], background: Coroutine[Any, Any, None] | None = None) -> None:
+    """Run all of ``work`` to its end, with ``background`` beside it; the first failure of any ends the others."""
+    wanted = {asyncio.create_task(coroutine) for coroutine in work}
+    tasks = wanted | ({asyncio.create_task(background)} if background else set())
+    try:
+        while not all(task.done() for task in wanted):
+            running = {task for task in tasks if not task.done()}
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Tasks in: reading prompts, the order they are drawn in, and making task files."""

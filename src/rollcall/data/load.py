@@ -1,0 +1,296 @@
+"""Rows of a JSONL or Parquet file (or a built-in task) as tokenised Prompts.
+
+Every refusal names the file and the row; rows count from 1, as an editor shows the lines of a JSONL file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollcall.config import DataSection
+from rollcall.types import Prompt
+
+_ROWS_PER_ENCODE = 1024
+
+
+class DataError(ValueError):
+    """A data file is wrong; the message names the file, the row and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    prompts: list[Prompt]
+    num_overlong: int  # left out, longer than data.max_prompt_tokens
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it is in the file."""
+
+    where: str  # "train.jsonl, row 7"
+    default_id: str
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    row: Row
+    text: str
+    messages: list[dict[str, Any]] | None  # None: plain text, not rendered by a chat template
+    answer: str
+
+
+def load_prompts(
+    source: str,
+    *,
+    data: DataSection,
+    tokenizer: Any,
+    limit: int | None = None,
+    split: Literal["train", "val"] = "train",
+) -> PromptSet:
+    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant."""
+    _check_section(data, tokenizer)
+    prompts: list[Prompt] = []
+    num_overlong, shortest = 0, None
+    for batch in _batches(_rendered_rows(source, data=data, tokenizer=tokenizer, split=split)):
+        for rendered, token_ids in zip(batch, _encode(batch, tokenizer), strict=True):
+            if len(token_ids) > data.max_prompt_tokens:
+                num_overlong += 1
+                shortest = min(shortest or len(token_ids), len(token_ids))
+                continue
+            prompts.append(_prompt(rendered, token_ids, data))
+            if len(prompts) == limit:
+                return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
+    if not prompts and num_overlong:
+        raise DataError(
+            f"{source}: all {num_overlong} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}; "
+            f"the shortest has {shortest} tokens"
+        )
+    if not prompts:
+        raise DataError(f"{source} has no rows; give at least one")
+    return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
+
+
+def _check_section(data: DataSection, tokenizer: Any) -> None:
+    if data.template is not None and "{prompt}" not in data.template:
+        raise DataError(f"data.template={data.template!r} has no {{prompt}} in it; put it where the prompt goes")
+    if data.chat and not tokenizer.chat_template:
+        raise DataError(
+            "data.chat=true needs a chat template and the tokenizer has none; set model.chat_template, or data.chat=false"
+        )
+
+
+# Reading
+
+
+def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Iterator[Row]:
+    """The rows of a file or of a built-in task, untouched."""
+    if source == "builtin:arithmetic":
+        from rollcall.data.make import arithmetic  # it reads files through this module
+
+        for number, columns in enumerate(arithmetic(split=split), start=1):
+            yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
+        return
+    if source.startswith("builtin:"):
+        raise DataError(f"{source} is not a built-in task; there is builtin:arithmetic")
+    path = Path(source)
+    if path.is_dir():
+        found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in _READERS)) or "no data file"
+        raise DataError(f"{source} is a directory; name one file ({found} in it)")
+    if path.suffix not in _READERS:
+        raise DataError(
+            f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
+        )
+    if not path.exists():
+        raise DataError(f"data file {source} does not exist; `rollcall data arithmetic --out DIR` makes one to try")
+    try:
+        for number, columns in _READERS[path.suffix](path):
+            yield Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
+    except OSError as error:
+        raise DataError(f"data file {source} cannot be read: {error}") from None
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                columns = json.loads(line)
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise DataError(f"{path}, row {number} is not JSON: {error}; each line holds one JSON object") from None
+            if not isinstance(columns, dict):
+                raise DataError(
+                    f"{path}, row {number} is a {type(columns).__name__}; each line holds one JSON object, "
+                    'such as {"prompt": "12+34=", "answer": "46"}'
+                )
+            yield number, columns
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a Parquet file: {error}") from None
+    number = 0
+    with file:
+        for batch in file.iter_batches(batch_size=_ROWS_PER_ENCODE):
+            for columns in batch.to_pylist():
+                number += 1
+                yield number, columns
+
+
+_READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
+
+
+# Rendering
+
+
+def _rendered_rows(
+    source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"]
+) -> Iterator[_Rendered]:
+    for row in read_rows(source, split=split):
+        if data.prompt_key not in row.columns:
+            raise DataError(
+                f"{row.where} has no column {data.prompt_key!r}; {_nearest(data.prompt_key, row, 'prompt_key')}"
+            )
+        messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
+        if messages is not None:
+            text = _apply_chat_template(row, messages, tokenizer)
+        else:
+            text = _with_template(row.columns[data.prompt_key], data)
+            if not text:
+                raise DataError(f"{row.where}: the prompt is empty")
+        yield _Rendered(row, text, messages, _answer(row, data))
+
+
+def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[str, Any]] | None:
+    """The chat messages to render; None when the prompt stays plain text."""
+    value = row.columns[data.prompt_key]
+    if isinstance(value, str):
+        if not (data.chat if data.chat is not None else has_template):
+            if data.system is not None:
+                raise DataError(f"data.system needs chat prompts, and {row.where} is plain text; set data.chat=true")
+            return None
+        messages = [{"role": "user", "content": _with_template(value, data)}]
+    else:
+        messages = _checked_messages(value, row)
+        if not has_template:
+            raise DataError(
+                f"{row.where} holds chat messages and the tokenizer has no chat template; "
+                "set model.chat_template, or give the prompt as text"
+            )
+    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message stands
+        messages = [{"role": "system", "content": data.system}, *messages]
+    return messages
+
+
+def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
+    wanted = 'text, or chat messages such as [{"role": "user", "content": "..."}]'
+    if not isinstance(value, list) or not value:
+        shown = "an empty list" if value == [] else f"{type(value).__name__} ({str(value)[:60]})"
+        raise DataError(f"{row.where}: the prompt is {shown}; it must be {wanted}")
+    for place, message in enumerate(value):
+        valid = (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        )
+        if not valid:
+            raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
+    # Parquet gives every message every key that any message has, as null.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _apply_chat_template(row: Row, messages: list[dict[str, Any]], tokenizer: Any) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
+        raise DataError(f"{row.where}: the chat template refuses the messages: {error}") from None
+
+
+def _with_template(text: str, data: DataSection) -> str:
+    # Not str.format: prompts and templates are full of braces.
+    return text if data.template is None else data.template.replace("{prompt}", text)
+
+
+def _answer(row: Row, data: DataSection) -> str:
+    if data.answer_key not in row.columns:
+        if data.answer_key == DataSection.model_fields["answer_key"].default:
+            return ""  # some rewards need none; those that do say so
+        raise DataError(
+            f"{row.where} has no column {data.answer_key!r}; {_nearest(data.answer_key, row, 'answer_key')}"
+        )
+    value = row.columns[data.answer_key]
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # a column of whole numbers with gaps is read as floats
+    if isinstance(value, str | int | float | Decimal):
+        return str(value)
+    raise DataError(
+        f"{row.where}: the answer is {type(value).__name__} ({str(value)[:60]}); it must be text or a number"
+    )
+
+
+def _nearest(key: str, row: Row, option: str) -> str:
+    names = list(row.columns)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
+    return f"it has {', '.join(map(str, names)) or 'none'}; {hint}"
+
+
+# Tokens
+
+
+def _batches(rows: Iterator[_Rendered]) -> Iterator[list[_Rendered]]:
+    batch: list[_Rendered] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == _ROWS_PER_ENCODE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _encode(batch: list[_Rendered], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each row. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
+    encoded: list[list[int]] = [[] for _ in batch]
+    for chat in (False, True):
+        places = [place for place, rendered in enumerate(batch) if (rendered.messages is not None) == chat]
+        if places:
+            texts = [batch[place].text for place in places]
+            for place, ids in zip(places, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True):
+                encoded[place] = ids
+    return encoded
+
+
+def _prompt(rendered: _Rendered, token_ids: list[int], data: DataSection) -> Prompt:
+    row = rendered.row
+    if not token_ids:
+        raise DataError(f"{row.where}: the prompt {rendered.text[:40]!r} has no tokens")
+    own = {data.prompt_key, data.answer_key, "id"}
+    metadata = {key: value for key, value in row.columns.items() if key not in own}
+    if rendered.messages is not None:
+        metadata["prompt_messages"] = rendered.messages  # a reward model renders them by its own template
+    identity = row.columns.get("id")
+    return Prompt(
+        id=row.default_id if identity is None else str(identity),
+        token_ids=np.array(token_ids, dtype=np.int32),
+        text=rendered.text,
+        answer=rendered.answer,
+        metadata=metadata,
+    )

@@ -1,0 +1,38 @@
+"""Which prompt the n-th draw of a run is: a pure function, so the cursor of a run is one integer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollcall.types import Longs
+
+_EPOCHS_KEPT = 2  # draws of a run that looks ahead straddle the end of an epoch
+
+
+class DataOrder:
+    """Each epoch visits every prompt exactly once, in an order that depends on the seed and the epoch alone."""
+
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts={num_prompts}; there is nothing to draw from")
+        self.num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._permutations: dict[int, Longs] = {}
+
+    def index(self, draw: int) -> int:
+        """The prompt of this draw, counted from 0 over the whole run."""
+        if draw < 0:
+            raise ValueError(f"draw={draw}; draws count from 0")
+        epoch, position = divmod(draw, self.num_prompts)
+        return int(self._permutation(epoch)[position]) if self._shuffle else position
+
+    def _permutation(self, epoch: int) -> Longs:
+        if epoch not in self._permutations:
+            # Sorting raw draws: numpy promises that a bit generator's stream never changes, and does not promise it of
+            # `Generator.permutation`; a run may resume under another numpy.
+            draws = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.num_prompts)
+            self._permutations[epoch] = np.argsort(draws, kind="stable")
+            while len(self._permutations) > _EPOCHS_KEPT:
+                del self._permutations[next(iter(self._permutations))]
+        return self._permutations[epoch]

@@ -1,0 +1,151 @@
+"""Writes docs/configuration.md from the run file's pydantic models: ``python -m rollcall.docs_config``."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rollcall.config import Config, Section, default_run
+
+_INTRO = """# Configuration
+
+<!-- Written by `python -m rollcall.docs_config`; edit the fields in `rollcall/config.py`. -->
+
+A run file is YAML with the sections below; whatever it leaves out has the default shown. An unknown key is refused with
+the nearest name. Any key can be set on the command line as `section.key=value`, list items by their index:
+
+```
+rollcall train run.yaml actor.lr=1e-5 reward.0.weight=0.5
+```
+"""
+
+
+def render_docs() -> str:
+    parts = [_INTRO, _default_run(), _contents()]
+    shown: dict[type[BaseModel], str] = {}  # section class -> name of the section that has its table
+    for name, info in Config.model_fields.items():
+        classes = section_classes(info.annotation)
+        parts.append(_section(name, info, like=shown.get(classes[0])))
+        shown.setdefault(classes[0], name)
+    return "\n".join(parts)
+
+
+def _default_run() -> str:
+    text = yaml.safe_dump(default_run(), sort_keys=False, default_flow_style=None, width=110)
+    return f"Without a run file, `rollcall train` uses the embedded one:\n\n```yaml\n{text}```\n"
+
+
+def _contents() -> str:
+    lines = ["| section | what |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {info.description} |" for name, info in Config.model_fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, info: FieldInfo, *, like: str | None) -> str:
+    classes = section_classes(info.annotation)
+    lines = [f"## {name}", "", info.description or "", ""]
+    if like is not None:
+        default = info.default
+        differ = {key for key, field in classes[0].model_fields.items() if getattr(default, key) != field.default}
+        lines += [f"The same keys as [`{like}`](#{like}), with other defaults:", ""]
+        lines += _table(classes[0], default=default, keys=differ)
+    elif len(classes) == 1:
+        lines += _table(classes[0], default=info.default, keys=set(classes[0].model_fields))
+    else:
+        lines += _variants(name, info, classes)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> list[str]:
+    tag = "type" if "type" in classes[0].model_fields else "name"
+    default = info.default[0] if isinstance(info.default, list) else info.default
+    what = "A list; each item" if get_origin(info.annotation) is list else "It"
+    base = classes[0].__mro__[1]
+    assert issubclass(base, Section), "variants share a base class for their common keys"
+    lines = [f"{what} names its variant in `{tag}`. Default: `{tag}: {getattr(default, tag)}`.", ""]
+    lines += ["All variants have:", "", *_table(base, default=None, keys=set(base.model_fields)), ""]
+    for variant in classes:
+        own = {key for key in variant.model_fields if key in variant.__annotations__ and key != tag}
+        lines += [f"### {name}: {variant.model_fields[tag].default}", "", (variant.__doc__ or "").strip(), ""]
+        if own:
+            lines += [*_table(variant, default=None, keys=own), ""]
+    return lines
+
+
+def _table(section: type[BaseModel], *, default: Any, keys: set[str]) -> list[str]:
+    """``default`` is the section's own default object, where it differs from its class's defaults."""
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in section.model_fields.items():
+        if name in keys:
+            value = getattr(default, name) if isinstance(default, BaseModel) else info.default
+            shown = "required" if info.is_required() else f"`{_yaml(value)}`"
+            kind = type_name(info.annotation) + _limits(info)
+            lines.append(f"| `{name}` | {_cell(kind)} | {shown} | {_cell(info.description or '')} |")
+    return lines
+
+
+def section_classes(annotation: Any) -> list[type[BaseModel]]:
+    """The section behind a field, or all variants of a union or a list of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for arg in get_args(annotation) for found in section_classes(arg)]
+
+
+def type_name(annotation: Any) -> str:
+    """A type as a reader of YAML says it."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(args[0])
+    if origin is Literal:
+        return ", ".join(f"`{arg}`" for arg in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join("`null`" if arg is type(None) else type_name(arg) for arg in args)
+    if origin is list:
+        return f"list of {type_name(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(type_name(arg) for arg in args)}]"
+    if origin is dict:
+        return f"map of {type_name(args[0])} to {type_name(args[1])}"
+    return {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path"}.get(
+        annotation, str(annotation)
+    )
+
+
+def _limits(info: FieldInfo) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in info.metadata
+        for name, sign in signs.items()
+        if hasattr(limit, name)
+    ]
+    return f", {', '.join(found)}" if found else ""
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, tuple):
+        value = list(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("...").strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")  # a bar would end the cell
+
+
+def main() -> None:
+    path = Path("docs/configuration.md")
+    path.write_text(render_docs())
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Filling the KV cache: several token lists run through the decoder in one packed forward, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollcall.engine.native.decoder import Decoder
+from rollcall.engine.native.runner import Fill
+from rollcall.learner.attention import flash, runs_flash
+
+Store = Callable[[int, Tensor, Tensor], None]
+"""(layer, k [N, Hkv, D], v [N, Hkv, D]): keep these; N runs over the fills' tokens end to end."""
+
+
+def run_fills(decoder: Decoder, fills: list[Fill], store: Store) -> int:
+    """Compute the keys and values of all fills, in the given order; how many tokens that was."""
+    lengths = [len(fill.token_ids) for fill in fills]
+    ids = np.concatenate([fill.token_ids for fill in fills]).astype(np.int64)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    device = decoder.device
+    cumulative = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    scale = decoder.head_dim**-0.5
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        store(index, k, v)
+        window = decoder.layers[index].window
+        if runs_flash(device, decoder.dtype):
+            out = flash(
+                q, k, v, cu_q=cumulative, cu_k=cumulative, max_q=max(lengths), max_k=max(lengths), scale=scale, window=window
+            )
+            return out.reshape(len(q), -1)
+        return _equal_length_runs(q, k, v, lengths, window)
+
+    decoder.forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attend)
+    return len(ids)
+
+
+def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int) -> Tensor:
+    """One batched call per run of neighbouring fills of the same length."""
+    outs, start = [], 0
+    for length, run in groupby(lengths):
+        count = len(list(run))
+        end = start + length * count
+        parts = [x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        outs.append(_causal(*parts, window=window).transpose(1, 2).reshape(length * count, -1))
+        start = end
+    return torch.cat(outs)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
+    length = q.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if not window or length <= window:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    mask = (distance >= 0) & (distance < window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)

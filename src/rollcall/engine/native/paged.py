@@ -1,0 +1,317 @@
+"""The CUDA runner: paged KV, whole decode steps as CUDA graphs, sampling on the card.
+
+A chunk of steps is replayed without a word to the host: the sampled token is fed back on the device, positions and
+draw counters advance there, tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors
+that state exactly (it is a function of the number of steps), so it can change rows between chunks and send the whole
+state again.
+
+Blocks of a prompt that several completions share are counted, not copied; only the last, partly filled one is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollcall.engine.native.decoder import Decoder
+from rollcall.engine.native.fill import run_fills
+from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
+from rollcall.engine.native.sampler import truncate
+from rollcall.kernels import decode as kernels
+from rollcall.kernels import sampling
+
+BLOCK = 64  # tokens per KV block
+CHUNK = 16  # steps between two looks at the results
+FILL_TOKENS = 32768  # packed tokens of one fill
+
+
+class PagedRunner:
+    chunk = CHUNK
+
+    def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float):
+        self.decoder = decoder
+        self.max_running = max_running
+        device, layers = decoder.device, len(decoder.layers)
+        num_blocks = _num_blocks(decoder, max_running, kv_tokens, kv_fraction)
+        shape = (layers, 2, num_blocks, BLOCK, decoder.num_kv_heads, decoder.head_dim)
+        self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
+        self._pool = BlockPool(num_blocks)
+        self._blocks: list[list[int]] = []  # per row
+        self.num_rows = 0
+        self.num_filled_tokens = 0
+
+        # Host mirror of the rows: [name, row]. Positions are -1 for rows that are past their limit.
+        self._host = np.zeros((5, max_running), dtype=np.int64)
+        self._next, self._position, self._limit, self._drawn, self._seed = self._host
+        self._temperature = np.zeros(max_running, dtype=np.float32)
+        self._top_p = np.ones(max_running, dtype=np.float32)
+        self._top_k = np.zeros(max_running, dtype=np.int64)
+
+        self._state = torch.zeros(5, max_running, dtype=torch.int64, device=device)
+        self._sampling = torch.zeros(3, max_running, dtype=torch.float32, device=device)
+        self._tables = torch.zeros(max_running, 16, dtype=torch.int32, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._out_tokens = torch.zeros(CHUNK, max_running, dtype=torch.int64, device=device)
+        self._out_logprobs = torch.zeros(CHUNK, max_running, dtype=torch.float32, device=device)
+        self._cos_sin = torch.empty(0)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graph_pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def room(self) -> int:
+        return self._pool.num_blocks * BLOCK
+
+    def admit(self, sequences: list[Sequence]) -> int:
+        first = self.num_rows
+        prefixes: dict[str, list[int]] = {}  # full blocks of a prompt whose first completion was just admitted
+        copies: list[tuple[int, int]] = []
+        count = 0
+        for sequence in sequences[: self.max_running - self.num_rows]:
+            blocks = self._blocks_for(sequence, prefixes, copies)
+            if blocks is None:
+                break
+            self._blocks.append(blocks)
+            count += 1
+        if count == 0:
+            return 0
+        admitted = sequences[:count]
+        self.num_rows += count
+        for row, sequence in enumerate(admitted, start=first):
+            self._set_row(row, sequence)
+        self._fill(plan_fills(admitted, first))
+        if copies:
+            source, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
+            self._cache[:, :, target] = self._cache[:, :, source]
+        return count
+
+    def reserve(self, steps: int) -> bool:
+        for row in range(self.num_rows):
+            needed = min(int(self._position[row]) + steps, int(self._limit[row]))
+            missing = -(-needed // BLOCK) - len(self._blocks[row])
+            if missing > 0:
+                new = self._pool.take(missing)
+                if new is None:
+                    return False
+                self._blocks[row] += new
+        return True
+
+    @torch.inference_mode()
+    def decode(self, steps: int) -> Chunk:
+        rows = self.num_rows
+        truncates = bool((self._top_p[:rows] < 1).any() or (self._top_k[:rows] > 0).any())
+        size = _bucket(rows, self.max_running)
+        graph = self._graph(size, truncates)
+        self._upload()
+        for _ in range(steps):
+            graph.replay()
+        tokens = self._out_tokens[:steps, :rows].cpu().numpy()
+        logprobs = self._out_logprobs[:steps, :rows].cpu().numpy()
+        self._next[:rows] = tokens[-1]
+        self._position[:rows] = np.minimum(self._position[:rows] + steps, self._limit[:rows])
+        self._drawn[:rows] += steps
+        return Chunk(tokens=tokens, logprobs=logprobs)
+
+    def remove(self, row: int) -> None:
+        last = self.num_rows - 1
+        self._pool.give_back(self._blocks[row])
+        self._blocks[row] = self._blocks[last]
+        self._blocks.pop()
+        self._host[:, row] = self._host[:, last]
+        for state in (self._temperature, self._top_p, self._top_k):
+            state[row] = state[last]
+        self.num_rows = last
+
+    def _blocks_for(
+        self, sequence: Sequence, prefixes: dict[str, list[int]], copies: list[tuple[int, int]]
+    ) -> list[int] | None:
+        """Blocks that hold the sequence and its next token; a sibling's full prompt blocks are shared."""
+        filled = sequence.length - 1
+        total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
+        siblings = prefixes.get(sequence.request.id) if not sequence.token_ids else None
+        if siblings is None:
+            blocks = self._pool.take(total)
+            if blocks is not None and not sequence.token_ids:
+                prefixes[sequence.request.id] = blocks[: -(-filled // BLOCK)]
+            return blocks
+        full = filled // BLOCK
+        own = self._pool.take(total - full)
+        if own is None:
+            return None
+        self._pool.share(siblings[:full])
+        if filled % BLOCK:
+            copies.append((siblings[full], own[0]))
+        return siblings[:full] + own
+
+    def _set_row(self, row: int, sequence: Sequence) -> None:
+        sampling_of = sequence.request.sampling
+        self._next[row] = sequence.token_ids[-1] if sequence.token_ids else sequence.request.prompt_ids[-1]
+        self._position[row] = sequence.length - 1
+        self._limit[row] = sequence.limit
+        self._drawn[row] = len(sequence.token_ids)
+        self._seed[row] = sequence.seed
+        self._temperature[row] = sampling_of.temperature
+        self._top_p[row] = sampling_of.top_p
+        self._top_k[row] = sampling_of.top_k
+        self._grow_tables(sequence.limit)
+
+    def _grow_tables(self, length: int) -> None:
+        """Block tables and rotary tables for sequences this long; graphs hold their addresses, so growing drops them."""
+        width = -(-length // BLOCK)
+        if width > self._tables.shape[1]:
+            width = 1 << (width - 1).bit_length()
+            self._tables = torch.zeros(self.max_running, width, dtype=torch.int32, device=self.decoder.device)
+            self._graphs.clear()
+        if length > len(self._cos_sin):
+            self.decoder.grow_rope(length)
+            half = self.decoder.head_dim // 2
+            self._cos_sin = torch.cat((self.decoder.cos[:, :half], self.decoder.sin[:, half:]), dim=-1).float()
+            self._graphs.clear()
+
+    @torch.inference_mode()
+    def _fill(self, fills: list[Fill]) -> None:
+        """Compute each fill once, into the blocks of its first row; the sharing was arranged by admit."""
+        batch: list[Fill] = []
+        for fill in sorted(fills, key=lambda fill: len(fill.token_ids)):
+            if batch and sum(len(other.token_ids) for other in batch) + len(fill.token_ids) > FILL_TOKENS:
+                self._run_fill(batch)
+                batch = []
+            batch.append(fill)
+        if batch:
+            self._run_fill(batch)
+
+    def _run_fill(self, fills: list[Fill]) -> None:
+        slots: list[np.ndarray] = []
+        for fill in fills:
+            positions = np.arange(len(fill.token_ids))
+            blocks = np.array(self._blocks[fill.rows[0]])
+            slots.append(blocks[positions // BLOCK] * BLOCK + positions % BLOCK)
+        target = torch.from_numpy(np.concatenate(slots)).to(self.decoder.device)
+
+        def store(index: int, k: Tensor, v: Tensor) -> None:
+            keys, values = self._cache[index].view(2, -1, *k.shape[1:])
+            keys[target] = k
+            values[target] = v
+
+        self.num_filled_tokens += run_fills(self.decoder, fills, store)
+
+    def _upload(self) -> None:
+        rows = self.num_rows
+        state = self._host.copy()
+        state[1, rows:] = -1
+        over = state[1, :rows] >= state[2, :rows]
+        state[1, :rows][over] = -1
+        self._state.copy_(torch.from_numpy(state))
+        sampling_state = np.stack((self._temperature, self._top_p, self._top_k.astype(np.float32)))
+        self._sampling.copy_(torch.from_numpy(sampling_state))
+        tables = np.zeros((rows, self._tables.shape[1]), dtype=np.int32)
+        for row, blocks in enumerate(self._blocks):
+            tables[row, : len(blocks)] = blocks
+        self._tables[:rows].copy_(torch.from_numpy(tables))
+        self._step.zero_()
+
+    def _graph(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
+        if (size, truncates) not in self._graphs:
+            # A warm-up outside the capture compiles the kernels; negative positions keep it from touching the cache.
+            self._state.fill_(0)
+            self._state[1].fill_(-1)
+            self._step.zero_()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._decode_step(size, truncates)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._graph_pool):
+                self._decode_step(size, truncates)
+            self._graphs[size, truncates] = graph
+        return self._graphs[size, truncates]
+
+    def _decode_step(self, rows: int, truncates: bool) -> None:
+        """One token for every row, entirely on the device. Captured: shapes and addresses are fixed."""
+        tokens, position, limit, drawn, seed = (state[:rows] for state in self._state)
+        logits = self.decoder.logits(self._hidden(tokens, position, rows))
+        temperature = self._sampling[0, :rows]
+        if truncates:
+            safe = torch.where(temperature == 0, 1.0, temperature)[:, None]
+            kept = truncate(logits / safe, top_p=self._sampling[1, :rows], top_k=self._sampling[2, :rows].long())
+            logits = torch.where(torch.isinf(kept), kept, logits)
+        new, logprobs = sampling.sample(logits, sampling.uniforms(seed, drawn), temperature)
+        self._out_tokens[:, :rows].index_copy_(0, self._step, new[None])
+        self._out_logprobs[:, :rows].index_copy_(0, self._step, logprobs[None])
+        tokens.copy_(new)
+        position.copy_(torch.where((position >= 0) & (position + 1 < limit), position + 1, -1))
+        drawn.add_(1)
+        self._step.add_(1)
+
+    def _hidden(self, tokens: Tensor, position: Tensor, rows: int) -> Tensor:
+        decoder = self.decoder
+        lengths = (position + 1).int()
+        tables = self._tables[:rows]
+        num_splits = kernels.pick_num_splits(rows, num_kv_heads=decoder.num_kv_heads, max_blocks=tables.shape[1])
+        x, residual = F.embedding(tokens, decoder.embed), None
+        for index, layer in enumerate(decoder.layers):
+            keys, values = self._cache[index]
+            h, residual = kernels.rms_norm(x, layer.input_norm, decoder.eps, residual=residual)
+            q = kernels.rope_cache(
+                F.linear(h, layer.qkv, layer.qkv_bias),
+                position,
+                self._cos_sin,
+                k_cache=keys,
+                v_cache=values,
+                block_tables=tables,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=decoder.eps,
+            )
+            attended = kernels.paged_attention(
+                q, keys, values, tables, lengths, scale=decoder.head_dim**-0.5, window=layer.window, num_splits=num_splits
+            )
+            x = F.linear(attended, layer.out, layer.out_bias)
+            h, residual = kernels.rms_norm(x, layer.post_norm, decoder.eps, residual=residual)
+            x = F.linear(kernels.silu_mul(F.linear(h, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+        return kernels.rms_norm(x, decoder.norm, decoder.eps, residual=residual)[0]
+
+
+class BlockPool:
+    """Counts who uses which block. A block is free when nobody does."""
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))
+        self._users = np.zeros(num_blocks, dtype=np.int64)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """This many blocks for one user each, or None when there are not as many."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(count)]
+        self._users[taken] = 1
+        return taken
+
+    def share(self, blocks: list[int]) -> None:
+        self._users[blocks] += 1
+
+    def give_back(self, blocks: list[int]) -> None:
+        self._users[blocks] -= 1
+        self._free += [block for block in blocks if self._users[block] == 0]
+
+
+def _bucket(rows: int, most: int) -> int:
+    """Graph sizes: powers of two to 32, then multiples of 32, so that few graphs serve every batch."""
+    size = 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
+    return min(size, most) if rows <= most else rows
+
+
+def _num_blocks(decoder: Decoder, max_running: int, kv_tokens: int | None, kv_fraction: float) -> int:
+    if kv_tokens is not None:
+        return max(1, kv_tokens // BLOCK)
+    per_token = 2 * len(decoder.layers) * decoder.kv_width * decoder.embed.element_size()
+    memory = torch.cuda.get_device_properties(decoder.device).total_memory * kv_fraction
+    wanted = max_running * -(-decoder.max_positions // BLOCK)
+    return max(1, min(int(memory // (per_token * BLOCK)), wanted))

@@ -1,0 +1,199 @@
+"""The CPU runner: one dense row of KV per running sequence, decoded step by step.
+
+Rows are kept compact (0..n-1) and as long as the longest, so attention is one call over a plain slice. Room is
+rows x length, which is what the memory really is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollcall.engine.native.decoder import Decoder
+from rollcall.engine.native.fill import run_fills
+from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
+from rollcall.engine.native.sampler import sample
+from rollcall.engine.uniform import uniforms
+
+LENGTH_STEP = 32  # rows grow by this many tokens
+
+
+class RowRunner:
+    chunk = 1
+
+    def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None):
+        self.decoder = decoder
+        self.max_running = max_running
+        self.kv_tokens = kv_tokens
+        self.num_rows = 0
+        self.num_filled_tokens = 0  # tokens whose KV was computed outside decoding
+        self._capacity = (0, 0)  # rows, tokens per row
+        self._kv: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows, tokens, 2 * kv_width]
+        self._next = np.zeros(max_running, dtype=np.int64)  # token to feed
+        self._position = np.zeros(max_running, dtype=np.int64)  # where it goes
+        self._limit = np.zeros(max_running, dtype=np.int64)
+        self._drawn = np.zeros(max_running, dtype=np.int64)  # index into the row's uniforms
+        self._uniform = np.zeros((max_running, 0), dtype=np.float32)
+        self._temperature = np.zeros(max_running, dtype=np.float32)
+        self._top_p = np.ones(max_running, dtype=np.float32)
+        self._top_k = np.zeros(max_running, dtype=np.int64)
+
+    @property
+    def room(self) -> int:
+        return self.kv_tokens if self.kv_tokens is not None else self.decoder.max_positions
+
+    def admit(self, sequences: list[Sequence]) -> int:
+        count, longest = 0, int(self._position[: self.num_rows].max(initial=0)) + 1
+        for sequence in sequences[: self.max_running - self.num_rows]:
+            longest = max(longest, sequence.length)
+            # One more step must fit as well, or the next reserve would throw the newcomer out again.
+            if not self._fits(self.num_rows + count + 1, min(longest + 1, max(longest, sequence.limit))):
+                break
+            count += 1
+        if count == 0:
+            return 0
+        first, self.num_rows = self.num_rows, self.num_rows + count
+        admitted = sequences[:count]
+        for row, sequence in enumerate(admitted, start=first):
+            self._set_row(row, sequence)
+        self._grow(self.num_rows, max(sequence.length for sequence in admitted))
+        fills = plan_fills(admitted, first)
+        if fills:
+            self._fill(fills)
+        return count
+
+    def reserve(self, steps: int) -> bool:
+        needed = int(np.minimum(self._position[: self.num_rows] + steps, self._limit[: self.num_rows]).max())
+        if not self._fits(self.num_rows, needed):
+            return False
+        self._grow(self.num_rows, needed)
+        return True
+
+    @torch.inference_mode()
+    def decode(self, steps: int) -> Chunk:
+        rows = self.num_rows
+        tokens = np.zeros((steps, rows), dtype=np.int64)
+        logprobs = np.zeros((steps, rows), dtype=np.float32)
+        for step in range(steps):
+            tokens[step], logprobs[step] = self._decode_step(rows)
+        return Chunk(tokens=tokens, logprobs=logprobs)
+
+    def remove(self, row: int) -> None:
+        last = self.num_rows - 1
+        if row != last:
+            length = int(self._position[last])
+            for kv in self._kv:
+                kv[row, :length] = kv[last, :length]
+            for state in (
+                self._next, self._position, self._limit, self._drawn, self._uniform, self._temperature, self._top_p, self._top_k
+            ):  # fmt: skip
+                state[row] = state[last]
+        self.num_rows = last
+
+    def _fits(self, rows: int, length: int) -> bool:
+        return self.kv_tokens is None or rows * length <= self.kv_tokens
+
+    def _grow(self, rows: int, length: int) -> None:
+        old_rows, old_length = self._capacity
+        if rows <= old_rows and length <= old_length:
+            return
+        rows = max(rows, old_rows)
+        rounded = max(-(-length // LENGTH_STEP) * LENGTH_STEP, old_length)
+        length = rounded if self._fits(rows, rounded) else max(length, old_length if self._fits(rows, old_length) else 0)
+        live_rows, live_length = min(rows, old_rows), min(length, old_length)
+        for index, old in enumerate(self._kv):
+            new = torch.zeros(rows, length, 2 * self.decoder.kv_width, dtype=self.decoder.dtype)
+            if old_rows:
+                new[:live_rows, :live_length] = old[:live_rows, :live_length]
+            self._kv[index] = new
+        self._capacity = (rows, length)
+
+    def _set_row(self, row: int, sequence: Sequence) -> None:
+        sampling = sequence.request.sampling
+        self.decoder.grow_rope(sequence.limit)
+        if sampling.max_tokens > self._uniform.shape[1]:
+            self._uniform = np.pad(self._uniform, ((0, 0), (0, sampling.max_tokens - self._uniform.shape[1])))
+        positions = torch.arange(sampling.max_tokens)
+        self._uniform[row, : sampling.max_tokens] = uniforms(torch.full_like(positions, sequence.seed), positions).numpy()
+        self._next[row] = sequence.token_ids[-1] if sequence.token_ids else sequence.request.prompt_ids[-1]
+        self._position[row] = sequence.length - 1
+        self._limit[row] = sequence.limit
+        self._drawn[row] = len(sequence.token_ids)
+        self._temperature[row] = sampling.temperature
+        self._top_p[row] = sampling.top_p
+        self._top_k[row] = sampling.top_k
+
+    def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        position = torch.from_numpy(self._position[:rows])
+        length = int(self._position[:rows].max()) + 1
+        row_index = torch.arange(rows)
+        masks = {window: self._mask(position, length, window) for window in {layer.window for layer in self.decoder.layers}}
+        width, kv_heads, dim = self.decoder.kv_width, self.decoder.num_kv_heads, self.decoder.head_dim
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self._kv[index]
+            kv[row_index, position, :width] = k.reshape(rows, width)
+            kv[row_index, position, width:] = v.reshape(rows, width)
+            keys = kv[:rows, :length, :width].view(rows, length, kv_heads, dim).transpose(1, 2)
+            values = kv[:rows, :length, width:].view(rows, length, kv_heads, dim).transpose(1, 2)
+            # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
+            grouped = q.reshape(rows, kv_heads, -1, dim)
+            mask = masks[self.decoder.layers[index].window]
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(rows, -1)
+
+        hidden = self.decoder.forward(torch.from_numpy(self._next[:rows]), position, attend)
+        sampled = self._sample(self.decoder.logits(hidden), rows)
+        self._next[:rows] = sampled[0]
+        self._position[:rows] = np.minimum(self._position[:rows] + 1, self._limit[:rows] - 1)
+        self._drawn[:rows] = np.minimum(self._drawn[:rows] + 1, self._uniform.shape[1] - 1)
+        return sampled
+
+    def _sample(self, logits: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        top_p, top_k = self._top_p[:rows], self._top_k[:rows]
+        out = sample(
+            logits,
+            uniforms=torch.from_numpy(self._uniform[np.arange(rows), self._drawn[:rows]]),
+            temperature=torch.from_numpy(self._temperature[:rows]),
+            top_p=torch.from_numpy(top_p) if (top_p < 1).any() else None,
+            top_k=torch.from_numpy(top_k) if (top_k > 0).any() else None,
+        )
+        return out.tokens.numpy(), out.logprobs.numpy()
+
+    @staticmethod
+    def _mask(position: Tensor, length: int, window: int) -> Tensor | None:
+        """Additive [rows, 1, 1, length]; None when every row sees every key."""
+        keys = torch.arange(length)
+        hidden = keys > position[:, None]
+        if window:
+            hidden |= keys <= position[:, None] - window
+        if not bool(hidden.any()):
+            return None
+        return torch.zeros(len(position), 1, 1, length).masked_fill_(hidden[:, None, None], -torch.inf)
+
+    @torch.inference_mode()
+    def _fill(self, fills: list[Fill]) -> None:
+        fills = sorted(fills, key=lambda fill: len(fill.token_ids))
+        source, target = self._copy_plan(fills)
+        width = self.decoder.kv_width
+
+        def store(index: int, k: Tensor, v: Tensor) -> None:
+            kv = self._kv[index].view(-1, 2 * width)
+            kv[target, :width] = k.reshape(-1, width)[source]
+            kv[target, width:] = v.reshape(-1, width)[source]
+
+        self.num_filled_tokens += run_fills(self.decoder, fills, store)
+
+    def _copy_plan(self, fills: list[Fill]) -> tuple[Tensor, Tensor]:
+        """For every (row, position) to fill: the packed token it comes from, and its place in the flat cache."""
+        source: list[np.ndarray] = []
+        target: list[np.ndarray] = []
+        start = 0
+        for fill in fills:
+            length = len(fill.token_ids)
+            for row in fill.rows:
+                source.append(np.arange(start, start + length))
+                target.append(row * self._capacity[1] + np.arange(length))
+            start += length
+        return torch.from_numpy(np.concatenate(source)), torch.from_numpy(np.concatenate(target))

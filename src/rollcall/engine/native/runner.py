@@ -1,0 +1,99 @@
+"""The seam between scheduling and arithmetic: a runner holds the KV of the running sequences, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rollcall.engine.protocol import Request
+from rollcall.types import FinishReason, Floats, Ints, Longs, Segment
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One completion on its way. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
+
+    request: Request
+    index: int  # which of the request's completions
+    order: int  # arrival; the youngest is preempted first
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.request.seeds[self.index]
+
+    @property
+    def length(self) -> int:
+        """Prompt and generated tokens. The KV of all but the last is cached; the last is fed next."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    @property
+    def limit(self) -> int:
+        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    def all_ids(self) -> Ints:
+        return np.concatenate((self.request.prompt_ids, np.array(self.token_ids, dtype=np.int32)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    tokens: Longs  # [steps, rows]
+    logprobs: Floats  # [steps, rows]
+
+
+class Runner(Protocol):
+    """Rows 0..n-1 are the running sequences; the engine mirrors every change of rows in its own list."""
+
+    @property
+    def chunk(self) -> int:
+        """Steps to decode between two looks at the results."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Tokens of KV that one sequence alone can have."""
+        ...
+
+    def admit(self, sequences: list[Sequence]) -> int:
+        """Append as many of these as there is room for, in order, with their KV filled in; how many that was."""
+        ...
+
+    def reserve(self, steps: int) -> bool:
+        """Make room for this many more tokens in every row (not past its limit); false: there is none."""
+        ...
+
+    def decode(self, steps: int) -> Chunk:
+        """Sample this many tokens for every row. Past a row's limit the values mean nothing."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Forget a row; the last row moves into its place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """Tokens whose KV is computed once and stored in these rows."""
+
+    token_ids: Ints
+    rows: tuple[int, ...]
+
+
+def plan_fills(sequences: list[Sequence], first_row: int) -> list[Fill]:
+    """Fresh completions of one request share one fill; a resumed one needs its own tokens."""
+    shared: dict[str, list[int]] = {}
+    prompts: dict[str, Ints] = {}
+    fills: list[Fill] = []
+    for row, sequence in enumerate(sequences, start=first_row):
+        if sequence.token_ids:
+            fills.append(Fill(token_ids=sequence.all_ids()[:-1], rows=(row,)))
+        else:
+            shared.setdefault(sequence.request.id, []).append(row)
+            prompts[sequence.request.id] = sequence.request.prompt_ids[:-1]
+    fills += [Fill(token_ids=prompts[request_id], rows=tuple(rows)) for request_id, rows in shared.items()]
+    return [fill for fill in fills if len(fill.token_ids)]

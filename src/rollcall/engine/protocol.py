@@ -1,0 +1,65 @@
+"""What every engine is: submit, poll, abort, take new weights. The contract test in tests/engine_contract.py holds
+each implementation to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollcall.types import Completion, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    temperature: float  # 0: greedy
+    top_p: float
+    top_k: int  # 0: all
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt and one seed per completion wanted. The seeds alone decide the draws, whatever else is in the batch."""
+
+    id: str
+    prompt_ids: Ints
+    seeds: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """All completions of a request, in the order of its seeds."""
+
+    request_id: str
+    completions: tuple[Completion, ...]
+
+
+class Engine(Protocol):
+    @property
+    def version(self) -> int:
+        """Weight version that the next token will be sampled from."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not yet returned."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Refuses one that could never fit the KV cache."""
+        ...
+
+    def poll(self) -> list[Finished]:
+        """Decode a little further and return the requests that finished; empty when there is nothing to do."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Take a request back; its completions so far come with finish reason ABORT at the next poll."""
+        ...
+
+    def update_weights(self, version: int) -> None:
+        """The parameters this engine reads have changed: drop what was computed from the old ones."""
+        ...

@@ -1,0 +1,86 @@
+"""Evaluation: held-out prompts through the same engine and rewards, into accuracy, pass@k and lengths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from rollcall.config import EvalSection
+from rollcall.engine.protocol import Sampling
+from rollcall.reward.scorer import Scorer
+from rollcall.rollout import Rollouts, sampling_seeds
+from rollcall.types import FinishReason, Group, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    accuracy: float  # mean over prompts and completions
+    pass_at: dict[int, float]  # k -> share of prompts solved within k attempts (unbiased estimate)
+    reward_mean: float
+    response_length_mean: float
+    truncated_fraction: float
+    groups: list[Group]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/pass_at_k": self.pass_at[max(self.pass_at)],
+            "eval/reward_mean": self.reward_mean,
+            "eval/response_length_mean": self.response_length_mean,
+            "eval/truncated_fraction": self.truncated_fraction,
+        }
+
+
+async def evaluate(
+    prompts: Sequence[Prompt], *, section: EvalSection, rollouts: Rollouts, scorer: Scorer, sampling: Sampling, seed: int, step: int
+) -> Evaluation:
+    """Attempt every prompt ``section.samples_per_prompt`` times. Seeds do not depend on the step: curves compare."""
+
+    async def one(index: int, prompt: Prompt) -> Group:
+        seeds = sampling_seeds(seed, -1, prompt.id, section.samples_per_prompt)
+        attempt = await rollouts.attempt(prompt, seeds=seeds, sampling=sampling, scorer=scorer)
+        return Group(
+            step=step,
+            draw=index,
+            prompt=prompt,
+            completions=attempt.completions,
+            scores=attempt.scores,
+            started_s=attempt.started_s,
+            finished_s=attempt.finished_s,
+            worker="eval",
+        )
+
+    groups = list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+    return summarize(groups, first_reward=scorer.names[0], threshold=section.threshold)
+
+
+def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Evaluation:
+    correct_by_prompt = [[score.parts[first_reward] >= threshold for score in group.scores] for group in groups]
+    completions = [completion for group in groups for completion in group.completions]
+    attempts = len(correct_by_prompt[0])
+    return Evaluation(
+        accuracy=float(np.mean([np.mean(correct) for correct in correct_by_prompt])),
+        pass_at={k: float(np.mean([pass_at_k(attempts, sum(correct), k) for correct in correct_by_prompt])) for k in _powers(attempts)},
+        reward_mean=float(np.mean([score.value for group in groups for score in group.scores])),
+        response_length_mean=float(np.mean([len(completion.token_ids) for completion in completions])),
+        truncated_fraction=float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),
+        groups=groups,
+    )
+
+
+def pass_at_k(attempts: int, correct: int, k: int) -> float:
+    """Chance that k of the attempts, drawn without replacement, hold a correct one (arXiv:2107.03374).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    return 1.0 - comb(attempts - correct, k) / comb(attempts, k)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the largest itself."""
+    return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})

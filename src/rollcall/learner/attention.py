@@ -1,0 +1,160 @@
+"""Attention over packed segments, registered with transformers as ``rollcall_packed``.
+
+The layout travels through the model's keyword arguments. In half precision on CUDA it is one variable-length flash
+call; elsewhere (flash has no float32) segments of equal shape are batched into one call each. Neither pads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from rollcall.types import MicroBatch
+
+NAME = "rollcall_packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Segments of one shape."""
+
+    count: int
+    q_length: int
+    k_length: int
+    queries: Tensor  # [count * q_length] packed positions
+    keys: Tensor  # [count * k_length] packed positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    kv_index: Tensor | None  # [K]; None: every segment's keys are its own tokens, in order
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    buckets: tuple[Bucket, ...]  # empty where flash runs
+    restore: Tensor  # packed order from bucket order
+
+
+def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) -> Layout:
+    q_lengths, k_lengths = np.diff(batch.cu_q), np.diff(batch.cu_k)
+    buckets: tuple[Bucket, ...] = ()
+    order = np.zeros(0, dtype=np.int64)
+    if not runs_flash(device, dtype):
+        buckets, order = _buckets(batch, q_lengths, k_lengths, device)
+    shared = len(batch.kv_index) != batch.num_tokens
+    return Layout(
+        kv_index=torch.from_numpy(batch.kv_index).to(device) if shared else None,
+        cu_q=torch.from_numpy(batch.cu_q).to(device),
+        cu_k=torch.from_numpy(batch.cu_k).to(device),
+        max_q=int(q_lengths.max()),
+        max_k=int(k_lengths.max()),
+        buckets=buckets,
+        restore=torch.from_numpy(np.argsort(order)).to(device),
+    )
+
+
+def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype != torch.float32
+
+
+def _buckets(
+    batch: MicroBatch, q_lengths: np.ndarray, k_lengths: np.ndarray, device: torch.device
+) -> tuple[tuple[Bucket, ...], np.ndarray]:
+    buckets: list[Bucket] = []
+    order: list[np.ndarray] = []
+    for q_length, k_length in sorted(set(zip(q_lengths.tolist(), k_lengths.tolist(), strict=True))):
+        members = np.flatnonzero((q_lengths == q_length) & (k_lengths == k_length))
+        queries = np.concatenate([np.arange(batch.cu_q[i], batch.cu_q[i + 1]) for i in members]).astype(np.int64)
+        keys = np.concatenate([batch.kv_index[batch.cu_k[i] : batch.cu_k[i + 1]] for i in members])
+        order.append(queries)
+        buckets.append(
+            Bucket(
+                count=len(members),
+                q_length=q_length,
+                k_length=k_length,
+                queries=torch.from_numpy(queries).to(device),
+                keys=torch.from_numpy(keys).to(device),
+            )
+        )
+    return tuple(buckets), np.concatenate(order)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, N, D]
+    key: Tensor,  # [1, Hkv, N, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packed: Layout,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, D]
+    if packed.buckets:
+        return _bucketed(q, k, v, packed, scaling, sliding_window)[None], None
+    if packed.kv_index is not None:
+        k, v = k.index_select(0, packed.kv_index), v.index_select(0, packed.kv_index)
+    out = flash(
+        q, k, v, cu_q=packed.cu_q, cu_k=packed.cu_k, max_q=packed.max_q, max_k=packed.max_k, scale=scaling,
+        window=sliding_window or 0,
+    )  # fmt: skip
+    return out[None], None
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float, window: int
+) -> Tensor:
+    """Causal attention of packed segments, aligned at their ends: [Nq, H, D] against [Nk, Hkv, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    extra = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
+    left = window - 1 if window else -1
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
+
+
+def _bucketed(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scaling: float, window: int | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    outs: list[Tensor] = []
+    for bucket in packed.buckets:
+        shape_q = (bucket.count, bucket.q_length, *q.shape[1:])
+        shape_k = (bucket.count, bucket.k_length, *k.shape[1:])
+        attended = F.scaled_dot_product_attention(
+            q.index_select(0, bucket.queries).view(shape_q).transpose(1, 2),
+            k.index_select(0, bucket.keys).view(shape_k).transpose(1, 2),
+            v.index_select(0, bucket.keys).view(shape_k).transpose(1, 2),
+            attn_mask=_end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device),
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        outs.append(attended.transpose(1, 2).reshape(bucket.count * bucket.q_length, *q.shape[1:]))
+    return torch.cat(outs).index_select(0, packed.restore)
+
+
+def _end_aligned_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
+    queries = torch.arange(k_length - q_length, k_length, device=device)
+    distance = queries[:, None] - torch.arange(k_length, device=device)
+    mask = distance >= 0
+    return mask & (distance < window) if window else mask
+
+
+def _varlen_parameters() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_VARLEN_PARAMETERS = _varlen_parameters()
+AttentionInterface.register(NAME, packed_attention)

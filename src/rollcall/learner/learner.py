@@ -1,0 +1,244 @@
+"""The learner: samples in, a changed policy out.
+
+``update`` packs the samples, sums gradients over micro-batches and steps the optimizer; ``score`` is the same forward
+without gradients. The loss is a weighted sum over tokens whose weights are fixed before packing, so neither packing
+nor accumulation changes the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
+from rollcall.config import Algorithm, OptimizerSection, Ppo
+from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.model import packed_hidden
+from rollcall.learner.optimizer import NonFiniteError, Optimizer
+from rollcall.learner.packing import pack
+from rollcall.types import Floats, MicroBatch, Sample
+
+LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """Per response token, [T]; zero where the mask is false."""
+
+    logprobs: Floats
+    entropy: Floats
+    certainty: Floats
+
+
+class Learner:
+    """The policy and its optimizer."""
+
+    def __init__(
+        self,
+        model: Any,
+        section: OptimizerSection,
+        *,
+        algorithm: Algorithm,
+        temperature: float,
+        max_response_tokens: int,
+        total_updates: int,
+    ):
+        self.model = model
+        self.section = section
+        self.algorithm = algorithm
+        self.temperature = temperature
+        self.max_response_tokens = max_response_tokens
+        self.optimizer = Optimizer(model, section, total_updates=total_updates)
+        self.num_tokens_trained = 0
+
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        """The policy's own statistics of the samples' tokens, at the sampling temperature."""
+        return score_samples(
+            self.model, samples, temperature=self.temperature, tokens_per_microbatch=self.section.tokens_per_microbatch
+        )
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """All updates of one step (epochs x minibatches); the metrics are means over them."""
+        rows: list[dict[str, float]] = []
+        if self.section.minibatches * self.section.epochs > 1 and self.algorithm.old_logprobs == "learner":
+            scores = self.score(samples)
+            samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
+        for _ in range(self.section.epochs):
+            for part in split_by_draw(samples, self.section.minibatches):
+                rows.append(self._update_once(part))
+        metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
+        for name in ("mismatch", "mismatch_max"):  # only the first pass sees the policy that was sampled from
+            metrics[name] = rows[0][name]
+        return metrics
+
+    def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
+        counts = np.array([int(sample.mask.sum()) for sample in samples])
+        weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
+        batches = pack(samples, weights=weights, tokens_per_microbatch=self.section.tokens_per_microbatch)
+        total = accumulate_gradients(batches, self._loss, self.optimizer)
+        self.num_tokens_trained += sum(batch.num_tokens for batch in batches)
+        weight = total.pop("weight")
+        num_tokens = total.pop("tokens")
+        largest = total.pop("mismatch_max")
+        loss = total.pop("loss")
+        mismatch = total.pop("mismatch")
+        metrics = {name: value / weight for name, value in total.items() if name != "policy_loss"}
+        return {
+            **metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **self.optimizer.step()
+        }  # fmt: skip
+
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        stats = batch_stats(self.model, batch, temperature=self.temperature)
+        behaviour = self._tensor(batch.behaviour_logprobs)
+        result = policy_loss(
+            self.algorithm,
+            logprobs=stats.logprobs,
+            old_logprobs=self._tensor(batch.old_logprobs),
+            behaviour_logprobs=behaviour,
+            reference_logprobs=self._tensor(batch.reference_logprobs),
+            advantages=self._tensor(batch.advantages),
+            weights=self._tensor(batch.weights),
+            row=torch.from_numpy(batch.row).to(self.model.device),
+            num_rows=batch.num_rows,
+            entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
+        )
+        difference = (stats.logprobs.detach() - behaviour).abs()
+        extra = {
+            "loss": result.loss.detach(),
+            "mismatch": difference.sum(),
+            "mismatch_max": difference.max(),
+            "tokens": torch.tensor(float(len(batch.targets))),
+        }
+        return result.loss, {**result.metrics, **extra}
+
+    def _tensor(self, array: Any) -> Any:
+        return None if array is None else torch.from_numpy(array).to(self.model.device)
+
+
+class Critic:
+    """PPO's value function: a policy-shaped body with a one-number head, and its own optimizer."""
+
+    def __init__(self, model: Any, section: OptimizerSection, *, algorithm: Ppo, total_updates: int):
+        hidden_size = model.config.hidden_size
+        self.model = model
+        model.lm_head = torch.nn.Linear(hidden_size, 1, bias=True, device=model.device, dtype=model.dtype)
+        torch.nn.init.zeros_(model.lm_head.weight)
+        torch.nn.init.zeros_(model.lm_head.bias)
+        self.section = section
+        self.algorithm = algorithm
+        self.optimizer = Optimizer(model, section, total_updates=total_updates)
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        """The value before each response token, [T] per sample."""
+        out = [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples]
+        for batch in pack_unweighted(samples, self.section.tokens_per_microbatch):
+            scatter(self._values(batch), batch, samples, out)
+        return out
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        rows: list[dict[str, float]] = []
+        for _ in range(self.section.epochs):
+            for part in split_by_draw(samples, self.section.minibatches):
+                counts = np.array([int(sample.mask.sum()) for sample in part])
+                weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
+                batches = pack(part, weights=weights, tokens_per_microbatch=self.section.tokens_per_microbatch)
+                total = accumulate_gradients(batches, self._loss, self.optimizer)
+                self.optimizer.step()
+                rows.append({"value_loss": total["loss"]})
+        return {"value_loss": float(np.mean([row["value_loss"] for row in rows]))}
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        hidden = packed_hidden(self.model, batch)[torch.from_numpy(batch.logit_index).to(self.model.device)]
+        return self.model.lm_head(hidden)[:, 0].float()
+
+    def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.values is not None and batch.returns is not None, "the critic learns from returns"
+        device = self.model.device
+        result = value_loss(
+            self.algorithm,
+            values=self._values(batch),
+            old_values=torch.from_numpy(batch.values).to(device),
+            returns=torch.from_numpy(batch.returns).to(device),
+            weights=torch.from_numpy(batch.weights).to(device),
+        )
+        return result.loss, {"loss": result.loss.detach()}
+
+
+def accumulate_gradients(
+    batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
+) -> dict[str, float]:
+    """Backward through every micro-batch; the metrics are sums over them (``*_max``: the largest)."""
+    if not batches:
+        raise ValueError("no completion of this step has a token to learn from; check rollout.max_response_tokens and stop")
+    total: dict[str, Tensor] = {}
+    for batch in batches:
+        loss, metrics = loss_of(batch)
+        loss.backward()
+        optimizer.accumulate()
+        for name, value in metrics.items():
+            if name not in total:
+                total[name] = value
+            else:
+                total[name] = torch.maximum(total[name], value) if name.endswith("_max") else total[name] + value
+    values = {name: float(value) for name, value in total.items()}
+    if not math.isfinite(values["loss"]):
+        optimizer.discard()
+        raise NonFiniteError(f"the loss is {values['loss']}")
+    return values
+
+
+def batch_stats(model: Any, batch: MicroBatch, *, temperature: float) -> TokenStats:
+    hidden = packed_hidden(model, batch)
+    picked = hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
+    targets = torch.from_numpy(batch.targets).to(hidden.device)
+    return token_stats(picked, model.lm_head.weight, targets, temperature=temperature)
+
+
+@torch.no_grad()
+def score_samples(
+    model: Any, samples: Sequence[Sample], *, temperature: float, tokens_per_microbatch: int
+) -> list[TokenScores]:
+    """A model's statistics of the samples' tokens; also how the frozen reference is asked."""
+    names = ("logprobs", "entropy", "certainty")
+    out = {name: [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples] for name in names}
+    for batch in pack_unweighted(samples, tokens_per_microbatch):
+        stats = batch_stats(model, batch, temperature=temperature)
+        for name in names:
+            scatter(getattr(stats, name), batch, samples, out[name])
+    return [TokenScores(**{name: out[name][index] for name in names}) for index in range(len(samples))]
+
+
+def pack_unweighted(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[MicroBatch]:
+    return pack(samples, weights=np.zeros(len(samples), dtype=np.float32), tokens_per_microbatch=tokens_per_microbatch)
+
+
+def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: list[Floats]) -> None:
+    """Per-loss-token values back to the rows they came from."""
+    flat = values.float().cpu().numpy()
+    for row, index in enumerate(batch.sample_index):
+        out[index][samples[index].mask] = flat[batch.row == row]
+
+
+def split_by_draw(samples: Sequence[Sample], parts: int) -> Iterator[Sequence[Sample]]:
+    """Consecutive parts with equally many prompts; a group is never split."""
+    draws = list(dict.fromkeys(sample.draw for sample in samples))
+    size = -(-len(draws) // parts)
+    for start in range(0, len(draws), size):
+        chosen = set(draws[start : start + size])
+        yield [sample for sample in samples if sample.draw in chosen]
+
+
+def save_training_state(path: Path, optimizer: Optimizer) -> None:
+    torch.save(optimizer.state_dict(), path)
+
+
+def load_training_state(path: Path, optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -1,0 +1,123 @@
+"""Log-probs of chosen tokens straight from hidden states, a chunk of rows at a time.
+
+The full [tokens, vocabulary] matrix never exists: the forward keeps three numbers per row, and the backward makes
+each chunk's logits again. Entropy and self-certainty come from the same pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # logits held at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    logprobs: Tensor  # [M] float32, differentiable
+    entropy: Tensor  # [M] float32, differentiable
+    certainty: Tensor  # [M] float32, KL(uniform || policy), detached
+
+
+def token_stats(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> TokenStats:
+    """Statistics of softmax(hidden @ weight.T / temperature) at the targets."""
+    logprobs, entropy, certainty = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature)  # type: ignore[misc]
+    return TokenStats(logprobs=logprobs, entropy=entropy, certainty=certainty)
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float):  # type: ignore[override]
+        rows = len(hidden)
+        out = torch.empty(4, rows, dtype=torch.float32, device=hidden.device)
+        for part in _chunks(rows, weight):
+            stats = _row_stats(_logits(hidden[part], weight), targets[part], scale)
+            for index, values in enumerate(stats):
+                out[index, part] = values
+        logprobs, lse, entropy, mean = out.unbind(0)
+        certainty = lse - mean - torch.log(torch.tensor(float(len(weight))))
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(certainty)
+        ctx.set_materialize_grads(False)  # an unused entropy then costs nothing in the backward
+        return logprobs, entropy, certainty
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None):  # type: ignore[override]
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        for part in _chunks(len(hidden), weight):
+            logits = _logits(hidden[part], weight)
+            grad = _grad_logits(
+                logits,
+                targets[part],
+                lse=lse[part],
+                grad_logprobs=grad_logprobs[part],
+                entropy=entropy[part],
+                grad_entropy=None if grad_entropy is None else grad_entropy[part],
+                scale=ctx.scale,
+            ).to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            _accumulate(grad_weight, grad, hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(rows: int, weight: Tensor) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
+    count = max(1, -(-rows // size))
+    size = -(-rows // count) if rows else 1
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+
+def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.t(), hidden)
+    else:
+        total += torch.mm(grad.t(), hidden, out_dtype=torch.float32)
+
+
+def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-prob of the target, log-sum-exp, entropy, mean logit) of the scaled logits, each [rows]."""
+    if logits.is_cuda:
+        from rollcall.kernels.logprobs import row_stats
+
+        return row_stats(logits, targets, scale=scale)
+    logits = logits * scale if scale != 1.0 else logits
+    lse = torch.logsumexp(logits, dim=-1)
+    probs = torch.exp(logits - lse[:, None])
+    entropy = lse - (probs * logits).sum(dim=-1)
+    chosen = logits.gather(1, targets[:, None])[:, 0]
+    return chosen - lse, lse, entropy, logits.mean(dim=-1)
+
+
+def _grad_logits(
+    logits: Tensor, targets: Tensor, *, lse: Tensor, grad_logprobs: Tensor, entropy: Tensor, grad_entropy: Tensor | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
+    if logits.is_cuda:
+        from rollcall.kernels.logprobs import grad_logits_
+
+        return grad_logits_(
+            logits, targets, lse=lse, grad_logprob=grad_logprobs, grad_entropy=grad_entropy, entropy=entropy, scale=scale
+        )
+    logits = logits * scale if scale != 1.0 else logits
+    log_probs = logits - lse[:, None]
+    probs = torch.exp(log_probs)
+    grad = -probs * grad_logprobs[:, None]
+    grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    if grad_entropy is not None:
+        grad -= probs * (log_probs + entropy[:, None]) * grad_entropy[:, None]
+    return grad * scale if scale != 1.0 else grad

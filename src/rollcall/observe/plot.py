@@ -1,0 +1,130 @@
+"""The learning curve as a picture: held-out accuracy and training reward over steps."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.store import write_atomic
+from rollcall.observe.sinks import read_rows
+
+log = logging.getLogger(__name__)
+
+_SMOOTH_FROM = 10  # fewer points are shown as they are
+_ACCURACY, _REWARD, _INK, _GRID = "#1f5fa8", "#d9822b", "#333333", "#e4e4e4"
+
+
+def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) -> Path | None:
+    """Draw ``metrics_path`` to the PNG ``out``; None, with a warning, if it cannot be drawn.
+
+    ``name`` is the run's name in the title; the run directory's by default.
+    """
+    rows = read_rows(metrics_path)
+    accuracy, reward = _series(rows, "eval/accuracy"), _series(rows, "train/reward_mean")
+    if not accuracy[0] and not reward[0]:
+        log.warning("no learning curve: %s has no accuracy and no reward yet", metrics_path)
+        return None
+    try:
+        import matplotlib
+    except ImportError:
+        log.warning("no learning curve: matplotlib is not installed; run: pip install matplotlib")
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 11, "font.family": "DejaVu Sans", "text.color": _INK}):
+        figure = Figure(figsize=(9, 5), dpi=150, facecolor="white", layout="constrained")
+        FigureCanvasAgg(figure)
+        _draw(figure, accuracy=accuracy, reward=reward, name=name or metrics_path.resolve().parent.name)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, buffer.getvalue())
+    return out
+
+
+Series = tuple[list[int], list[float]]
+
+
+def _draw(figure: Any, *, accuracy: Series, reward: Series, name: str) -> None:
+    figure.get_layout_engine().set(w_pad=0.16, h_pad=0.12, hspace=0.04)
+    # Rewards on a scale of their own would flatten the accuracy, so they get a panel of their own.
+    apart = bool(accuracy[0] and reward[0]) and not _within_unit(reward[1])
+    panels = figure.subplots(2 if apart else 1, 1, sharex=True, squeeze=False)[:, 0]
+    for axes in panels:
+        _style(axes)
+    top, bottom = panels[0], panels[-1]
+    if accuracy[0]:
+        _draw_accuracy(top, accuracy)
+    if reward[0]:
+        _draw_reward(bottom, reward)
+    for axes, values in ((top, accuracy[1]), (bottom, reward[1])):
+        if values and _within_unit(values):
+            axes.set_ylim(0, 1.03)
+    steps = [*accuracy[0], *reward[0]]
+    span = max(max(steps) - min(steps), 1)
+    bottom.set_xlim(min(steps) - (0.075 if accuracy[0] else 0.015) * span, max(steps) + 0.015 * span)
+    top.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=30)
+    bottom.set_xlabel("training step", color=_INK)
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(-0.012, 1.0), ncols=3, frameon=False, borderaxespad=0.2,
+            labelcolor=_INK, handlelength=1.6, columnspacing=1.6,
+        )  # fmt: skip
+
+
+def _style(axes: Any) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(axis="y", color=_GRID, linewidth=0.9)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#999999")
+    axes.tick_params(colors=_INK, length=0)
+
+
+def _draw_accuracy(axes: Any, series: Series) -> None:
+    from matplotlib.patheffects import withStroke
+
+    axes.plot(*series, color=_ACCURACY, linewidth=2.2, marker="o", markersize=5, label="held-out accuracy", zorder=4)
+    # The first and last value as numbers: what a reader looks for first.
+    for index, place in (
+        (0, {"xytext": (-9, 0), "va": "center", "ha": "right"}),
+        (-1, {"xytext": (9, 0), "va": "center"}),
+    ):
+        if index == 0 and len(series[0]) == 1:
+            continue
+        axes.annotate(
+            f"{series[1][index]:.3f}", (series[0][index], series[1][index]), textcoords="offset points",
+            color=_ACCURACY, fontweight="bold", fontsize=10.5, zorder=5,
+            path_effects=[withStroke(linewidth=3, foreground="white")], **place,
+        )  # fmt: skip
+
+
+def _draw_reward(axes: Any, series: Series) -> None:
+    smoothed = len(series[0]) >= _SMOOTH_FROM
+    thin = {"alpha": 0.35, "linewidth": 1.0} if smoothed else {"linewidth": 2.0, "marker": "o", "markersize": 4}
+    axes.plot(*series, color=_REWARD, label="training reward, each step", zorder=2, **thin)
+    if smoothed:
+        axes.plot(series[0], smooth(series[1]), color=_REWARD, linewidth=2.2, label="smoothed", zorder=3)
+
+
+def _within_unit(values: list[float]) -> bool:
+    return min(values) >= 0 and max(values) <= 1
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Mean over a window of about a twentieth of the run around each point."""
+    half = max(1, len(values) // 40)
+    return [
+        sum(values[max(0, at - half) : at + half + 1]) / len(values[max(0, at - half) : at + half + 1])
+        for at in range(len(values))
+    ]
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> Series:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]

@@ -1,0 +1,157 @@
+"""Where metrics go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
+
+A resumed run replays the steps after its checkpoint, so each sink first forgets the rows it holds of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollcall.checkpoint.store import write_atomic
+from rollcall.config import Config
+from rollcall.observe.metrics import check_names
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """One flushed line per call. ``resume_step=k`` keeps the rows up to step k; None starts the file anew."""
+
+    def __init__(self, path: Path, *, resume_step: int | None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if resume_step is None else [row for row in read_rows(self.path) if row["step"] <= resume_step]
+        if kept or self.path.exists():
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open("ab", buffering=0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, "time": round(time.time(), 3)}
+        row.update({name: _finite(value) for name, value in metrics.items()})
+        try:
+            self._file.write((json.dumps(row) + "\n").encode())
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: cannot write the metrics of step {step}: {error.strerror}; free space, then run the "
+                "same command again: it resumes"
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    def __init__(self, dir: Path, *, resume_step: int | None) -> None:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(dir), purge_step=0 if resume_step is None else resume_step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases. The run id lives in the run directory, so a resumed run continues the same page."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError:
+            raise ValueError("trainer.loggers has wandb, which is not installed; run: pip install wandb") from None
+        try:
+            self._run = wandb.init(
+                project="rollcall", name=config.run.name, id=_wandb_id(run_dir), resume="allow", dir=str(run_dir),
+                config=config.model_dump(mode="json"),
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001
+            # Only the type: the text of a failed log-in may repeat a key.
+            raise ValueError(
+                f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or take "
+                "wandb out of trainer.loggers"
+            ) from None
+        # wandb drops rows whose own counter goes backwards, which a replay does; our step as a metric has no such rule.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Checked:
+    """Refuses undocumented names before any sink sees them."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        check_names(metrics)
+        self._sink.log(step, metrics)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[Sink]:
+    """The sinks of the run file; ``resume_step`` is the checkpoint's step, None for a run from the start."""
+    sinks: list[Sink] = [_Checked(JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step))]
+    if "tensorboard" in config.trainer.loggers:
+        try:
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
+        except ImportError:
+            log.warning("no TensorBoard curves: the package is not installed; run: pip install tensorboard")
+    if "wandb" in config.trainer.loggers:
+        sinks.append(WandbSink(config, run_dir))
+    return sinks
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, one per step in ascending order; a later row of a step adds to the earlier one."""
+    try:
+        lines = path.read_text().split("\n")
+    except FileNotFoundError:
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            rows.setdefault(int(row["step"]), {}).update(row)
+        except (ValueError, KeyError, TypeError):
+            # The last line has no newline when the process was killed while writing it; the replay writes it again.
+            log.warning("%s, line %d is not a row and is left out: %.60r", path, number, line)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _finite(value: float) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _wandb_id(run_dir: Path) -> str:
+    path = run_dir / "wandb_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, uuid.uuid4().hex[:8])
+    return path.read_text().strip()

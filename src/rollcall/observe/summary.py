@@ -1,0 +1,135 @@
+"""What a run leaves to read at its end: ``summary.json`` with whole-run numbers, and samples as text.
+
+The numbers come from metrics.jsonl, so a run that was resumed counts its earlier processes too.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.store import write_atomic
+from rollcall.observe.sinks import read_rows
+from rollcall.types import Group
+
+GIB = 2**30
+
+
+def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None, **extra: Any) -> dict[str, Any]:
+    """``seconds`` is this process's wall time; steps up to ``resume_step`` add what they took in earlier processes.
+
+    ``extra`` joins the result as it is (run name, model directory, ...). A number that no row holds is None.
+    """
+    rows = read_rows(metrics_path)
+    earlier = [row for row in rows if resume_step is not None and row["step"] <= resume_step]
+    before_s = sum(_sum(earlier, name) for name in ("time/step_s", "time/eval_s", "time/save_s"))
+    accuracy = _values(rows, "eval/accuracy")
+    # A replayed step generates little or nothing, so its speed says nothing.
+    generated = [row for row in rows if not row.get("rollout/groups_from_journal")]
+    errors = sum(
+        row[name] for row in rows for name in row if name.startswith("reward_errors/") and row[name] is not None
+    )
+    return {
+        "steps": max((row["step"] for row in rows if "time/step_s" in row), default=0),
+        "seconds": round(before_s + seconds, 3),
+        "eval": {
+            "accuracy": {
+                "first": accuracy[0] if accuracy else None,
+                "last": accuracy[-1] if accuracy else None,
+                "best": max(accuracy, default=None),
+            }
+        },
+        "reward_mean": {"first": _first(rows, "train/reward_mean"), "last": _last(rows, "train/reward_mean")},
+        "tokens_generated": int(_sum(rows, "rollout/tokens")),
+        "tokens_trained": int(_sum(rows, "train/tokens")),
+        "rollout_tokens_per_s": _median(generated, "rollout/tokens_per_s"),
+        "train_tokens_per_s": _median(rows, "perf/train_tokens_per_s"),
+        "step_s": _median(generated, "time/step_s"),
+        "logprob_mismatch": _mean(rows, "rollout/logprob_mismatch"),
+        "logprob_mismatch_max": max(_values(rows, "rollout/logprob_mismatch_max"), default=None),
+        "peak_memory_gib": round(max([*_values(rows, "perf/peak_memory_gib"), peak_memory_gib()]), 3),
+        "reward_errors": int(errors),
+        **extra,
+    }
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(summary, indent=2, default=str) + "\n")
+
+
+def peak_memory_gib() -> float:
+    """Most memory this process has held: by CUDA's allocator where a card is in use, else resident."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:
+    """``samples/<split>-<step>.jsonl``: a line per completion, to read by eye."""
+    dir.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": group.prompt.id,
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "answer": group.prompt.answer,
+                "reward": score.value,
+                "parts": score.parts,
+                **({"errors": score.errors} if score.errors else {}),
+                "num_tokens": len(completion.token_ids),
+                "finish": completion.finish.value,
+            },
+            ensure_ascii=False,
+        )
+        for group in groups
+        for completion, score in zip(group.completions, group.scores, strict=True)
+    ]
+    path = dir / f"{split}-{step:06d}.jsonl"
+    text = "".join(line + "\n" for line in lines)
+    # A completion cut inside a character may hold half a surrogate pair, which UTF-8 has no bytes for.
+    write_atomic(path, text.encode("utf-8", errors="backslashreplace"))
+    return path
+
+
+def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
+    """(prompt, completion, answer, reward) of the first completion of the first groups, for the console."""
+    rows = [
+        (group.prompt.text, group.completions[0].text, group.prompt.answer, group.scores[0].value)
+        for group in groups
+        if group.completions
+    ]
+    return rows[:limit]
+
+
+def _values(rows: list[dict[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _sum(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(_values(rows, name))
+
+
+def _median(rows: list[dict[str, Any]], name: str) -> float | None:
+    values = _values(rows, name)
+    return statistics.median(values) if values else None
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
+    values = _values(rows, name)
+    return statistics.fmean(values) if values else None
+
+
+def _first(rows: list[dict[str, Any]], name: str) -> float | None:
+    return next(iter(_values(rows, name)), None)
+
+
+def _last(rows: list[dict[str, Any]], name: str) -> float | None:
+    return next(reversed(_values(rows, name)), None)

@@ -1,0 +1,297 @@
+"""The reward functions of the run file: ``f(prompt, completion, answer, metadata) -> float``.
+
+``build_function`` turns a reward's plain fields into such a function and refuses at once what could never score (a
+missing module, a bad pattern). Only the standard library is imported here; math-verify and reasoning-gym come in when
+a reward needs them, because the worker process has to start fast.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import logging
+import math
+import operator
+import re
+import traceback
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, cast
+
+RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
+
+PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}])-)?"  # a minus after a digit or a bracket is a subtraction
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))"
+    r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
+)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
+_MAX_EXPRESSION_CHARS = 200
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class RewardLoadError(ValueError):
+    """A reward cannot be made ready; the message says which and what to do."""
+
+
+def build_function(spec: dict[str, Any]) -> RewardFunction:
+    """The function behind a reward's fields, such as ``{"type": "regex", "pattern": "..."}``."""
+    kind = spec["type"]
+    if kind == "function":
+        return load_function(spec["path"])
+    if kind == "regex":
+        return _regex(spec["pattern"])
+    if kind == "countdown":
+        return _countdown(spec["format_score"])
+    if kind == "math":
+        _import_extra("math_verify", "math-verify", kind)
+        # It warns at every process start that its own time limits are off; the pool brings the limit.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+    if kind == "reasoning_gym":
+        _import_extra("reasoning_gym", "reasoning-gym", kind)
+    return {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": reasoning_gym_score}[kind]
+
+
+def load_function(path: str) -> RewardFunction:
+    """The user's function at ``module:function``."""
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise RewardLoadError(f"path={path!r} is not module:function; write for example my_rewards:score")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise RewardLoadError(
+                f"path={path!r}: there is no module {error.name!r}; start from the directory that holds it, or install it"
+            ) from None
+        raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
+    except BaseException:  # noqa: BLE001 - a module may raise anything, SystemExit among it
+        raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            names = [name for name in dir(target) if callable(getattr(target, name, None)) and not name.startswith("_")]
+            raise RewardLoadError(
+                f"path={path!r}: module {module_name!r} has no {attribute!r}; it has {', '.join(names[:20]) or 'no function'}"
+            )
+        target = getattr(target, part)
+    if not callable(target):
+        raise RewardLoadError(
+            f"path={path!r} is {type(target).__name__}, not a function; give f(prompt, completion, answer, metadata) -> float"
+        )
+    return cast(RewardFunction, target)
+
+
+def check_score(value: Any) -> float:
+    """The returned value as a finite float, or ValueError."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward returns a number")
+    score = float(value)
+    if not math.isfinite(score):
+        raise ValueError(f"returned {score}; a reward returns a finite number")
+    return score
+
+
+def exact(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if the completion, stripped, equals the answer."""
+    return float(completion.strip() == _required(answer))
+
+
+def number(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if the last number of the completion equals the answer's: ``"... so 1,200.0 in all"`` and ``"1200"``."""
+    wanted = last_number(_required(answer))
+    if wanted is None:
+        raise ValueError(f"the answer {_short(answer)} has no number in it; check data.answer_key")
+    return float(last_number(completion) == wanted)
+
+
+def last_number(text: str) -> Decimal | None:
+    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if math-verify finds the final expression equal to the answer; both may be plain, boxed or after ``####``."""
+    from math_verify import parse, verify
+
+    # Its own limits use signals, and the worker's parent already keeps the time: both are off.
+    gold = parse(_final_expression(_required(answer), wrap=True), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    if not gold:
+        raise ValueError(f"math-verify cannot read the answer {_short(answer)}; check data.answer_key")
+    given = parse(_final_expression(completion, wrap=False), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return float(bool(given) and verify(gold, given, timeout_seconds=None))
+
+
+def _final_expression(text: str, *, wrap: bool) -> str:
+    """The last boxed expression, or what follows the last ``####``, or the text.
+
+    math-verify reads several boxes as a set, so a completion could list guesses: only the last box counts.
+    ``wrap`` boxes plain text, which it otherwise leaves unread when it is a bare formula.
+    """
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return f"\\boxed{{{boxed}}}"
+    text = text.rpartition("####")[2].strip()
+    return f"\\boxed{{{text}}}" if wrap and "$" not in text and "\\(" not in text and "\\[" not in text else text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last complete ``\boxed{...}`` holds, inner braces included; None when there is none."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth, begin = 1, start + len("\\boxed{")
+        for index in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[index], 0)
+            if depth == 0:
+                return text[begin:index].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def _regex(pattern: str) -> RewardFunction:
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise RewardLoadError(f"pattern={pattern!r} is not a regular expression: {error}") from None
+
+    def regex(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+        return float(compiled.search(completion) is not None)
+
+    return regex
+
+
+def _countdown(format_score: float) -> RewardFunction:
+    def countdown(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+        missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
+        if missing:
+            raise ValueError(f"the row has no {' and no '.join(missing)}; `rollcall data countdown` makes such rows")
+        expression = extract_expression(completion)
+        if expression is None:
+            return 0.0
+        value, used = evaluate(expression)
+        solved = value == metadata["target"] and sorted(used) == sorted(metadata["numbers"])
+        return 1.0 if solved else format_score
+
+    return countdown
+
+
+def extract_expression(completion: str) -> str | None:
+    """The arithmetic a countdown completion proposes, or None.
+
+    It is looked for in the last ``<answer>`` tag, else in the last line; of the sides of an equation the one with most
+    operators is meant: ``24 = (3+5)*3`` and ``(3+5)*3 = 24`` both give ``(3+5)*3``.
+    """
+    tagged = _ANSWER_TAG.findall(completion)
+    lines = [line for line in (tagged[-1] if tagged else completion).splitlines() if line.strip()]
+    if not lines:
+        return None
+    line = lines[-1].replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{DIVISION SIGN}", "/")
+    sides = [side.rpartition(":")[2].strip(" `$.\t") for side in line.replace("\N{MINUS SIGN}", "-").split("=")]
+    well_formed = [side for side in sides if _is_expression(side)]
+    return max(well_formed, key=lambda side: sum(side.count(sign) for sign in "+-*/"), default=None)
+
+
+def _is_expression(text: str) -> bool:
+    if len(text) > _MAX_EXPRESSION_CHARS or not _EXPRESSION.fullmatch(text):
+        return False
+    try:
+        evaluate(text)
+    except (SyntaxError, ValueError):
+        return False
+    return any(sign in text for sign in "+-*/")
+
+
+def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
+    """The exact value (None: a division by zero) and the numbers used, of whole numbers under + - * / and brackets.
+
+    >>> evaluate("(3+5)*3")
+    (Fraction(24, 1), [3, 5, 3])
+    """
+    used: list[int] = []
+
+    def walk(node: ast.expr) -> Fraction | None:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = walk(node.operand)
+            return None if value is None else -value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = walk(node.left), walk(node.right)
+            if left is None or right is None or (isinstance(node.op, ast.Div) and right == 0):
+                return None
+            return _OPERATORS[type(node.op)](left, right)
+        raise ValueError(f"{ast.unparse(node)!r} is not a whole number, + - * / or a bracket")
+
+    return walk(ast.parse(expression.strip(), mode="eval").body), used
+
+
+def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """The task's own score of the last ``<answer>`` tag (else of the whole text), cut to [0, 1]."""
+    made = metadata.get("reasoning_gym")
+    if not isinstance(made, dict) or "task" not in made or "entry" not in made:
+        raise ValueError("the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` makes such rows")
+    entry = decode_entry(made["entry"])
+    score = _reasoning_gym_scorer(made["task"])
+    tagged = _ANSWER_TAG.findall(completion)
+    given = (tagged[-1] if tagged else completion).strip()
+    try:
+        value = float(score(answer=given, entry=entry))
+    except Exception:  # noqa: BLE001
+        # Some scorers raise on text they cannot read, which is a wrong answer; one that cannot score its own
+        # reference either has a broken row, and then the error goes on.
+        score(answer=entry["answer"], entry=entry)
+        return 0.0
+    return min(max(value, 0.0), 1.0)
+
+
+def encode_entry(entry: dict[str, Any]) -> str:
+    """A reasoning-gym entry as JSON. Tuples are marked, because some scorers compare with tuples (arc_agi, rearc)."""
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return {"__tuple__": [mark(item) for item in value]}
+        if isinstance(value, list):
+            return [mark(item) for item in value]
+        return {key: mark(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    return json.dumps(mark(entry))
+
+
+def decode_entry(text: str) -> dict[str, Any]:
+    return json.loads(text, object_hook=lambda item: tuple(item["__tuple__"]) if "__tuple__" in item else item)
+
+
+@lru_cache(maxsize=16)
+def _reasoning_gym_scorer(task: str) -> Callable[..., float]:
+    from reasoning_gym import get_score_answer_fn
+
+    return get_score_answer_fn(task)
+
+
+def _required(answer: str) -> str:
+    if not answer.strip():
+        raise ValueError("the row has no answer to compare with; check data.answer_key")
+    return answer.strip()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _import_extra(module: str, package: str, kind: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise RewardLoadError(f"type={kind!r} needs {package}, which is not installed; pip install {package}") from None

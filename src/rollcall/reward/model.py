@@ -1,0 +1,89 @@
+"""A reward model: a sequence classifier with one label, scoring what a completion says after its prompt.
+
+It has a tokenizer of its own, so it reads text, never the policy's token ids. A prompt that was rendered from chat
+messages carries them as ``metadata["prompt_messages"]``, and they go through the reward model's own chat template.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from rollcall.types import Completion, Prompt
+
+_ROWS_PER_FORWARD = 16
+
+
+class RewardModel:
+    """Callable as a ``model`` reward of the Scorer; texts are cut to ``max_tokens`` from the left."""
+
+    def __init__(self, path: str, *, device: str | torch.device, max_tokens: int) -> None:
+        try:
+            config = AutoConfig.from_pretrained(path)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"reward model {path!r} cannot be opened: {error}") from None
+        if config.num_labels != 1:
+            raise ValueError(
+                f"reward model {path!r} has {config.num_labels} labels; a reward is one number: "
+                "give a sequence classifier trained with num_labels=1"
+            )
+        self._pad_id = _pad_id(path, config, self._tokenizer)
+        config.pad_token_id = self._pad_id  # the classifier reads the last token that is not padding
+        self._device = torch.device(device)
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True
+        )
+        if loading["missing_keys"]:
+            missing = ", ".join(sorted(loading["missing_keys"])[:3])
+            raise ValueError(
+                f"reward model {path!r} holds no trained {missing}; give a sequence classifier, not a language model"
+            )
+        self._model: Any = model.to(self._device).eval()
+        self._max_tokens = max_tokens
+
+    def __call__(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
+        rows = [self._encode(prompt, completion) for completion in completions]
+        # Rows of like length share a forward, so that little of it is padding.
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        scores = [0.0] * len(rows)
+        for start in range(0, len(order), _ROWS_PER_FORWARD):
+            chosen = order[start : start + _ROWS_PER_FORWARD]
+            for index, score in zip(chosen, self._forward([rows[index] for index in chosen]), strict=True):
+                scores[index] = score
+        return scores
+
+    def _encode(self, prompt: Prompt, completion: Completion) -> list[int]:
+        if self._tokenizer.chat_template:
+            before = prompt.metadata.get("prompt_messages") or [{"role": "user", "content": prompt.text}]
+            messages = [*before, {"role": "assistant", "content": completion.text}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self._tokenizer.encode(prompt.text + completion.text)
+        return ids[-self._max_tokens :] or [self._pad_id]
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        width = max(map(len, rows))
+        ids = torch.full((len(rows), width), self._pad_id)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row)
+            mask[index, : len(row)] = 1
+        logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits
+        return logits.float().squeeze(-1).tolist()
+
+
+def _pad_id(path: str, config: Any, tokenizer: Any) -> int:
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    for candidate in (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, eos):
+        if candidate is not None:
+            return candidate
+    raise ValueError(
+        f"reward model {path!r} has no padding token and no end-of-text token to stand in for it; "
+        "set pad_token_id in its config.json"
+    )

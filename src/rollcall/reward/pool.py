@@ -1,0 +1,337 @@
+"""Reward functions in worker processes, so that code which hangs, raises or crashes costs one score and nothing more.
+
+One thread owns a RewardPool and drives it by ``submit`` and ``poll``; nothing here blocks longer than asked.
+
+    queue --chunks--> worker: item, item, item --answers, in order--> results
+                        |
+                        +-- no answer within the item's limit, or the process is gone:
+                            that item is an error, the items behind it go back to the front of the queue,
+                            the process is killed and replaced
+
+The limit of an item runs from the worker's last sign of progress (an answer read, bytes of a chunk taken), and never
+includes a worker's start, which has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import rollcall
+from rollcall.reward.functions import RewardLoadError
+from rollcall.reward.worker import LENGTH, STACK_SIGNAL, Answer, Item, Ready, Refused, Setup, frame
+
+FailureKind = Literal["", "raised", "hung", "nan", "died"]
+
+START_TIMEOUT_S = 120.0
+_MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
+_MAX_CHUNK = 32
+_READ_BYTES = 1 << 16
+_STACK_WAIT_S = 0.5
+_KILL_WAIT_S = 10.0
+_MAX_STACK_BYTES = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    ticket: int
+    value: float
+    kind: FailureKind  # "": scored
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    ticket: int  # the caller's; its result carries it
+    item: Item
+    timeout_s: float
+
+
+class RewardPool:
+    """Worker processes for the rewards in ``specs`` (place in the run file's list -> fields).
+
+    Making it waits for the first worker, so a reward that cannot be loaded is refused here.
+    """
+
+    def __init__(
+        self, specs: dict[int, dict[str, Any]], *, num_workers: int, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers}; rewards need at least one worker process")
+        self._setup = frame(Setup(specs, [os.getcwd(), *sys.path]))
+        self._start_timeout_s = start_timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._queue: deque[Task] = deque()
+        self._results: list[Result] = []
+        self._num_pending = 0
+        self._num_starts_lost = 0
+        self._ever_ready = False
+        self._workers: list[_Worker] = []
+        try:
+            for _ in range(num_workers):
+                self._start_worker()
+            while not self._ever_ready:
+                self._pump(self._start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_pending(self) -> int:
+        """Items submitted whose results have not been returned."""
+        return self._num_pending
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def submit(self, tasks: list[Task]) -> None:
+        """Queue tasks; each comes back from ``poll`` under its ticket, scored or with the reason why not."""
+        self._queue.extend(tasks)
+        self._num_pending += len(tasks)
+        self._dispatch()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Result]:
+        """Results so far; waits up to ``timeout_s`` for the first one."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self._pump(max(0.0, end_s - time.monotonic()) if not self._results and self._num_pending else 0.0)
+            if self._results or not self._num_pending or time.monotonic() >= end_s:
+                results, self._results = self._results, []
+                self._num_pending -= len(results)
+                return results
+
+    def close(self) -> None:
+        """End all workers; what is pending is dropped."""
+        for worker in self._workers:
+            worker.hang_up(self._selector)
+            worker.end()
+        self._workers.clear()
+        self._selector.close()
+
+    def _start_worker(self) -> None:
+        worker = _Worker(self._setup, limit_s=self._start_timeout_s)
+        self._selector.register(worker.read_fd, selectors.EVENT_READ, worker)
+        self._workers.append(worker)
+        worker.flush(self._selector)
+
+    def _pump(self, wait_s: float) -> None:
+        self._dispatch()
+        deadlines = [worker.deadline_s for worker in self._workers if worker.deadline_s is not None]
+        if deadlines:
+            wait_s = min(wait_s, max(0.0, min(deadlines) - time.monotonic()))
+        for key, events in self._selector.select(wait_s):
+            worker: _Worker = key.data
+            if worker not in self._workers:
+                continue
+            if events & selectors.EVENT_WRITE:
+                worker.flush(self._selector)
+            if events & selectors.EVENT_READ:
+                self._read(worker)
+        now_s = time.monotonic()
+        for worker in [each for each in self._workers if each.deadline_s is not None and each.deadline_s <= now_s]:
+            self._replace(worker, hung=True)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Hand queued items out in chunks: large when the queue is long, single ones near its end, so that a slow item
+        holds few others up."""
+        free = [worker for worker in self._workers if worker.ready and not worker.outbox]
+        while self._queue and free:
+            worker = min(free, key=lambda each: len(each.in_flight))
+            share = min(_MAX_CHUNK, -(-len(self._queue) // (2 * len(self._workers))))
+            if len(worker.in_flight) >= share:
+                return
+            chunk = [self._queue.popleft() for _ in range(share)]
+            worker.give(chunk, self._selector)
+            if worker.outbox:
+                free.remove(worker)
+
+    def _read(self, worker: _Worker) -> None:
+        messages, ended = worker.receive()
+        for message in messages:
+            if isinstance(message, Refused):
+                raise RewardLoadError(message.why)
+            if isinstance(message, Ready):
+                worker.ready, self._ever_ready, self._num_starts_lost = True, True, 0
+            else:
+                self._finish(worker.in_flight.popleft(), message)
+        if messages:
+            worker.restart_clock()
+        if ended:
+            self._replace(worker, hung=False)
+
+    def _finish(self, task: Task, answer: Answer) -> None:
+        kind: FailureKind = answer.kind  # type: ignore[assignment]
+        why = answer.why
+        if answer.elapsed_s > task.timeout_s:  # nobody polled in time to stop it; the rule is the same
+            kind, why = "hung", f"took {answer.elapsed_s:.1f} s; its limit is timeout_s={task.timeout_s:g}"
+        self._results.append(Result(ticket=task.ticket, value=0.0 if kind else answer.value, kind=kind, why=why))
+
+    def _replace(self, worker: _Worker, *, hung: bool) -> None:
+        """A worker is lost: the item it was at is an error, the others go back, a new process takes its place."""
+        if hung:
+            worker.ask_for_stack()
+        worker.hang_up(self._selector)
+        self._workers.remove(worker)
+        how_it_ended, stack = worker.end()
+        at = f"\nit was at\n{stack}" if stack else ""
+        if not worker.ready:
+            self._num_starts_lost += 1
+            what = (
+                f"was not ready within {self._start_timeout_s:g} s" if hung else f"ended at its start ({how_it_ended})"
+            )
+            if self._num_starts_lost >= _MAX_STARTS_LOST or not self._ever_ready:
+                raise RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
+        if worker.in_flight:
+            task = worker.in_flight.popleft()
+            why = f"no score within timeout_s={task.timeout_s:g}" if hung else f"its process died ({how_it_ended})"
+            kind: FailureKind = "hung" if hung else "died"
+            self._results.append(Result(ticket=task.ticket, value=0.0, kind=kind, why=why + at))
+            self._queue.extendleft(reversed(worker.in_flight))
+        self._start_worker()
+
+
+class _Worker:
+    """One process, its pipes, and the items it has been given."""
+
+    def __init__(self, setup: bytes, *, limit_s: float) -> None:
+        to_worker, from_worker, lifeline = os.pipe(), os.pipe(), os.pipe()
+        self.read_fd, self._write_fd, self._lifeline_fd = from_worker[0], to_worker[1], lifeline[1]
+        self._crash_file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        child_fds = (to_worker[0], from_worker[1], lifeline[0], self._crash_file.fileno())
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rollcall.reward.worker", *map(str, child_fds)],
+                pass_fds=child_fds,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what user code prints is for reading; this process's stdout may be somebody's JSON
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is for this process, and killing the group ends what user code started
+            )
+        finally:
+            for fd in child_fds[:3]:
+                os.close(fd)
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        self.ready = False
+        self.in_flight: deque[Task] = deque()
+        self.outbox = bytearray(setup)
+        self._inbox = bytearray()
+        self._start_limit_s = limit_s
+        self.deadline_s: float | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Something moved: the current item, or the start, has its whole limit from now on."""
+        limit_s = self._start_limit_s if not self.ready else self.in_flight[0].timeout_s if self.in_flight else None
+        self.deadline_s = None if limit_s is None else time.monotonic() + limit_s
+
+    def give(self, chunk: list[Task], selector: selectors.BaseSelector) -> None:
+        idle = not self.in_flight
+        self.in_flight.extend(chunk)
+        self.outbox += frame([task.item for task in chunk])
+        if idle:
+            self.restart_clock()
+        self.flush(selector)
+
+    def flush(self, selector: selectors.BaseSelector) -> None:
+        """Write what the pipe takes; ask to be told when it takes more."""
+        had = len(self.outbox)
+        try:
+            while self.outbox:
+                del self.outbox[: os.write(self._write_fd, self.outbox)]
+        except BlockingIOError:
+            if len(self.outbox) < had:
+                self.restart_clock()
+        except BrokenPipeError:
+            self.outbox.clear()  # it is gone; the read end says so too and is handled there
+        watched = self._write_fd in selector.get_map()
+        if self.outbox and not watched:
+            selector.register(self._write_fd, selectors.EVENT_WRITE, self)
+        elif not self.outbox and watched:
+            selector.unregister(self._write_fd)
+
+    def receive(self) -> tuple[list[Any], bool]:
+        """The messages that have arrived whole, and whether no more can come."""
+        ended = False
+        try:
+            while data := os.read(self.read_fd, _READ_BYTES):
+                self._inbox += data
+            ended = True
+        except BlockingIOError:
+            pass  # all that is there has been read
+        messages: list[Any] = []
+        while len(self._inbox) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._inbox)[0]
+            if len(self._inbox) < end:
+                break
+            messages.append(pickle.loads(memoryview(self._inbox)[LENGTH.size : end].tobytes()))
+            del self._inbox[:end]
+        return messages, ended
+
+    def ask_for_stack(self) -> None:
+        """Have a hanging process dump where it is, which works inside C code too; ``end`` returns it."""
+        os.kill(self.process.pid, STACK_SIGNAL)  # not yet waited for, so the pid is still its own
+        end_s, size = time.monotonic() + _STACK_WAIT_S, 0
+        while time.monotonic() < end_s:
+            time.sleep(0.01)
+            before, size = size, os.fstat(self._crash_file.fileno()).st_size
+            if size and size == before:
+                return
+
+    def hang_up(self, selector: selectors.BaseSelector) -> None:
+        for fd in (self.read_fd, self._write_fd):
+            if fd in selector.get_map():
+                selector.unregister(fd)
+        os.close(self._write_fd)
+
+    def end(self) -> tuple[str, str]:
+        """Kill the process and whatever it started; how it ended, and the stack it dumped, if it did."""
+        try:
+            # Its status is fixed before its pipes close, so this changes nothing for a process that has died.
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except PermissionError:
+            pass  # macOS says so of a group whose only member has died
+        try:
+            how = _how_it_ended(self.process.wait(_KILL_WAIT_S))
+        except subprocess.TimeoutExpired:  # stuck in the kernel (a dead network disk); it ends when the kernel lets go
+            how = f"process {self.process.pid} is still there {_KILL_WAIT_S:g} s after SIGKILL"
+        stack = os.pread(self._crash_file.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
+        os.close(self.read_fd)
+        os.close(self._lifeline_fd)
+        self._crash_file.close()
+        own = ("rollcall/reward/worker", "runpy")
+        return how, "\n".join(line for line in stack.splitlines() if not any(name in line for name in own))
+
+
+def _how_it_ended(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    hint = ", perhaps for lack of memory" if returncode == -signal.SIGKILL else ""
+    return f"{signal.Signals(-returncode).name}{hint}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with rollcall importable and one thread per worker unless something else is asked for."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    root = Path(rollcall.__file__).resolve().parents[1]
+    if root.name not in ("site-packages", "dist-packages"):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(root)]))
+    return environment

@@ -1,0 +1,231 @@
+"""The weighted sum of a run's rewards over the completions of a prompt, with every failure counted and shown.
+
+Rewards that are functions run in worker processes (pool.py); those that need a model (``self_certainty``, ``model``) are
+called here, in ``submit``, while the workers are busy. A reward that fails adds 0, and its reason rides on the Score.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from rollcall.reward.functions import PROCESS_TYPES, check_score
+from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
+from rollcall.reward.worker import Item
+from rollcall.types import Completion, Prompt, Score
+
+ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
+
+_MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
+_WAIT_S = 1.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of a reward's items so far."""
+
+    scored: int = 0
+    raised: int = 0
+    hung: int = 0
+    nan: int = 0  # NaN, infinite or not a number
+    died: int = 0  # took its process down
+
+    @property
+    def failed(self) -> int:
+        return self.raised + self.hung + self.nan + self.died
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One item that could not be scored, for display."""
+
+    reward: str
+    kind: FailureKind
+    prompt_id: str
+    completion: str
+    why: str  # with the user's own traceback where there is one
+
+
+@dataclass(slots=True)
+class _Job:
+    key: int | None  # None: waited for by `score`
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    parts: list[dict[str, float]]
+    errors: list[dict[str, str]]
+    num_missing: int
+    scores: tuple[Score, ...] | None = field(default=None)
+
+
+class Scorer:
+    """Scores completions by ``rewards``, the run file's list.
+
+    ``model_rewards`` holds, by place in that list, what to call for rewards that run in this process.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Any], *, num_workers: int, model_rewards: dict[int, ModelRewardFunction]
+    ) -> None:
+        self._rewards = list(rewards)
+        self.names = reward_names(self._rewards)
+        self._model_rewards = dict(model_rewards)
+        specs: dict[int, dict[str, Any]] = {}
+        for index, reward in enumerate(self._rewards):
+            if reward.type in PROCESS_TYPES:
+                specs[index] = reward.model_dump()
+            elif index not in self._model_rewards:
+                raise ValueError(f"reward.{index} ({reward.type}) runs in this process; give model_rewards[{index}]")
+        self.counts = {name: Counts() for name in self.names}
+        self.failures: list[Failure] = []
+        self._kept: Counter[tuple[str, str]] = Counter()
+        self._process_rewards = list(specs)
+        self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
+        self._jobs: dict[int, tuple[_Job, int, int]] = {}  # ticket -> job, completion, reward
+        self._num_tickets = 0
+        self._num_unfinished = 0
+        self._finished: list[_Job] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Submissions not yet returned by ``poll`` or ``drain``."""
+        return self._num_unfinished
+
+    def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
+        """Score the completions of a prompt; the scores come back from ``poll`` under ``key``."""
+        self._num_unfinished += 1
+        self._submit(key, prompt, completions)
+
+    def poll(self, timeout_s: float = 0) -> list[tuple[int, tuple[Score, ...]]]:
+        """Submissions that are scored; waits up to ``timeout_s`` for one when there is none yet."""
+        end_s = time.monotonic() + timeout_s
+        self._collect(0)
+        while not self._finished and self._num_unfinished and (wait_s := end_s - time.monotonic()) > 0:
+            self._collect(wait_s)
+        finished, self._finished = self._finished, []
+        self._num_unfinished -= len(finished)
+        return [(job.key, job.scores) for job in finished if job.key is not None and job.scores is not None]
+
+    def drain(self) -> list[tuple[int, tuple[Score, ...]]]:
+        """Wait for all submissions; bounded, because every item has a limit."""
+        results = self.poll()
+        while self._num_unfinished:
+            results += self.poll(_WAIT_S)
+        return results
+
+    def score(self, prompt: Prompt, completions: tuple[Completion, ...]) -> tuple[Score, ...]:
+        """Submit and wait for these scores; other submissions go on and stay for ``poll``."""
+        job = self._submit(None, prompt, completions)
+        while job.scores is None:
+            self._collect(_WAIT_S)
+        return job.scores
+
+    def _submit(self, key: int | None, prompt: Prompt, completions: tuple[Completion, ...]) -> _Job:
+        job = _Job(
+            key=key,
+            prompt=prompt,
+            completions=completions,
+            parts=[{} for _ in completions],
+            errors=[{} for _ in completions],
+            num_missing=len(completions) * len(self._rewards),
+        )
+        tasks: list[Task] = []
+        for index in self._process_rewards:
+            for place, completion in enumerate(completions):
+                item = Item(index, prompt.text, completion.text, prompt.answer, prompt.metadata)
+                tasks.append(Task(ticket=self._num_tickets, item=item, timeout_s=self._rewards[index].timeout_s))
+                self._jobs[self._num_tickets] = (job, place, index)
+                self._num_tickets += 1
+        if self._pool is not None:
+            self._pool.submit(tasks)
+        for index in self._model_rewards:
+            for place, (value, kind, why) in enumerate(self._call_model_reward(index, prompt, completions)):
+                self._record(job, place=place, index=index, value=value, kind=kind, why=why)
+        if not completions:
+            self._finish(job)
+        return job
+
+    def _call_model_reward(
+        self, index: int, prompt: Prompt, completions: tuple[Completion, ...]
+    ) -> list[tuple[float, FailureKind, str]]:
+        try:
+            values = self._model_rewards[index](prompt, completions)
+            if len(values) != len(completions):
+                raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
+        except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
+            return [(0.0, "raised", traceback.format_exc())] * len(completions)
+        results: list[tuple[float, FailureKind, str]] = []
+        for value in values:
+            try:
+                results.append((check_score(value), "", ""))
+            except (TypeError, ValueError) as error:  # a tensor of several numbers has no one value either
+                results.append((0.0, "nan", str(error)))
+        return results
+
+    def _collect(self, timeout_s: float) -> None:
+        for result in self._pool.poll(timeout_s) if self._pool is not None else []:
+            self._take(result)
+
+    def _take(self, result: Result) -> None:
+        job, place, index = self._jobs.pop(result.ticket)
+        self._record(job, place=place, index=index, value=result.value, kind=result.kind, why=result.why)
+
+    def _record(self, job: _Job, *, place: int, index: int, value: float, kind: FailureKind, why: str) -> None:
+        name = self.names[index]
+        job.parts[place][name] = value
+        counts = self.counts[name]
+        setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
+        if kind:
+            job.errors[place][name] = f"{kind}: {_headline(why) if kind == 'raised' else why.splitlines()[0]}"
+            self._kept[name, kind] += 1
+            if self._kept[name, kind] <= _MAX_FAILURES_KEPT:
+                text = job.completions[place].text
+                self.failures.append(
+                    Failure(reward=name, kind=kind, prompt_id=job.prompt.id, completion=text, why=why.rstrip())
+                )
+        job.num_missing -= 1
+        if job.num_missing == 0:
+            self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        weights = {name: reward.weight for name, reward in zip(self.names, self._rewards, strict=True)}
+        job.scores = tuple(
+            Score(
+                value=sum(weight * parts[name] for name, weight in weights.items()),
+                parts={name: parts[name] for name in weights},
+                errors=errors,
+            )
+            for parts, errors in zip(job.parts, job.errors, strict=True)
+        )
+        if job.key is not None:
+            self._finished.append(job)
+
+
+def reward_names(rewards: Sequence[Any]) -> list[str]:
+    """One name per reward: its type, or its function's name; repeats get #2, #3."""
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for reward in rewards:
+        name = reward.path.rpartition(":")[2] if reward.type == "function" else reward.type
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
+
+
+def _headline(why: str) -> str:
+    """The line of a traceback that names the error."""
+    lines = [line for line in why.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
+    return lines[-1] if lines else why

@@ -1,0 +1,154 @@
+"""The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH``.
+
+The four numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
+READ brings the specs once and then lists of items, WRITE takes ``Ready`` or ``Refused`` and then one answer per item
+in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
+dumps. A message is a pickle behind its length.
+
+This module imports the standard library only: a worker is replaced whenever a reward hangs, so it starts fast.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from rollcall.reward.functions import RewardFunction, build_function, check_score
+
+LENGTH = struct.Struct("<Q")
+STACK_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a worker."""
+
+    specs: dict[int, dict[str, Any]]  # place in the run file's list -> the reward's fields
+    sys_path: list[str]  # the parent's, so that what it can import the worker can too
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One completion for one reward."""
+
+    reward: int
+    prompt: str
+    completion: str
+    answer: str
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A reward cannot be made ready."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    value: float
+    kind: str  # "": scored; "raised" or "nan": not, and `why` says what happened
+    why: str
+    elapsed_s: float
+
+
+def frame(message: Any) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+def main(arguments: list[str]) -> None:
+    read_fd, write_fd, lifeline_fd, crash_fd = map(int, arguments)
+    _end_with_parent(lifeline_fd)
+    faulthandler.enable(crash_fd)
+    faulthandler.register(STACK_SIGNAL, crash_fd)
+    # What the user's functions start themselves must not hold these open.
+    for fd in (read_fd, write_fd, lifeline_fd, crash_fd):
+        os.set_inheritable(fd, False)
+    source, sink = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb", buffering=0)
+    setup = _receive(source)
+    if setup is None:
+        return
+    sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
+    functions: dict[int, RewardFunction] = {}
+    for index, spec in setup.specs.items():
+        try:
+            functions[index] = build_function(spec)
+        except ValueError as error:
+            _send(sink, Refused(f"reward.{index}.{error}"))
+            return
+    _send(sink, Ready())
+    while (items := _receive(source)) is not None:
+        for item in items:
+            _send(sink, _score(functions[item.reward], item))
+
+
+def _score(function: RewardFunction, item: Item) -> Answer:
+    started_s = time.monotonic()
+    try:
+        returned = function(item.prompt, item.completion, item.answer, item.metadata)
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        why = "".join(traceback.format_exception(type(error), error, frames))
+        return Answer(0.0, "raised", why, time.monotonic() - started_s)
+    elapsed_s = time.monotonic() - started_s
+    try:
+        return Answer(check_score(returned), "", "", elapsed_s)
+    except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
+        return Answer(0.0, "nan", str(error) or repr(error), elapsed_s)
+
+
+def _send(sink: Any, message: Any) -> None:
+    data = memoryview(frame(message))
+    while data:
+        data = data[sink.write(data) :]
+
+
+def _receive(source: BinaryIO) -> Any:
+    """The next message; None when the parent has closed its end."""
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    body = source.read(size)
+    return pickle.loads(body) if len(body) == size else None
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    """Have the kernel kill this process when the lifeline closes.
+
+    A reward that hangs inside C code (a runaway regular expression) runs no Python thread or handler, and a parent
+    death signal would follow the parent's thread instead of its process. Where the kernel lacks this (macOS), a worker
+    ends at its next read.
+    """
+    import fcntl
+
+    set_signal = getattr(fcntl, "F_SETSIG", None)
+    if set_signal is None:
+        return
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before the signal was asked for
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # Run as a module this file is `__main__`; messages are pickled under the importable name.
+    importlib.import_module("rollcall.reward.worker").main(sys.argv[1:])

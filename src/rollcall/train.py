@@ -1,0 +1,155 @@
+"""One training run from a run file to a model directory: resume or start, run the controller, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcall.checkpoint.store import CheckpointStore, write_atomic
+from rollcall.cluster.local import build_workers
+from rollcall.config import Config, ConfigError, dump_config, parse_config
+from rollcall.controller import Controller
+from rollcall.journal import Journal
+from rollcall.observe.console import Console, make_console
+from rollcall.observe.plot import learning_curve
+from rollcall.observe.sinks import make_sinks
+from rollcall.observe.summary import build_summary, write_summary
+
+RUN_FILE = "run.yaml"
+# What must not change between a run and its resumption: with another value the journal would not fit.
+FIXED = ("run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward")
+
+
+def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train, or go on where the run directory stands; returns the summary."""
+    _refuse_cluster(config)
+    started = time.perf_counter()
+    run_dir = config.run.dir
+    if fresh:
+        move_aside(run_dir)
+    _check_same_run(config, run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / RUN_FILE, dump_config(config))
+    trainer = config.trainer
+    store = CheckpointStore(run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best)
+    resume = store.latest()
+    start_step = resume.step if resume else 0
+    with make_console(name=config.run.name, num_steps=trainer.steps, start_step=start_step, quiet=quiet) as console:
+        workers = build_workers(config, say=console.note)
+        sinks = make_sinks(config, run_dir, resume.step if resume else None)
+        try:
+            with Journal(run_dir / "journal") as journal:
+                if resume:
+                    workers.read_checkpoint(resume.path)
+                _say_where(console, run_dir, start_step, journal)
+                controller = Controller(
+                    config,
+                    workers,
+                    run_dir=run_dir,
+                    journal=journal,
+                    store=store,
+                    sinks=sinks,
+                    console=console,
+                    resume=resume,
+                )
+                asyncio.run(controller.run())
+        finally:
+            workers.close()
+            for sink in sinks:
+                sink.close()
+        summary = build_summary(
+            run_dir / "metrics.jsonl",
+            seconds=time.perf_counter() - started,
+            resume_step=resume.step if resume else None,
+            run=config.run.name,
+            model_dir=str(run_dir / "model"),
+            reward_failures=_failures(workers),
+        )
+        write_summary(run_dir / "summary.json", summary)
+        curve = learning_curve(run_dir / "metrics.jsonl", run_dir / "learning_curve.png", name=config.run.name)
+        _say_result(console, run_dir, summary, curve)
+    return summary
+
+
+def move_aside(run_dir: Path) -> None:
+    """``runs/x`` becomes ``runs/x.old-1`` (or the next free number)."""
+    if not run_dir.exists():
+        return
+    number = 1
+    while (target := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
+        number += 1
+    run_dir.rename(target)
+
+
+def _refuse_cluster(config: Config) -> None:
+    if config.cluster is not None and config.cluster.num_slots > 1:
+        raise ConfigError(
+            f"cluster asks for {config.cluster.num_nodes} nodes x {config.cluster.num_gpus_per_node} slots; this command trains "
+            "in one process on one device: leave cluster out, or set cluster.num_nodes=1 cluster.num_gpus_per_node=1"
+        )
+
+
+def _check_same_run(config: Config, run_dir: Path) -> None:
+    """A run directory belongs to one run: refuse to continue it with what would contradict its journal."""
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        if run_dir.exists() and any(run_dir.iterdir()):
+            raise ConfigError(
+                f"run.dir={run_dir} has files in it but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
+                "move it aside with --fresh"
+            )
+        return
+    old = parse_config(yaml.safe_load(path.read_text()))
+    for key in FIXED:
+        before, now = _lookup(old, key), _lookup(config, key)
+        if before != now:
+            raise ConfigError(
+                f"run.dir={run_dir} holds a run with {key}={before}, the run file now says {now}; choose another run.dir, "
+                "or start over with --fresh (the old directory is moved aside)"
+            )
+
+
+def _lookup(config: Config, key: str) -> Any:
+    value: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def _say_where(console: Console, run_dir: Path, start_step: int, journal: Journal) -> None:
+    if start_step or journal.steps():
+        ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
+        console.note(f"resuming {run_dir} from step {start_step}; {ahead} finished groups wait in the journal")
+
+
+def _failures(workers: Any) -> list[dict[str, str]]:
+    return [
+        {
+            "reward": failure.reward,
+            "kind": failure.kind,
+            "prompt": failure.prompt_id,
+            "completion": failure.completion,
+            "why": failure.why,
+        }
+        for failure in workers.scorer.failures
+    ]
+
+
+def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
+    say: Callable[[str], None] = console.note
+    accuracy = summary["eval"]["accuracy"]
+    if accuracy["first"] is not None:
+        say(f"held-out accuracy {accuracy['first']:.3f} -> {accuracy['last']:.3f} in {summary['seconds']:.0f} s")
+    if summary["reward_errors"]:
+        say(f"{summary['reward_errors']} completions could not be scored and counted as 0; the first ones:")
+        for failure in summary["reward_failures"][:3]:
+            say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
+    say(f"model          {run_dir / 'model'}   (opens with AutoModelForCausalLM.from_pretrained)")
+    if curve is not None:
+        say(f"learning curve {curve}")
+    say(f"metrics        {run_dir / 'metrics.jsonl'}   summary {run_dir / 'summary.json'}")

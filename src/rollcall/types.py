@@ -1,0 +1,172 @@
+"""One type per stage of the flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
+
+Every field is required; where a stage may lack something, the field says ``None`` aloud. Lengths are checked once,
+when the object is made, so no later stage checks them again. Arrays are numpy on the host; the learner alone turns
+a MicroBatch into tensors.
+
+Axes in the comments: T tokens of one completion, R rows (completions) of a micro-batch, N packed tokens of a
+micro-batch, K packed key positions, L loss tokens (those whose mask is true).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token or a stop string
+    LENGTH = "length"  # the token limit
+    ABORT = "abort"  # taken back by the caller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task."""
+
+    id: str
+    token_ids: Ints
+    text: str  # the rendered prompt, as the reward and the samples page show it
+    answer: str  # ground truth, as text; the reward reads it
+    metadata: dict[str, Any]  # the row's other columns, handed to the reward untouched
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) == 0:
+            raise ValueError(f"prompt {self.id!r} has no tokens; give it at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive tokens sampled under one weight version."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One attempt at a prompt, as the engine sampled it. Never re-tokenised."""
+
+    token_ids: Ints  # [T]
+    logprobs: Floats  # [T] under the distribution that was sampled from (temperature, top-p, top-k)
+    mask: Bools  # [T] false for tokens the policy did not choose (tool or user turns)
+    segments: tuple[Segment, ...]
+    finish: FinishReason
+    seed: int
+    text: str
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        assert num_tokens == len(self.logprobs) == len(self.mask), "token ids, log-probs and mask differ in length"
+        assert num_tokens == sum(segment.num_tokens for segment in self.segments), "segments do not add up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What the rewards said about one completion."""
+
+    value: float  # the weighted sum; what the algorithm sees
+    parts: dict[str, float]  # reward name -> unweighted score
+    errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one prompt: the unit of scheduling, journaling, filtering and refill."""
+
+    step: int  # the optimizer step it was made for
+    draw: int  # position in the data order; unique per run
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    scores: tuple[Score, ...]
+    started_s: float  # unix time
+    finished_s: float
+    worker: str  # who generated it
+
+    def __post_init__(self) -> None:
+        assert len(self.completions) == len(self.scores), "one score per completion"
+
+    @property
+    def rewards(self) -> Floats:
+        return np.array([score.value for score in self.scores], dtype=np.float32)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A training row: one completion with everything its loss needs."""
+
+    draw: int  # rows with the same draw share their prompt tokens
+    prompt_ids: Ints
+    response_ids: Ints  # [T]
+    mask: Bools  # [T]
+    behaviour_logprobs: Floats  # [T] from the engine
+    old_logprobs: Floats | None  # [T] from the learner before the step; None: taken from the first forward
+    reference_logprobs: Floats | None  # [T] from the frozen reference; None: no KL term
+    advantages: Floats  # [T]
+    returns: Floats | None  # [T] for the critic; None: no critic
+    values: Floats | None  # [T] the critic's values when the advantages were made
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.response_ids)
+        for name in ("mask", "behaviour_logprobs", "old_logprobs", "reference_logprobs", "advantages", "returns", "values"):
+            array = getattr(self, name)
+            assert array is None or len(array) == num_tokens, f"{name} has {len(array)} entries for {num_tokens} tokens"
+
+    def with_(self, **changes: Any) -> Sample:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Packed rows for one forward, without padding.
+
+    A prompt shared by several rows is laid out once: the rows' own tokens follow it, and ``kv_index`` tells, row by
+    row, which packed positions that row's keys come from (the shared prompt, then its own tokens). A query segment
+    ``i`` is ``[cu_q[i], cu_q[i+1])`` of the packed tokens and attends causally, aligned at its end, to the keys
+    ``kv_index[cu_k[i]:cu_k[i+1]]``.
+    """
+
+    token_ids: Longs  # [N]
+    positions: Longs  # [N]
+    kv_index: Longs  # [K]
+    cu_q: Ints  # [segments + 1]
+    cu_k: Ints  # [segments + 1]
+    logit_index: Longs  # [L] packed position whose hidden state predicts the loss token
+    targets: Longs  # [L] the loss token's id
+    row: Longs  # [L] which row of this micro-batch the loss token belongs to
+    sample_index: Longs  # [R] the row's place in the list of samples that was packed
+    weights: Floats  # [L] the token's share of the loss: the loss is a plain weighted sum
+    behaviour_logprobs: Floats  # [L]
+    old_logprobs: Floats | None  # [L]
+    reference_logprobs: Floats | None  # [L]
+    advantages: Floats  # [L]
+    returns: Floats | None  # [L]
+    values: Floats | None  # [L]
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids) == len(self.positions) == self.cu_q[-1], "packed tokens and query segments differ"
+        assert len(self.kv_index) == self.cu_k[-1], "key index and key segments differ"
+        num_loss_tokens = len(self.targets)
+        for name in ("logit_index", "row", "weights", "behaviour_logprobs", "advantages"):
+            assert len(getattr(self, name)) == num_loss_tokens, f"{name} does not have one entry per loss token"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sample_index)

@@ -1,0 +1,215 @@
+"""Reading prompts and the order they are drawn in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rollcall.config import DataSection
+from rollcall.data.load import PromptSet, load_prompts
+from rollcall.data.order import DataOrder
+
+CHAT_TEMPLATE = (
+    "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def a_tokenizer(*, chat_template: str | None = None) -> Any:
+    """Bytes as tokens, with a <bos> that it puts before every text it encodes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(["<bos>", *alphabet])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def a_file(path: Path, *rows: Any, name: str = "train.jsonl") -> str:
+    file = path / name
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+    else:
+        file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def load(source: str, *, chat_template: str | None = None, limit: int | None = None, **section: Any) -> PromptSet:
+    tokenizer = a_tokenizer(chat_template=chat_template)
+    return load_prompts(source, data=DataSection(**section), tokenizer=tokenizer, limit=limit)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
+def test_rows_of_each_format_become_the_same_prompts(name: str, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+2=", "answer": 3, "level": [1, 2], "id": None},
+        {"prompt": "\N{GREEK SMALL LETTER PI}?", "answer": None, "level": [3], "id": "pi"},
+    ]
+    loaded = load(a_file(tmp_path, *rows, name=name))
+    first, second = loaded.prompts
+    assert (first.id, first.text, first.answer, first.metadata) == ("train:1", "1+2=", "3", {"level": [1, 2]})
+    assert (second.id, second.answer) == ("pi", "")
+    assert first.token_ids.dtype == np.int32
+    assert a_tokenizer().decode(second.token_ids.tolist()) == "<bos>\N{GREEK SMALL LETTER PI}?"
+
+
+@pytest.mark.parametrize(("value", "expected"), [("46", "46"), (46, "46"), (46.0, "46"), (0.5, "0.5"), (True, "True")])
+def test_answers_become_text(value: Any, expected: str, tmp_path: Path) -> None:
+    (prompt,) = load(a_file(tmp_path, {"prompt": "p", "answer": value})).prompts
+    assert prompt.answer == expected
+
+
+def test_plain_text_gets_the_tokenizers_own_special_tokens_once(tmp_path: Path) -> None:
+    (prompt,) = load(a_file(tmp_path, {"prompt": "ab"})).prompts
+    assert prompt.token_ids.tolist()[0] == 0 and len(prompt.token_ids) == 3
+
+
+def test_a_chat_prompt_has_its_special_tokens_once(tmp_path: Path) -> None:
+    (prompt,) = load(a_file(tmp_path, {"prompt": "ab"}), chat_template=CHAT_TEMPLATE).prompts
+    assert prompt.text == "<bos>[user]ab[assistant]"
+    assert prompt.token_ids.tolist().count(0) == 1
+    assert a_tokenizer().decode(prompt.token_ids.tolist()) == prompt.text
+    assert prompt.metadata["prompt_messages"] == [{"role": "user", "content": "ab"}]
+
+
+def test_chat_false_keeps_text_plain_although_there_is_a_template(tmp_path: Path) -> None:
+    (prompt,) = load(a_file(tmp_path, {"prompt": "ab"}), chat_template=CHAT_TEMPLATE, chat=False).prompts
+    assert prompt.text == "ab" and "prompt_messages" not in prompt.metadata
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_messages_are_rendered_with_the_system_message_before_them(name: str, tmp_path: Path) -> None:
+    own_system = [{"role": "system", "content": "mine", "name": "x"}, {"role": "user", "content": "b", "name": None}]
+    rows = [{"prompt": [{"role": "user", "content": "a", "name": None}]}, {"prompt": own_system}]
+    source = a_file(tmp_path, *rows, name=name)
+    first, second = load(source, chat_template=CHAT_TEMPLATE, system="be brief", template="<{prompt}>").prompts
+    assert first.text == "<bos>[system]be brief[user]a[assistant]"
+    assert second.text == "<bos>[system]mine[user]b[assistant]"
+    assert second.metadata["prompt_messages"][1] == {"role": "user", "content": "b"}
+
+
+def test_the_template_goes_around_text_prompts_with_braces_in_them(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": r"\frac{1}{2}"})
+    (plain,) = load(source, template="Q: {prompt} {x}\nA:").prompts
+    assert plain.text == "Q: \\frac{1}{2} {x}\nA:"
+    (chat,) = load(source, chat_template=CHAT_TEMPLATE, template="Q: {prompt}").prompts
+    assert chat.text == r"<bos>[user]Q: \frac{1}{2}[assistant]"
+
+
+def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * length, "id": length} for length in (3, 9, 4, 10)]
+    loaded = load(a_file(tmp_path, *rows), max_prompt_tokens=5)
+    assert [prompt.id for prompt in loaded.prompts] == ["3", "4"] and loaded.num_overlong == 2
+
+
+def test_the_limit_counts_prompts(tmp_path: Path) -> None:
+    source = a_file(tmp_path, *({"prompt": str(number)} for number in range(5000)))
+    assert [prompt.text for prompt in load(source, limit=3).prompts] == ["0", "1", "2"]
+    assert len(load(source).prompts) == 5000
+
+
+def test_the_builtin_task_has_disjoint_splits() -> None:
+    tokenizer, section = a_tokenizer(), DataSection()
+    train, val = (
+        load_prompts("builtin:arithmetic", data=section, tokenizer=tokenizer, split=split) for split in ("train", "val")
+    )
+    assert train.source == "builtin:arithmetic" and len(train.prompts) > len(val.prompts) > 0
+    assert not {prompt.text for prompt in train.prompts} & {prompt.text for prompt in val.prompts}
+    assert not {prompt.id for prompt in train.prompts} & {prompt.id for prompt in val.prompts}
+    a, b = train.prompts[0].text.rstrip("=").split("+")
+    assert train.prompts[0].answer == str(int(a) + int(b))
+
+
+@pytest.mark.parametrize(
+    ("rows", "section", "message"),
+    [
+        ([], {}, "train.jsonl has no rows"),
+        (["\n\n"], {}, "train.jsonl has no rows"),
+        ([{"prompt": "a"}, "{nope\n"], {}, "train.jsonl, row 2 is not JSON"),
+        ([{"prompt": "a"}, "\n", "[1]\n"], {}, "train.jsonl, row 3 is a list"),
+        ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; it has prompts, x; did you mean 'prompts'?"),
+        ([{"q": "a"}], {}, "it has q; name the right one in data.prompt_key"),
+        ([{"prompt": "a"}, {"prompt": 5}], {}, "row 2: the prompt is int (5)"),
+        ([{"prompt": None}], {}, "row 1: the prompt is NoneType"),
+        ([{"prompt": []}], {}, "row 1: the prompt is an empty list"),
+        ([{"prompt": [{"role": "user"}]}], {}, "row 1: message 0 is {'role': 'user'}"),
+        ([{"prompt": ""}], {}, "row 1: the prompt is empty"),
+        ([{"prompt": [{"role": "user", "content": "a"}]}], {}, "the tokenizer has no chat template"),
+        ([{"prompt": "a"}], {"chat": True}, "data.chat=true needs a chat template"),
+        ([{"prompt": "a"}], {"system": "s"}, "data.system needs chat prompts"),
+        ([{"prompt": "a"}], {"template": "Q:"}, "data.template='Q:' has no {prompt}"),
+        ([{"prompt": "a"}], {"answer_key": "solution"}, "row 1 has no column 'solution'"),
+        ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
+        ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "all 1 prompts are longer than data.max_prompt_tokens=4; the shortest has 7"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_with_its_row(
+    rows: list[Any], section: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(a_file(tmp_path, *rows), **section)
+    assert message in str(caught.value)
+
+
+def test_a_chat_template_that_raises_is_named_with_the_row(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="row 1: the chat template refuses the messages: roles must alternate"):
+        load(a_file(tmp_path, {"prompt": "a"}), chat_template=template)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing.jsonl does not exist"):
+        load(str(tmp_path / "nothing.jsonl"))
+    with pytest.raises(ValueError, match="'.csv'; data files are"):
+        load(a_file(tmp_path, "a,b\n", name="rows.csv"))
+    with pytest.raises(ValueError, match="not a Parquet file"):
+        (tmp_path / "bad.parquet").write_text("no")
+        load(str(tmp_path / "bad.parquet"))
+    with pytest.raises(ValueError, match="is a directory; name one file"):
+        load(str(tmp_path))
+    with pytest.raises(ValueError, match="there is builtin:arithmetic"):
+        load("builtin:algebra")
+    with pytest.raises(ValueError, match="row 1 is not JSON"):
+        (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+        load(str(tmp_path / "latin.jsonl"))
+
+
+@given(st.integers(1, 60), st.integers(0, 2**40), st.integers(0, 5), st.booleans())
+def test_each_epoch_draws_every_prompt_exactly_once(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> None:
+    order = DataOrder(num_prompts, seed=seed, shuffle=shuffle)
+    drawn = [order.index(epoch * num_prompts + position) for position in range(num_prompts)]
+    assert sorted(drawn) == list(range(num_prompts))
+    assert shuffle or drawn == list(range(num_prompts))
+
+
+@given(st.lists(st.integers(0, 500), max_size=30))
+def test_a_draw_does_not_depend_on_the_draws_before_it(draws: list[int]) -> None:
+    order = DataOrder(37, seed=5, shuffle=True)
+    assert [order.index(draw) for draw in draws] == [DataOrder(37, seed=5, shuffle=True).index(draw) for draw in draws]
+
+
+def test_epochs_and_seeds_give_different_orders_and_the_order_never_changes() -> None:
+    def epoch_of(seed: int, epoch: int) -> list[int]:
+        order = DataOrder(10, seed=seed, shuffle=True)
+        return [order.index(epoch * 10 + position) for position in range(10)]
+
+    assert len({tuple(epoch_of(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+    # A run that resumes must find the order it started with: this line changes never.
+    assert epoch_of(0, 0) == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
+
+
+def test_an_empty_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_prompts=0"):
+        DataOrder(0, seed=0, shuffle=True)

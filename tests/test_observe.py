@@ -1,0 +1,400 @@
+"""Metrics, sinks, console, learning curve, samples and summary: what a run shows and leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_journal import make_group
+
+from rollcall.config import Config, parse_config
+from rollcall.observe.console import LineConsole, Progress, QuietConsole, format_duration, make_console
+from rollcall.observe.metrics import METRICS, check_names
+from rollcall.observe.plot import learning_curve, smooth
+from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
+from rollcall.observe.summary import build_summary, peak_memory_gib, sample_rows, write_samples, write_summary
+
+
+def make_config(*loggers: str) -> Config:
+    return parse_config({"run": {"name": "demo"}, "trainer": {"loggers": list(loggers)}})
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps({"time": 0.0, **row}) + "\n" for row in rows))
+    return path
+
+
+# Names
+
+
+def test_documented_names_pass_and_others_are_refused_with_the_nearest() -> None:
+    check_names([name for name in METRICS if "<" not in name])
+    check_names(["reward/exact", "reward_errors/my_module:score"])
+    with pytest.raises(ValueError, match="'train/reward_men' is not documented; did you mean train/reward_mean"):
+        check_names(["train/reward_men"])
+    for name in ("loss", "train/", "reward/", "reward/<part>"):
+        with pytest.raises(ValueError, match="not documented"):
+            check_names([name])
+
+
+# Sinks
+
+
+def test_each_log_is_one_flushed_line(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=None)
+    sink.log(1, {"train/loss": 0.1 + 0.2, "rollout/tokens": 7, "train/kl": float("nan")})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
+    row = json.loads(line)
+    assert row.pop("time") > 1e9
+    assert row == {"step": 1, "train/loss": 0.1 + 0.2, "rollout/tokens": 7, "train/kl": None}
+    sink.close()
+
+
+def test_a_full_disk_is_said_with_the_file_and_the_step(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=None)
+    sink.close()
+    message = r"metrics.jsonl: cannot write the metrics of step 3: No space left"
+    with Path("/dev/full").open("wb", buffering=0) as sink._file, pytest.raises(ValueError, match=message):
+        sink.log(3, {"train/loss": 1.0})
+
+
+def test_resuming_drops_later_rows_and_a_torn_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_rows(tmp_path / "metrics.jsonl", [{"step": step, "train/loss": step} for step in range(6)])
+    with path.open("a") as file:
+        file.write('{"step": 6, "trai')
+    with caplog.at_level(logging.WARNING):
+        sink = JsonlSink(path, resume_step=3)
+    sink.log(4, {"train/loss": 40.0})
+    sink.close()
+    assert [(row["step"], row["train/loss"]) for row in read_rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40.0)]
+    assert "line 7 is not a row" in caplog.text
+
+
+def test_a_run_without_a_checkpoint_starts_its_rows_anew(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 1.0}])
+    JsonlSink(path, resume_step=None).close()
+    assert read_rows(path) == []
+
+
+def test_rows_of_the_same_step_are_merged(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "m.jsonl", [{"step": 2, "train/loss": 1.0}, {"step": 2, "eval/accuracy": 0.5}])
+    (row,) = read_rows(path)
+    assert row["train/loss"] == 1.0 and row["eval/accuracy"] == 0.5
+
+
+def test_the_run_files_sinks_all_get_the_metrics(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2, 3, 4))):  # the second run replays 2 and 3
+        sinks = make_sinks(make_config("tensorboard"), tmp_path, resume_step)
+        for step in steps:
+            for sink in sinks:
+                sink.log(step, {"train/loss": float(step if resume_step is None else step * 10)})
+        for sink in sinks:
+            sink.close()
+    assert [row["train/loss"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1.0, 20.0, 30.0, 40.0]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1), (2, 20), (3, 30), (4, 40)]
+
+
+def test_the_sinks_refuse_an_undocumented_name(tmp_path: Path) -> None:
+    (sink,) = make_sinks(make_config("console"), tmp_path, None)
+    with pytest.raises(ValueError, match="train/los"):
+        sink.log(1, {"train/los": 1.0})
+    sink.close()
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_missing_tensorboard_is_said_with_the_pip_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with caplog.at_level(logging.WARNING):
+        assert len(make_sinks(make_config("tensorboard"), tmp_path, None)) == 1
+    assert "pip install tensorboard" in caplog.text
+
+
+class FakeWandb(types.ModuleType):
+    """Records calls; fails to start when told so."""
+
+    def __init__(self, *, fail: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.fail = fail
+        self.inits: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
+        self.step_metrics: list[tuple[str, str | None]] = []
+        self.finished = 0
+
+    def init(self, **kwargs: Any) -> FakeWandb:
+        if self.fail:
+            raise self.fail
+        self.inits.append(kwargs)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.step_metrics.append((name, step_metric))
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_keeps_its_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for step in (5, 3):  # a replay goes backwards
+        sink = make_sinks(make_config("wandb"), tmp_path, None)[-1]
+        sink.log(step, {"train/loss": 1.0})
+        sink.close()
+    assert wandb.inits[0]["id"] == wandb.inits[1]["id"] and wandb.inits[0]["resume"] == "allow"
+    assert wandb.inits[0]["name"] == "demo" and wandb.inits[0]["config"]["algorithm"]["name"] == "grpo"
+    assert wandb.rows == [{"step": 5, "train/loss": 1.0}, {"step": 3, "train/loss": 1.0}]
+    assert ("*", "step") in wandb.step_metrics and wandb.finished == 2
+
+
+def test_a_missing_wandb_is_said_with_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        make_sinks(make_config("wandb"), tmp_path, None)
+
+
+def test_a_failed_wandb_login_never_shows_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fail=RuntimeError("bad key 0123456789abcdef")))
+    with pytest.raises(ValueError, match=r"wandb could not start \(RuntimeError\); run `wandb login`") as caught:
+        WandbSink(make_config("wandb"), tmp_path)
+    assert "0123456789" not in str(caught.value) and caught.value.__suppress_context__
+
+
+# Console
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_progress_shows_first_and_last_accuracy_and_the_time_left() -> None:
+    clock = Clock()
+    progress = Progress(name="demo", num_steps=100, start_step=20, clock=clock)
+    assert progress.left_s is None
+    progress.update(20, {"eval/accuracy": 0.25})
+    for step in range(21, 31):
+        clock.now += 3.0
+        progress.update(step, {"train/reward_mean": 0.5, "rollout/tokens_per_s": 12345.6, "time/step_s": 2.9})
+    progress.update(30, {"eval/accuracy": 0.75})
+    assert dict(progress.fields()) == {
+        "step": "30/100", "accuracy": "0.250 → 0.750", "reward": "0.500", "tok/s": "12,346", "s/step": "2.90",
+        "left": "3m 30s",
+    }  # fmt: skip
+
+
+def test_lines_come_every_few_seconds_and_for_evaluations_and_the_last_step() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = LineConsole(Progress(name="demo", num_steps=40, clock=clock), file=out)
+    for step in range(41):
+        console.log(step, {"train/reward_mean": 0.5} | ({"eval/accuracy": 0.1} if step == 8 else {}))
+        clock.now += 1.0
+    console.close()
+    steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    assert steps == [0, 5, 8, 13, 18, 23, 28, 33, 38, 40]
+
+
+def test_a_file_gets_plain_lines_and_samples_without_escape_codes() -> None:
+    out = io.StringIO()
+    with make_console(name="demo", num_steps=10, file=out) as console:
+        console.log(1, {"train/reward_mean": 0.5})
+        console.note("resumed from step 0 [see docs]")
+        console.show_samples("before training", [("2+3=", "[bold]5\x1b[31m", "5", 1.0), ("1+1=", "9", "2", 0.0)])
+    text = out.getvalue()
+    assert "\x1b" not in text
+    assert "step 1/10" in text and "resumed from step 0 [see docs]" in text
+    assert "before training" in text and "[bold]5�[31m" in text and "1.00" in text and "0.00" in text
+
+
+def test_a_log_without_utf8_does_not_end_the_run() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    console = LineConsole(Progress(name="demo", num_steps=2), file=out)
+    console.log(1, {"eval/accuracy": 0.5})
+    console.show_samples("samples", [("é", "ü", "→", 1.0)])
+    assert b"0.500 ? 0.500" in raw.getvalue()
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_console(name="demo", num_steps=10, quiet=True) as console:
+        assert isinstance(console, QuietConsole)
+        console.log(1, {"train/reward_mean": 0.5})
+        console.note("hello")
+        console.show_samples("samples", [("a", "b", "c", 1.0)])
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+LIVE = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from rollcall.observe.console import LiveConsole, make_console
+try:
+    with make_console(name="demo", num_steps=50) as console:
+        assert isinstance(console, LiveConsole)
+        console.log(7, {"train/reward_mean": 0.5, "eval/accuracy": 0.25})
+        console.show_samples("some answers", [("2+3=", "5", "5", 1.0)])
+        time.sleep(0.6)
+        print("READY", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("INTERRUPTED", flush=True)
+    sys.exit(7)
+"""
+
+
+def test_the_live_panel_passes_ctrl_c_on_and_gives_the_terminal_back() -> None:
+    main, other = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen([sys.executable, "-c", LIVE], stdin=other, stdout=other, stderr=other, env=environment)
+    os.close(other)
+    seen = b""
+    while b"READY" not in seen:
+        seen += os.read(main, 4096)
+    process.send_signal(signal.SIGINT)
+    while b"INTERRUPTED" not in seen:
+        seen += os.read(main, 4096)
+    assert process.wait(timeout=30) == 7
+    os.close(main)
+    assert b"7/50" in seen and b"some answers" in seen
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is shown again
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (185, "3m 05s"), (7800, "2h 10m"), (273600, "3d 04h")]
+)
+def test_durations_read_naturally(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+# Learning curve
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("num_steps", [1, 40])
+def test_the_curve_is_a_png_of_the_expected_size(tmp_path: Path, scale: float, num_steps: int) -> None:
+    rows = [{"step": step, "train/reward_mean": scale * step / num_steps} for step in range(1, num_steps + 1)]
+    path = write_rows(tmp_path / "metrics.jsonl", [{"step": 0, "eval/accuracy": 0.2}, *rows])
+    out = learning_curve(path, tmp_path / "plots" / "curve.png")
+    assert out is not None
+    data = out.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(data[16:20]), int.from_bytes(data[20:24])) == (1350, 750)
+
+
+def test_the_curve_shows_the_data(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from rollcall.observe.plot import _draw
+
+    figure = Figure(layout="constrained")
+    _draw(figure, accuracy=([0, 20], [0.25, 0.75]), reward=([1, 2], [0.1, 0.3]), name="demo")
+    (axes,) = figure.axes
+    lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.lines}  # type: ignore[union-attr]
+    assert lines["held-out accuracy"] == [[0, 0.25], [20, 0.75]]
+    assert lines["training reward, each step"] == [[1, 0.1], [2, 0.3]]
+    assert [text.get_text() for text in axes.texts] == ["0.250", "0.750"]
+    assert axes.get_title(loc="left") == "demo"
+
+
+def test_without_matplotlib_or_without_data_there_is_a_warning_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "metrics.jsonl", [])
+    with caplog.at_level(logging.WARNING):
+        assert learning_curve(path, tmp_path / "curve.png") is None
+        write_rows(path, [{"step": 1, "train/reward_mean": 0.5}])
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert learning_curve(path, tmp_path / "curve.png") is None
+    assert "no accuracy and no reward yet" in caplog.text and "pip install matplotlib" in caplog.text
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_smoothing_keeps_a_constant_and_the_length() -> None:
+    assert smooth([2.0] * 100) == pytest.approx([2.0] * 100)
+    assert smooth([0.0, 3.0, 0.0]) == pytest.approx([1.5, 1.0, 1.5])
+
+
+# Summary and samples
+
+
+def test_the_summary_covers_the_whole_run_also_before_a_resume(tmp_path: Path) -> None:
+    step = {"rollout/tokens": 100, "train/tokens": 150, "perf/train_tokens_per_s": 50.0, "reward_errors/math": 1}
+    path = write_rows(
+        tmp_path / "metrics.jsonl",
+        [
+            {"step": 0, "eval/accuracy": 0.2, "time/eval_s": 1.0},
+            {"step": 1, **step, "time/step_s": 4.0, "rollout/tokens_per_s": 10.0, "rollout/logprob_mismatch": 0.1},
+            {
+                "step": 2,
+                **step,
+                "time/step_s": 2.0,
+                "rollout/tokens_per_s": 30.0,
+                "eval/accuracy": 0.9,
+                "time/save_s": 0.5,
+            },
+            {"step": 3, **step, "time/step_s": 0.1, "rollout/tokens_per_s": 0.0, "rollout/groups_from_journal": 48},
+            {"step": 4, **step, "time/step_s": 3.0, "rollout/tokens_per_s": 20.0, "rollout/logprob_mismatch": 0.3},
+            {"step": 4, "eval/accuracy": 0.8, "perf/peak_memory_gib": 99.5, "reward_errors/exact": 2, "train/kl": None},
+        ],
+    )
+    summary = build_summary(path, seconds=10.0, resume_step=2, run="demo")
+    assert summary["steps"] == 4
+    assert summary["seconds"] == 1.0 + 4.0 + 2.0 + 0.5 + 10.0
+    assert summary["eval"]["accuracy"] == {"first": 0.2, "last": 0.8, "best": 0.9}
+    assert (summary["tokens_generated"], summary["tokens_trained"]) == (400, 600)
+    assert summary["rollout_tokens_per_s"] == 20.0 and summary["step_s"] == 3.0
+    assert summary["train_tokens_per_s"] == 50.0
+    assert summary["logprob_mismatch"] == pytest.approx(0.2)
+    assert summary["peak_memory_gib"] == 99.5
+    assert summary["reward_errors"] == 6 and summary["run"] == "demo"
+    assert build_summary(path, seconds=10.0, resume_step=None)["seconds"] == 10.0
+
+
+def test_a_summary_without_rows_says_none_and_writes_valid_json(tmp_path: Path) -> None:
+    summary = build_summary(tmp_path / "absent.jsonl", seconds=1.0, resume_step=None, model=tmp_path)
+    assert summary["eval"]["accuracy"] == {"first": None, "last": None, "best": None}
+    assert summary["step_s"] is None and summary["steps"] == 0
+    write_summary(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text())["model"] == str(tmp_path)
+
+
+def test_peak_memory_is_that_of_this_process() -> None:
+    before = peak_memory_gib()
+    assert 0.01 < before < 64
+    ballast = bytearray(os.urandom(1)) * (300 * 2**20)
+    assert peak_memory_gib() >= before and len(ballast) > 0
+
+
+def test_samples_are_readable_text(tmp_path: Path) -> None:
+    groups = [make_group(0, num_completions=2), make_group(1, num_completions=1)]
+    path = write_samples(tmp_path / "samples", step=20, split="val", groups=groups)
+    assert path == tmp_path / "samples" / "val-000020.jsonl"
+    text = path.read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == 3 and "é" in text
+    assert rows[1]["prompt"] == "2+3=" and rows[1]["answer"] == "5" and rows[1]["reward"] == 1.1
+    assert rows[1]["completion"].startswith("answer 1 é") and rows[1]["errors"] == {"regex": "timed out"}
+    assert rows[1]["finish"] == "length" and rows[1]["num_tokens"] == 5
+    assert sample_rows(groups, limit=1) == [("2+3=", groups[0].completions[0].text, "5", 0.1)]

@@ -1,0 +1,579 @@
+"""Rewards: what each function scores, and that user code which hangs, raises or crashes costs one score only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rollcall
+from rollcall.config import (
+    CountdownReward,
+    ExactReward,
+    FunctionReward,
+    NumberReward,
+    RegexReward,
+    SelfCertaintyReward,
+)
+from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_boxed, last_number
+from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.scorer import Scorer, reward_names
+from rollcall.reward.worker import Item
+from rollcall.types import Completion, FinishReason, Prompt, Segment
+
+USER_MODULE = """
+import os, re, sys, time
+
+def wild(prompt, completion, answer, metadata):
+    print("scoring", completion, flush=True)
+    if completion == "hang":
+        time.sleep(1000)
+    if completion == "hang in C":
+        re.match(r"(a|aa)+$", "a" * 60 + "b")
+    if completion == "raise":
+        raise KeyError("no such thing")
+    if completion == "exit":
+        sys.exit(0)
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "1.0"
+    if completion == "die":
+        os._exit(3)
+    return float(completion == answer)
+
+def where(prompt, completion, answer, metadata):
+    return float(os.getpid())
+
+def loud(prompt, completion, answer, metadata):
+    print("x" * 200_000)
+    os.write(1, b"y" * 200_000)
+    return 1
+
+def slow(prompt, completion, answer, metadata):
+    time.sleep(0.2)
+    return 1
+
+constant = 3
+"""
+
+
+def a_prompt(*, answer: str = "46", text: str = "12+34=", metadata: dict[str, Any] | None = None) -> Prompt:
+    ids = np.array([1, 2, 3], dtype=np.int32)
+    return Prompt(id="sums:7", token_ids=ids, text=text, answer=answer, metadata=metadata or {})
+
+
+def completions_of(*texts: str) -> tuple[Completion, ...]:
+    return tuple(
+        Completion(
+            token_ids=np.array([5], dtype=np.int32),
+            logprobs=np.array([-0.5], dtype=np.float32),
+            mask=np.array([True]),
+            segments=(Segment(version=0, num_tokens=1),),
+            finish=FinishReason.STOP,
+            seed=0,
+            text=text,
+        )
+        for text in texts
+    )
+
+
+def in_a_directory_with(module: str, *, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path / "my_rewards.py").write_text(module)
+    monkeypatch.chdir(path)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> list[int]:
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s and any(map(is_running, pids)):
+        time.sleep(0.02)
+    return [pid for pid in pids if is_running(pid)]
+
+
+def score_one(
+    reward: dict[str, Any], *, completion: str, answer: str = "", metadata: dict[str, Any] | None = None
+) -> float:
+    return build_function(reward)("", completion, answer, metadata or {})
+
+
+# Functions
+
+
+def test_exact_compares_stripped_text() -> None:
+    assert score_one({"type": "exact"}, completion=" 46\n", answer="46") == 1
+    assert score_one({"type": "exact"}, completion="46.", answer="46") == 0
+
+
+@pytest.mark.parametrize("kind", ["exact", "number", "math"])
+def test_a_row_without_an_answer_is_an_error_not_a_zero(kind: str) -> None:
+    with pytest.raises(ValueError, match="answer_key"):
+        score_one({"type": kind}, completion="46", answer=" ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so 1,200.0 in all", "1200"),
+        ("12-5", "5"),
+        ("x = -5", "-5"),
+        ("it costs $18.", "18"),
+        ("first 3 then .5", "0.5"),
+        ("1,2345", "2345"),
+        ("2e3", "2000"),
+        ("\N{MINUS SIGN}7", "-7"),
+        ("(4)-3", "3"),
+    ],
+)
+def test_the_last_number_of_a_text_is_found(text: str, expected: str) -> None:
+    value = last_number(text)
+    assert value is not None and value == type(value)(expected)
+
+
+def test_number_compares_last_numbers_and_gives_zero_without_one() -> None:
+    assert score_one({"type": "number"}, completion="7 + 5 = 12.0", answer="#### 12") == 1
+    assert score_one({"type": "number"}, completion="no idea", answer="12") == 0
+    with pytest.raises(ValueError, match="no number"):
+        score_one({"type": "number"}, completion="12", answer="twelve")
+
+
+@given(st.text())
+def test_last_number_reads_any_text(text: str) -> None:
+    last_number(text)
+
+
+def test_number_round_trips_any_integer_with_separators() -> None:
+    for value in (0, -1, 999, 1000, -1234567):
+        assert last_number(f"it is {value:,}.") == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so \boxed{\frac{3}{4}}", "0.75", 1),
+        (r"so $\frac{6}{8}$", r"\frac{3}{4}", 1),
+        ("thus 3/4", r"\boxed{\frac34}", 1),
+        ("#### 72", "48/2 = 24\n#### 72", 1),
+        (r"\boxed{71}", "#### 72", 0),
+        (r"\boxed{x^2+1}", "1+x^2", 1),
+        (r"\boxed{70} or \boxed{71} or \boxed{72} or \boxed{1}", "72", 0),
+        (r"\boxed{(1, 2]}", "(1,2]", 1),
+        ("", "72", 0),
+    ],
+)
+def test_math_reads_plain_boxed_and_hash_answers(completion: str, answer: str, expected: float) -> None:
+    assert score_one({"type": "math"}, completion=completion, answer=answer) == expected
+
+
+def test_the_last_complete_box_counts() -> None:
+    assert last_boxed(r"\boxed{1} and \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
+    assert last_boxed("none") is None
+
+
+def test_regex_is_searched_over_lines_and_a_bad_one_is_refused() -> None:
+    tagged = {"type": "regex", "pattern": "<think>.*</think>"}
+    assert score_one(tagged, completion="<think>a\nb</think> 4") == 1
+    assert score_one(tagged, completion="4") == 0
+    with pytest.raises(ValueError, match="pattern='\\('"):
+        build_function({"type": "regex", "pattern": "("})
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>(3+5)*3</answer>", 1.0),
+        ("I think\n<answer>24 = (3 + 5) \N{MULTIPLICATION SIGN} 3</answer>", 1.0),
+        ("<answer>1+1</answer> no: <answer>(3+5)*3 = 24</answer>", 1.0),
+        ("let me see\nAnswer: (3+5)*3 = 24.", 1.0),
+        ("<answer>(3+5)+3</answer>", 0.1),
+        ("<answer>(3+5)*3+0</answer>", 0.1),
+        ("<answer>12+12</answer>", 0.1),
+        ("<answer>5/(3-3)</answer>", 0.1),
+        ("<answer>24</answer>", 0.0),
+        ("<answer>3**5**3**5</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>3+5+</answer>", 0.0),
+        ("<answer>03+5*3</answer>", 0.0),
+        ("<answer>" + "(" * 150 + "3" + "</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_countdown_wants_each_number_once_and_the_target(completion: str, expected: float) -> None:
+    row = {"numbers": [3, 3, 5], "target": 24}
+    assert score_one({"type": "countdown", "format_score": 0.1}, completion=completion, metadata=row) == expected
+
+
+@given(st.text(alphabet="0123456789+-*/()= \n.<answer>/"))
+def test_countdown_extraction_survives_any_text(text: str) -> None:
+    extract_expression(text)
+
+
+def test_countdown_on_a_row_without_numbers_says_so() -> None:
+    with pytest.raises(ValueError, match="numbers and no target"):
+        score_one({"type": "countdown", "format_score": 0.1}, completion="1+1")
+
+
+def test_reasoning_gym_scores_its_reference_and_gives_zero_where_its_scorer_raises() -> None:
+    import reasoning_gym
+
+    for task in ("chain_sum", "prime_factorization"):
+        entry = reasoning_gym.create_dataset(task, size=1, seed=4)[0]
+        row = {"reasoning_gym": {"task": task, "entry": encode_entry(entry)}}
+        kind = {"type": "reasoning_gym"}
+        assert score_one(kind, completion=f"well <answer>{entry['answer']}</answer>", metadata=row) == 1
+        assert score_one(kind, completion="<answer>zz</answer>", metadata=row) < 0.1
+    with pytest.raises(ValueError, match="reasoning_gym"):
+        score_one({"type": "reasoning_gym"}, completion="4")
+
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:f", "reward.1.path='no_such_module:f': there is no module 'no_such_module'"),
+        ("my_rewards:wlid", "has no 'wlid'; it has loud, slow, where, wild"),
+        ("my_rewards:constant", "is int, not a function"),
+        ("my_rewards", "is not module:function"),
+        ("broken:f", "ZeroDivisionError"),
+        ("needs_more:f", "No module named 'not_there_either'"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "needs_more.py").write_text("import not_there_either\n")
+    with pytest.raises(ValueError) as caught:
+        Scorer([ExactReward(), FunctionReward(path=path)], num_workers=1, model_rewards={})
+    assert message in str(caught.value)
+
+
+def test_a_module_that_ends_its_process_when_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_directory_with("import os\nos._exit(7)\n", path=tmp_path, monkeypatch=monkeypatch)
+    with pytest.raises(RuntimeError, match="exit status 7"):
+        Scorer([FunctionReward(path="my_rewards:f")], num_workers=2, model_rewards={})
+
+
+def test_a_module_that_hangs_when_imported_is_given_up_with_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_directory_with("import time\ntime.sleep(1000)\n", path=tmp_path, monkeypatch=monkeypatch)
+    with pytest.raises(RuntimeError, match=r"(?s)not ready within 2 s.*my_rewards.py"):
+        RewardPool({0: {"type": "function", "path": "my_rewards:f"}}, num_workers=1, start_timeout_s=2)
+
+
+# The pool and the scorer
+
+
+def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    rewards = [FunctionReward(path="my_rewards:wild", timeout_s=1.0), ExactReward(weight=0.5)]
+    texts = ("46", "hang", "raise", "nan", "die", "text", "exit", "hang in C", "46", "45")
+    with Scorer(rewards, num_workers=2, model_rewards={}) as scorer:
+        for key in range(3):
+            scorer.submit(key, a_prompt(), completions_of(*texts) if key == 1 else completions_of("46", "45"))
+        results = dict(scorer.drain())
+        pids = scorer._pool.pids if scorer._pool else []
+        counts = scorer.counts["wild"]
+        assert (counts.scored, counts.raised, counts.hung, counts.nan, counts.died) == (3 + 4, 2, 2, 2, 1)
+        assert scorer.counts["exact"].failed == 0
+        assert scorer.num_unfinished == 0
+    assert [score.value for score in results[0]] == [1.5, 0.0]
+    assert [score.parts["wild"] for score in results[1]] == [1, 0, 0, 0, 0, 0, 0, 0, 1, 0]
+    kinds = [score.errors.get("wild", "").partition(":")[0] for score in results[1]]
+    assert kinds == ["", "hung", "raised", "nan", "died", "nan", "raised", "hung", "", ""]
+    raised = next(failure for failure in scorer.failures if "KeyError" in failure.why)
+    assert (raised.prompt_id, raised.completion, raised.reward) == ("sums:7", "raise", "wild")
+    assert "my_rewards.py" in raised.why and "worker.py" not in raised.why
+    assert results[1][2].errors["wild"] == "raised: KeyError: 'no such thing'"
+    assert results[1][1].errors["wild"] == "hung: no score within timeout_s=1"
+    assert any("my_rewards.py" in failure.why for failure in scorer.failures if failure.completion == "hang in C")
+    assert any("exit status 3" in failure.why for failure in scorer.failures if failure.kind == "died")
+    assert not wait_until_gone(pids)
+
+
+def test_many_failures_are_counted_but_only_a_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    with Scorer([FunctionReward(path="my_rewards:wild")], num_workers=1, model_rewards={}) as scorer:
+        scores = scorer.score(a_prompt(), completions_of(*["raise"] * 50))
+    assert len(scores) == 50 and scorer.counts["wild"].raised == 50
+    assert len(scorer.failures) == 3
+
+
+def test_replaced_and_closed_workers_leave_no_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    before = len(os.listdir("/proc/self/fd"))
+    with Scorer([FunctionReward(path="my_rewards:wild")], num_workers=2, model_rewards={}) as scorer:
+        scorer.score(a_prompt(), completions_of(*["die"] * 6))
+        assert scorer.counts["wild"].died == 6
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_reward_that_prints_a_lot_does_not_disturb_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    with Scorer([FunctionReward(path="my_rewards:loud")], num_workers=1, model_rewards={}) as scorer:
+        assert [score.value for score in scorer.score(a_prompt(), completions_of("a", "b"))] == [1, 1]
+    captured = capfd.readouterr()
+    assert "yyy" in captured.err and captured.out == ""
+
+
+def test_texts_larger_than_a_pipe_go_through() -> None:
+    long = "z" * 3_000_000
+    with Scorer([ExactReward()], num_workers=2, model_rewards={}) as scorer:
+        scores = scorer.score(a_prompt(answer=long), completions_of(long, long + "y", long))
+    assert [score.value for score in scores] == [1, 0, 1]
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced() -> None:
+    long = "z" * 1_000_000
+    with RewardPool({0: {"type": "exact"}}, num_workers=1) as pool:
+        (frozen,) = pool.pids
+        os.kill(frozen, signal.SIGSTOP)
+        items = [Item(0, "", text, long, {}) for text in ("a", long)]
+        pool.submit([Task(ticket=ticket, item=item, timeout_s=1.0) for ticket, item in enumerate(items)])
+        results = []
+        while pool.num_pending:
+            results += pool.poll(5)
+        assert [(result.ticket, result.kind, result.value) for result in results] == [(0, "hung", 0.0), (1, "", 1.0)]
+        assert frozen not in pool.pids and not is_running(frozen)
+
+
+def test_an_item_over_its_limit_is_an_error_even_if_nobody_polled_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    with RewardPool({0: {"type": "function", "path": "my_rewards:slow"}}, num_workers=1) as pool:
+        pool.submit([Task(ticket=5, item=Item(0, "", "", "", {}), timeout_s=0.1)])
+        time.sleep(1.0)
+        (result,) = pool.poll(20)
+    assert (result.ticket, result.kind) == (5, "hung")
+
+
+def test_the_limit_is_for_each_item_and_not_for_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    reward = FunctionReward(path="my_rewards:slow", timeout_s=1.5)
+    with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
+        scores = scorer.score(a_prompt(), completions_of(*"abcdefghij"))
+    assert [score.value for score in scores] == [1.0] * 10
+
+
+def test_the_work_is_spread_over_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    with Scorer([FunctionReward(path="my_rewards:slow")], num_workers=3, model_rewards={}) as scorer:
+        assert scorer._pool is not None
+        while not all(worker.ready for worker in scorer._pool._workers):
+            scorer.poll(0.05)
+        scorer.submit(0, a_prompt(), completions_of("a", "b", "c"))
+        assert [len(worker.in_flight) for worker in scorer._pool._workers] == [1, 1, 1]
+        scorer.drain()
+
+
+def test_polling_without_work_returns_at_once_with_nothing() -> None:
+    with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
+        assert scorer.poll(600) == [] and scorer.drain() == []
+
+
+def test_score_leaves_other_submissions_for_poll() -> None:
+    with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
+        scorer.submit(11, a_prompt(), completions_of("45"))
+        (score,) = scorer.score(a_prompt(), completions_of("46"))
+        assert score.value == 1
+        ((key, (other,)),) = scorer.drain()
+        assert (key, other.value) == (11, 0.0)
+
+
+def test_a_worker_imports_neither_torch_nor_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "import sys\ndef f(p, c, a, m):\n    assert not {'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)\n    return 1\n"
+    in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
+    rewards = [FunctionReward(path="my_rewards:f"), RegexReward(pattern="a"), CountdownReward(), NumberReward()]
+    with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
+        (score,) = scorer.score(a_prompt(metadata={"numbers": [1], "target": 1}), completions_of("a"))
+    assert score.errors == {} and score.parts["f"] == 1
+
+
+def test_workers_end_when_their_parent_is_killed_even_inside_c_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    parent_code = (
+        "import json, os\n"
+        "from rollcall.reward.pool import RewardPool, Task\n"
+        "from rollcall.reward.worker import Item\n"
+        "pool = RewardPool({0: {'type': 'function', 'path': 'my_rewards:wild'}}, num_workers=2)\n"
+        "pool.submit([Task(ticket=0, item=Item(0, '', 'hang in C', '', {}), timeout_s=1000)])\n"
+        "pool.poll(0.5)\n"
+        "print(json.dumps(pool.pids), flush=True)\n"
+        "pool.poll(1000)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(rollcall.__file__).resolve().parents[1])}
+    parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    pids = json.loads(parent.stdout.readline())
+    assert len(pids) == 2 and all(map(is_running, pids))
+    parent.kill()
+    parent.communicate()
+    assert not wait_until_gone(pids)
+
+
+def test_what_a_hanging_reward_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = (
+        "import subprocess, pathlib, time\n"
+        "def f(p, c, a, m):\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    pathlib.Path('child').write_text(str(child.pid))\n"
+        "    time.sleep(1000)\n"
+    )
+    in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
+    with Scorer([FunctionReward(path="my_rewards:f", timeout_s=2)], num_workers=1, model_rewards={}) as scorer:
+        (score,) = scorer.score(a_prompt(), completions_of("a"))
+    assert score.errors["f"].startswith("hung")
+    assert not wait_until_gone([int((tmp_path / "child").read_text())])
+
+
+def test_model_rewards_are_called_here_and_their_failures_are_counted() -> None:
+    def certain(prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
+        if prompt.answer == "boom":
+            raise RuntimeError("out of memory")
+        return [float("inf") if completion.text == "inf" else 2.0 for completion in completions]
+
+    rewards = [ExactReward(), SelfCertaintyReward(weight=0.25)]
+    with Scorer(rewards, num_workers=1, model_rewards={1: certain}) as scorer:
+        good, bad = scorer.score(a_prompt(), completions_of("46", "inf"))
+        (boom,) = scorer.score(a_prompt(answer="boom"), completions_of("boom"))
+    assert good.value == 1.5 and good.parts == {"exact": 1.0, "self_certainty": 2.0}
+    assert bad.value == 0 and "inf" in bad.errors["self_certainty"]
+    assert boom.value == 1.0 and "out of memory" in boom.errors["self_certainty"]
+    assert (scorer.counts["self_certainty"].nan, scorer.counts["self_certainty"].raised) == (1, 1)
+
+
+def test_rewards_in_this_process_alone_need_no_worker_and_a_missing_one_is_refused() -> None:
+    with Scorer([SelfCertaintyReward()], num_workers=1, model_rewards={0: lambda _, c: [1.0] * len(c)}) as scorer:
+        scorer.submit(3, a_prompt(), completions_of("a", "b"))
+        ((key, scores),) = scorer.poll()
+        assert key == 3 and [score.value for score in scores] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="reward.0"):
+        Scorer([SelfCertaintyReward()], num_workers=1, model_rewards={})
+
+
+def test_repeated_rewards_get_numbered_names() -> None:
+    rewards = [RegexReward(pattern="a"), RegexReward(pattern="b"), FunctionReward(path="m.n:exact"), ExactReward()]
+    assert reward_names(rewards) == ["regex", "regex#2", "exact", "exact#2"]
+    with Scorer(rewards[:2], num_workers=1, model_rewards={}) as scorer:
+        (score,) = scorer.score(a_prompt(), completions_of("b"))
+    assert score.parts == {"regex": 0.0, "regex#2": 1.0}
+
+
+# The reward model
+
+
+def a_tokenizer(*, eos: str | None = "<eos>", chat_template: str | None = None) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<eos>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def a_reward_model(
+    path: Path, *, num_labels: int = 1, eos: str | None = "<eos>", chat_template: str | None = None
+) -> str:
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = a_tokenizer(eos=eos, chat_template=chat_template)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 1, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=None, bos_token_id=None,
+        eos_token_id=0 if eos else None,
+    )  # fmt: skip
+    config.num_labels = num_labels
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_a_reward_model_scores_in_a_batch_as_one_by_one(tmp_path: Path) -> None:
+    from rollcall.reward.model import RewardModel
+
+    model = RewardModel(a_reward_model(tmp_path), device="cpu", max_tokens=64)
+    completions = completions_of(*("x" * (1 + 7 * index % 23) + str(index) for index in range(20)))
+    together = model(a_prompt(), completions)
+    alone = [model(a_prompt(), (completion,))[0] for completion in completions]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert len(set(together)) == 20
+
+
+def test_a_reward_model_cuts_from_the_left(tmp_path: Path) -> None:
+    from rollcall.reward.model import RewardModel
+
+    model = RewardModel(a_reward_model(tmp_path), device="cpu", max_tokens=5)
+    one, other, third = model(a_prompt(), completions_of("aaa12345", "bbb12345", "aaa12346"))
+    assert one == pytest.approx(other) and one != pytest.approx(third)
+
+
+def test_a_reward_model_with_a_chat_template_reads_the_messages(tmp_path: Path) -> None:
+    from rollcall.reward.model import RewardModel
+
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    model = RewardModel(a_reward_model(tmp_path / "chat", chat_template=template), device="cpu", max_tokens=64)
+    plain = RewardModel(a_reward_model(tmp_path / "plain"), device="cpu", max_tokens=64)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    (chat_score,) = model(a_prompt(metadata={"prompt_messages": messages}), completions_of("c"))
+    (plain_score,) = plain(a_prompt(text="[system]s[user]q[assistant]"), completions_of("c"))
+    assert chat_score == pytest.approx(plain_score)
+
+
+def test_a_classifier_with_two_labels_or_without_any_padding_is_refused(tmp_path: Path) -> None:
+    from rollcall.reward.model import RewardModel
+
+    with pytest.raises(ValueError, match="2 labels"):
+        RewardModel(a_reward_model(tmp_path / "two", num_labels=2), device="cpu", max_tokens=8)
+    with pytest.raises(ValueError, match="no padding token"):
+        RewardModel(a_reward_model(tmp_path / "pad", eos=None), device="cpu", max_tokens=8)
+    with pytest.raises(ValueError, match="cannot be opened"):
+        RewardModel(str(tmp_path / "nowhere"), device="cpu", max_tokens=8)
+
+
+def test_a_language_model_is_not_taken_for_a_reward_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    from rollcall.reward.model import RewardModel
+
+    path = a_reward_model(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    (tmp_path / "model.safetensors").unlink()
+    LlamaForCausalLM(config).save_pretrained(path)
+    with pytest.raises(ValueError, match="score.weight"):
+        RewardModel(path, device="cpu", max_tokens=8)

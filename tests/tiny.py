@@ -1,0 +1,81 @@
+"""Tiny models and tokenizers for tests: every architecture that the native engine runs, small enough for a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rollcall.tiny import char_tokenizer
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+)  # fmt: skip
+
+ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=True)),
+    "qwen2-untied": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=False)),
+    "qwen2-sliding": (Qwen2Config, Qwen2ForCausalLM, dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
+    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, dict(tie_word_embeddings=True, head_dim=16)),
+    "qwen3-untied": (Qwen3Config, Qwen3ForCausalLM, dict(tie_word_embeddings=False, head_dim=16)),
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, dict(tie_word_embeddings=True)),
+    "llama-bias": (LlamaConfig, LlamaForCausalLM, dict(attention_bias=True, mlp_bias=True)),
+    "llama3-rope": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+    ),
+    "mistral-sliding": (MistralConfig, MistralForCausalLM, dict(sliding_window=6)),
+    "mistral-full": (MistralConfig, MistralForCausalLM, dict(sliding_window=None, tie_word_embeddings=True)),
+}  # fmt: skip
+
+
+def make_model(name: str = "qwen2-tied", *, seed: int = 0, scale: float = 3.0, **shape: Any) -> Any:
+    """A random model whose distributions are far from uniform, so that mistakes show in log-probs."""
+    config_class, model_class, extra = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**SHAPE, **extra, **shape})).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(scale)
+            elif "norm" not in parameter_name:
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def make_tokenizer() -> Any:
+    """Character-level, 40 tokens: eos, pad, unk, bos, then digits, letters and signs."""
+    return char_tokenizer("0123456789+-*/=() abcdefghijklmnopqr")
+
+
+def save_model(directory: Path, name: str = "qwen2-tied", *, seed: int = 0, **shape: Any) -> Path:
+    """A model directory as transformers writes it, with a tokenizer that fits."""
+    tokenizer = make_tokenizer()
+    make_model(name, seed=seed, scale=1.0, **{"vocab_size": len(tokenizer), **shape}).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def random_prompts(count: int, *, lengths: tuple[int, int] = (3, 12), vocabulary: int = 40, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, vocabulary, size=rng.integers(*lengths, endpoint=True)).astype(np.int32) for _ in range(count)]
+
+
+@torch.no_grad()
+def reference_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the response by transformers' own forward, without a cache."""
+    ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64))[None].to(model.device)
+    logits = model(ids, use_cache=False).logits[0].float() / temperature
+    logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
