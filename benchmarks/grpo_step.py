@@ -25,10 +25,11 @@ def main() -> None:
     parser.add_argument("--peer-python", help="Python that has TRL")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
+    parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
     workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = build_model_dir(workload, Path(folder) / "model")
+        model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
         steps = args.steps + WARMUP[args.device]
         budget = args.tokens_per_microbatch or (16384 if args.device == "cpu" else 32768)
         config = make_config(

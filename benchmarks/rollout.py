@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), action="append")
     parser.add_argument("--peer", choices=("both", "transformers", "vllm", "none"), default="both")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
     for name in args.workload or (CPU_WORKLOADS if args.device == "cpu" else ("qwen-0.5b",)):
         run_workload(WORKLOADS[name], args)
@@ -35,7 +36,7 @@ def main() -> None:
 
 def run_workload(workload: Workload, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = build_model_dir(workload, Path(folder) / "model")
+        model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
         ours = measure_ours(workload, model_dir, Path(folder) / "run", args)
         print("ours", ours, flush=True)
         peers = {"both": ("transformers", "vllm"), "none": ()}.get(args.peer, (args.peer,))
@@ -56,11 +57,12 @@ def run_workload(workload: Workload, args: argparse.Namespace) -> None:
 def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argparse.Namespace) -> dict[str, Any]:
     config = make_config(workload, model_dir, run_dir, device=args.device, steps=1)
     workers = make_workers(config)
+    prompts = workload.prompts()
     runs = 0
 
     def once() -> None:
         nonlocal runs
-        submit(workers.engine, workload, tag=runs)
+        submit(workers.engine, workload, prompts, tag=runs)
         runs += 1
         count = 0
         while workers.engine.num_unfinished:
@@ -79,10 +81,10 @@ def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argpa
     }
 
 
-def submit(engine: NativeEngine, workload: Workload, *, tag: int) -> None:
+def submit(engine: NativeEngine, workload: Workload, prompts: list[list[int]], *, tag: int) -> None:
     """One request per prompt where its completions are equally long, else one per completion."""
     per_prompt = workload.samples_per_prompt
-    for index, prompt in enumerate(workload.prompts()):
+    for index, prompt in enumerate(prompts):
         lengths = workload.new_tokens[index * per_prompt : (index + 1) * per_prompt]
         shared = [(lengths[0], per_prompt)] if len(set(lengths)) == 1 else [(length, 1) for length in lengths]
         for part, (length, count) in enumerate(shared):

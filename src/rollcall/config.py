@@ -6,12 +6,13 @@ nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``ty
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollcall.config_errors import explain
 
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
@@ -318,7 +319,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        rows = self.data.prompts_per_step * self.rollout.samples_per_prompt
         for name in ("actor", "critic") if self.algorithm.name == "ppo" else ("actor",):
             parts = getattr(self, name).minibatches
             if self.data.prompts_per_step % parts:
@@ -345,8 +345,21 @@ class Config(Section):
             )
         if not self.reward:
             raise ValueError("reward is empty; give at least one, such as [{type: exact}]")
-        assert rows > 0
+        self._check_algorithm()
         return self
+
+    def _check_algorithm(self) -> None:
+        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
+        if algorithm.name == "cispo" and algorithm.dual_clip is not None:
+            raise ValueError(
+                f"algorithm.dual_clip={algorithm.dual_clip} bounds a ratio that carries the gradient, and cispo's does not; "
+                "leave dual_clip out, or lower algorithm.clip_high"
+            )
+        if algorithm.overlong_buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than rollout.max_response_tokens={longest}, "
+                f"so every completion would be punished; use at most {longest}"
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -369,7 +382,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, raw) for item in error.errors())) from None
+        raise ConfigError("\n".join(explain(item, Config) for item in error.errors())) from None
 
 
 def dump_config(config: Config) -> str:
@@ -437,63 +450,3 @@ def _list_index(node: list[Any], text: str, override: str) -> int:
     if not text.isdigit() or int(text) >= len(node):
         raise ConfigError(f"override {override!r}: {text} is not an index into a list of {len(node)}")
     return int(text)
-
-
-def _explain(item: Any, raw: dict[str, Any]) -> str:
-    """One pydantic error as: what was given, what was needed, what to do."""
-    path, section = _locate(item["loc"])
-    if item["type"] == "extra_forbidden":
-        given = path.rpartition(".")[2]
-        names = sorted(section.model_fields) if section else []
-        near = difflib.get_close_matches(given, names, n=1, cutoff=0.4) or _sharing_words(given, names)
-        prefix = path.rpartition(".")[0]
-        hint = f"did you mean {prefix + '.' if prefix else ''}{near[0]}?" if near else f"the fields are {', '.join(names)}"
-        return f"{path} is not a field; {hint}"
-    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        return f"{path}: {item['msg']}"
-    if item["type"] == "value_error":
-        return f"{path + ': ' if path else ''}{item['ctx']['error']}"
-    return f"{path}={item['input']!r}: {item['msg'][0].lower() + item['msg'][1:]}"
-
-
-def _sharing_words(given: str, names: list[str]) -> list[str]:
-    words = set(given.split("_"))
-    scored = sorted(names, key=lambda name: -len(words & set(name.split("_"))))
-    return [name for name in scored if words & set(name.split("_"))][:1]
-
-
-def _locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
-    """A pydantic location without the union tags, and the section its last element is looked up in."""
-    section: type[BaseModel] | None = Config
-    parts: list[str] = []
-    union: dict[str, type[BaseModel]] = {}
-    for element in loc:
-        if union and element in union:
-            section, union = union[str(element)], {}
-            continue
-        parts.append(str(element))
-        if element is loc[-1] and len(parts) and element == loc[-1] and loc.index(element) == len(loc) - 1:
-            break
-        if isinstance(element, str) and section is not None and element in section.model_fields:
-            section, union = _target(section.model_fields[element].annotation, section.model_fields[element].metadata)
-    return ".".join(parts), section
-
-
-def _target(annotation: Any, metadata: list[Any]) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
-    """The section class behind a field, or the variants of a union by their tag."""
-    if get_origin(annotation) is list:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    variants = [arg for arg in get_args(annotation) or (annotation,) if isinstance(arg, type) and issubclass(arg, BaseModel)]
-    tagged = {tag: variant for variant in variants for tag in _tags(variant)}
-    if tagged:
-        return None, tagged
-    return (variants[0] if variants else None), {}
-
-
-def _tags(variant: type[BaseModel]) -> tuple[str, ...]:
-    for key in ("type", "name"):
-        if key in variant.model_fields and get_origin(variant.model_fields[key].annotation) is Literal:
-            return get_args(variant.model_fields[key].annotation)
-    return ()

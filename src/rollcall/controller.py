@@ -20,8 +20,9 @@ from there, so replayed steps train on what they trained on before.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from rollcall.observe.sinks import Sink
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
 from rollcall.samples import has_signal, make_samples
-from rollcall.types import FinishReason, Group, Sample
+from rollcall.types import FinishReason, Group, Prompt, Sample
 
 
 class RunError(RuntimeError):
@@ -87,6 +88,12 @@ class Controller:
         self.start_step = resume.step if resume else 0
         self.start_draw = int(resume.state["next_draw"]) if resume else 0
         self.version = self.start_step
+        self.data_mark = _fingerprint(workers.train.prompts)
+        if resume and resume.state.get("data", self.data_mark) != self.data_mark:
+            raise JournalError(
+                f"{workers.train.source} is not what this run was started with (rows, answers or tokenizer differ), so the "
+                f"data order of step {resume.step} is lost; restore it, or start over with --fresh"
+            )
         self.rollouts: Rollouts
         self._buffer: asyncio.Queue[StepBatch]
         self._new_version: asyncio.Condition
@@ -161,10 +168,11 @@ class Controller:
     async def _group(self, step: int, draw: int, found: dict[int, Group]) -> Group:
         prompt = self.workers.train.prompts[self.order.index(draw)]
         if draw in found:
-            if found[draw].prompt.id != prompt.id:
+            before = found[draw].prompt
+            if before.id != prompt.id or not np.array_equal(before.token_ids, prompt.token_ids):
                 raise JournalError(
-                    f"the journal has prompt {found[draw].prompt.id!r} for draw {draw} of step {step}, the data now gives "
-                    f"{prompt.id!r}: the data changed under the run; restore it, or start over with --fresh"
+                    f"the journal has another prompt {before.id!r} for draw {draw} of step {step} than the {prompt.id!r} that "
+                    "the data now gives: the data changed under the run; restore it, or start over with --fresh"
                 )
             return found[draw]
         rollout = self.config.rollout
@@ -172,6 +180,12 @@ class Controller:
         attempt = await self.rollouts.attempt(
             prompt, seeds=seeds, sampling=self._sampling(), scorer=self.workers.scorer
         )
+        if not all(np.isfinite(completion.logprobs).all() for completion in attempt.completions):
+            raise RunError(
+                f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
+                f"nothing of this was journaled. Lower actor.lr or set actor.grad_clip, and go on from an older checkpoint by "
+                f"removing the newest in {self.store.dir}, or start over with --fresh"
+            )
         group = Group(
             step=step,
             draw=draw,
@@ -253,7 +267,7 @@ class Controller:
         self.store.save(
             step,
             write=self.workers.write_checkpoint,
-            state={"step": step, "next_draw": batch.next_draw, "version": self.version},
+            state={"step": step, "next_draw": batch.next_draw, "version": self.version, "data": self.data_mark},
             score=evaluation.accuracy if evaluation else None,
         )
         write_samples(self.run_dir / "samples", step=step, split="train", groups=batch.groups[:8])
@@ -315,6 +329,14 @@ def _batch_metrics(batch: StepBatch, samples: list[Sample], *, threshold: float,
         if errors:
             metrics[f"reward_errors/{name}"] = float(errors)
     return metrics
+
+
+def _fingerprint(prompts: Iterable[Prompt]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for prompt in prompts:
+        digest.update(f"{prompt.id}\0{prompt.answer}\0".encode("utf-8", "surrogatepass"))
+        digest.update(prompt.token_ids.tobytes())
+    return digest.hexdigest()
 
 
 async def _together(*work: Coroutine[Any, Any, None], background: Coroutine[Any, Any, None] | None = None) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 import yaml
 
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
-from rollcall.cluster.local import build_workers
+from rollcall.cluster.local import Workers, build_workers
 from rollcall.config import Config, ConfigError, dump_config, parse_config
 from rollcall.controller import Controller
 from rollcall.journal import Journal
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.plot import learning_curve
-from rollcall.observe.sinks import make_sinks
+from rollcall.observe.sinks import Sink, make_sinks
 from rollcall.observe.summary import build_summary, write_summary
+from rollcall.reward.scorer import Scorer
 
 RUN_FILE = "run.yaml"
 # What must not change between a run and its resumption: with another value the journal would not fit.
@@ -33,16 +34,20 @@ def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[s
     if fresh:
         move_aside(run_dir)
     _check_same_run(config, run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir / RUN_FILE, dump_config(config))
     trainer = config.trainer
     store = CheckpointStore(run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best)
     resume = store.latest()
+    continued = (run_dir / "journal").exists()
     start_step = resume.step if resume else 0
     with make_console(name=config.run.name, num_steps=trainer.steps, start_step=start_step, quiet=quiet) as console:
         workers = build_workers(config, say=console.note)
-        sinks = make_sinks(config, run_dir, resume.step if resume else None)
+        sinks: list[Sink] = []
         try:
+            _check_lengths(config, workers)
+            # Not before: a run file that is refused must not lay claim to the directory.
+            run_dir.mkdir(parents=True, exist_ok=True)
+            write_atomic(run_dir / RUN_FILE, dump_config(config))
+            sinks = make_sinks(config, run_dir, resume.step if resume else None)
             with Journal(run_dir / "journal") as journal:
                 if resume:
                     workers.read_checkpoint(resume.path)
@@ -68,8 +73,10 @@ def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[s
             resume_step=resume.step if resume else None,
             run=config.run.name,
             model_dir=str(run_dir / "model"),
-            reward_failures=_failures(workers),
+            reward_failures=_failures(workers.scorer),
         )
+        if continued and summary["reward_errors"]:
+            summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
         write_summary(run_dir / "summary.json", summary)
         curve = learning_curve(run_dir / "metrics.jsonl", run_dir / "learning_curve.png", name=config.run.name)
         _say_result(console, run_dir, summary, curve)
@@ -114,6 +121,19 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
             )
 
 
+def _check_lengths(config: Config, workers: Workers) -> None:
+    """Refuse now what the engine would refuse when the longest prompt comes up, perhaps after hours."""
+    for prompts in (workers.train, workers.val):
+        longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0) if prompts else 0
+        wanted, positions = longest + config.rollout.max_response_tokens, workers.engine.max_positions
+        if prompts and wanted > positions:
+            raise ConfigError(
+                f"{prompts.source} has a prompt of {longest} tokens; with "
+                f"rollout.max_response_tokens={config.rollout.max_response_tokens} that makes {wanted} positions, and the model "
+                f"has {positions}: lower rollout.max_response_tokens, or data.max_prompt_tokens to leave such prompts out"
+            )
+
+
 def _lookup(config: Config, key: str) -> Any:
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
@@ -127,7 +147,7 @@ def _say_where(console: Console, run_dir: Path, start_step: int, journal: Journa
         console.note(f"resuming {run_dir} from step {start_step}; {ahead} finished groups wait in the journal")
 
 
-def _failures(workers: Any) -> list[dict[str, str]]:
+def _failures(scorer: Scorer) -> list[dict[str, str]]:
     return [
         {
             "reward": failure.reward,
@@ -136,8 +156,23 @@ def _failures(workers: Any) -> list[dict[str, str]]:
             "completion": failure.completion,
             "why": failure.why,
         }
-        for failure in workers.scorer.failures
+        for failure in scorer.failures
     ]
+
+
+def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The first failures of kinds that only an earlier process of this run met."""
+    known = {(failure["reward"], failure["kind"]) for failure in shown}
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    with Journal(directory) as journal:
+        for group in (group for step in journal.steps() for group in journal.read(step)):
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                for reward, error in score.errors.items():
+                    kind, _, why = error.partition(": ")
+                    if (reward, kind) not in known:
+                        failure = {"prompt": group.prompt.id, "completion": completion.text, "why": why}
+                        found.setdefault((reward, kind), {"reward": reward, "kind": kind, **failure})
+    return list(found.values())
 
 
 def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:

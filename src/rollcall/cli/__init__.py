@@ -1,0 +1,94 @@
+"""The command line: one small module per verb, no logic. What the verbs share is here.
+
+Nothing in this package imports torch at the top of a module, so that help and `rollcall config` answer at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
+RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file; none: the embedded default.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of the run file to set, such as actor.lr=1e-5.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+FAILED, INTERRUPTED = 1, 130  # exit statuses; 2 is a usage error
+
+
+def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The run file, if one is given, and the overrides; a first argument with a '=' in it is an override."""
+    if file is not None and "=" in file:
+        return None, [file, *(overrides or [])]
+    return Path(file) if file is not None else None, overrides or []
+
+
+def reported(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose user errors are one message on stderr and status 1; with ``--debug`` they are tracebacks."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            complain("stopped by Ctrl-C")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise  # whoever read our output has gone; typer ends quietly
+        except Exception as error:
+            if kwargs.get("debug") or not _is_for_the_user(error):
+                raise
+            complain(f"error: {_explain(error)}")
+            raise typer.Exit(FAILED) from None
+
+    return run
+
+
+def complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def calm_libraries() -> None:
+    """Warnings of ours as plain lines on stderr; transformers' bars and advice, which speak to others, not at all."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    ours = logging.getLogger("rollcall")
+    ours.handlers = [handler]
+    ours.propagate = False
+
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    enable_progress_bars()  # the line above turns these off too, and a download takes minutes
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message says all there is to say: our own errors, and those of values and files."""
+    return (
+        isinstance(error, ValueError | OSError) or type(error).__module__.startswith("rollcall.") or _no_memory(error)
+    )
+
+
+def _explain(error: Exception) -> str:
+    if _no_memory(error):
+        first = str(error).splitlines()[0]
+        return f"{first}\nlower actor.tokens_per_microbatch, rollout.kv_memory_fraction or data.prompts_per_step"
+    if isinstance(error, OSError) and not type(error).__module__.startswith("rollcall."):
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{where}"
+    return str(error) or type(error).__name__
+
+
+def _no_memory(error: Exception) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from rollcall.checkpoint.export import export_model
 from rollcall.config import Config, ExactReward, Ppo
 from rollcall.data.load import PromptSet, load_prompts
-from rollcall.engine.native.decoder import fuse_parameters
+from rollcall.engine.native.decoder import Decoder
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.learner import Critic, Learner, score_samples
 from rollcall.learner.model import (
-    compile_layers,
     load_causal_lm,
     load_tokenizer,
     resolve_device,
@@ -61,16 +60,16 @@ class Workers:
         export_model(self.learner.model, self.tokenizer, directory / "model", dtype=None)
         torch.save(self.learner.optimizer.state_dict(), directory / "actor.pt")
         if self.critic:
-            state = {name: tensor.contiguous() for name, tensor in self.critic.model.state_dict().items()}
+            state = {name: tensor.detach().contiguous() for name, tensor in self.critic.named_tensors().items()}
             save_file(state, directory / "critic.safetensors")
             torch.save(self.critic.optimizer.state_dict(), directory / "critic.pt")
 
     def read_checkpoint(self, directory: Path) -> None:
         """Into the tensors that are there: engine and graphs keep reading the same addresses."""
-        _copy_parameters(self.learner.model, _load_weights(directory / "model"))
+        _copy_into(dict(self.learner.model.named_parameters()), _load_weights(directory / "model"))
         self.learner.optimizer.load_state_dict(torch.load(directory / "actor.pt", map_location="cpu", weights_only=True))
         if self.critic:
-            _copy_parameters(self.critic.model, load_file(directory / "critic.safetensors"))
+            _copy_into(self.critic.named_tensors(), load_file(directory / "critic.safetensors"))
             state = torch.load(directory / "critic.pt", map_location="cpu", weights_only=True)
             self.critic.optimizer.load_state_dict(state)
 
@@ -98,7 +97,6 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
 
     load = partial(load_causal_lm, path, device=device, dtype=dtype)
     model = load()
-    fuse_parameters(model)
     learner = Learner(
         model,
         config.actor,
@@ -114,7 +112,7 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         kv_tokens=config.rollout.kv_tokens,
         kv_fraction=config.rollout.kv_memory_fraction,
     )
-    _prepare_for_training(model, config, device)
+    _maybe_compile(learner, config, device)
     scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=_model_rewards(config, learner, device))
     return Workers(
         tokenizer=tokenizer,
@@ -130,14 +128,11 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     )
 
 
-def _prepare_for_training(model: Any, config: Config, device: torch.device) -> None:
-    if config.actor.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # transformers checkpoints in training mode only; there is no dropout to switch on
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+def _maybe_compile(learner: Learner, config: Config, device: torch.device) -> None:
+    num_parameters = sum(tensor.numel() for tensor in learner.decoder.named_tensors().values())
     pays = device.type == "cuda" and num_parameters >= COMPILE_FROM
     if config.actor.compile if config.actor.compile is not None else pays:
-        compile_layers(model)
+        learner.decoder.compile()
 
 
 def _build_critic(config: Config, model: Any) -> Critic:
@@ -147,10 +142,9 @@ def _build_critic(config: Config, model: Any) -> Critic:
 
 
 def _build_reference(config: Config, model: Any) -> Score:
-    model.requires_grad_(False)
     return partial(
         score_samples,
-        model,
+        Decoder.of(model),
         temperature=config.rollout.temperature,
         tokens_per_microbatch=config.actor.tokens_per_microbatch,
     )
@@ -203,6 +197,6 @@ def _load_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _copy_parameters(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights[name])
+def _copy_into(tensors: Mapping[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(weights[name])

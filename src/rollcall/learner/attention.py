@@ -1,25 +1,19 @@
-"""Attention over packed segments, registered with transformers as ``rollcall_packed``.
+"""Attention over packed segments.
 
-The layout travels through the model's keyword arguments. In half precision on CUDA it is one variable-length flash
-call; elsewhere (flash has no float32) segments of equal shape are batched into one call each. Neither pads.
+In half precision on CUDA it is one variable-length flash call; elsewhere (flash has no float32) segments of equal shape are batched into one call each. Neither pads.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
 from rollcall.types import MicroBatch
-
-NAME = "rollcall_packed"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -87,28 +81,15 @@ def _buckets(
     return tuple(buckets), np.concatenate(order)
 
 
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,  # [1, H, N, D]
-    key: Tensor,  # [1, Hkv, N, D]
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    packed: Layout,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, D]
-    if packed.buckets:
-        return _bucketed(q, k, v, packed, scaling, sliding_window)[None], None
-    if packed.kv_index is not None:
-        k, v = k.index_select(0, packed.kv_index), v.index_select(0, packed.kv_index)
-    out = flash(
-        q, k, v, cu_q=packed.cu_q, cu_k=packed.cu_k, max_q=packed.max_q, max_k=packed.max_k, scale=scaling,
-        window=sliding_window or 0,
-    )  # fmt: skip
-    return out[None], None
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, window: int) -> Tensor:
+    """[N, H, D] queries and [N, Hkv, D] keys and values of packed tokens, to [N, H * D]."""
+    if layout.buckets:
+        return _bucketed(q, k, v, layout, scale, window).flatten(1)
+    if layout.kv_index is not None:
+        k, v = k.index_select(0, layout.kv_index), v.index_select(0, layout.kv_index)
+    return flash(
+        q, k, v, cu_q=layout.cu_q, cu_k=layout.cu_k, max_q=layout.max_q, max_k=layout.max_k, scale=scale, window=window
+    ).flatten(1)
 
 
 def flash(
@@ -123,10 +104,10 @@ def flash(
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
 
 
-def _bucketed(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scaling: float, window: int | None) -> Tensor:
+def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     outs: list[Tensor] = []
-    for bucket in packed.buckets:
+    for bucket in layout.buckets:
         shape_q = (bucket.count, bucket.q_length, *q.shape[1:])
         shape_k = (bucket.count, bucket.k_length, *k.shape[1:])
         attended = F.scaled_dot_product_attention(
@@ -134,14 +115,14 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, packed: Layout, scaling: float, w
             k.index_select(0, bucket.keys).view(shape_k).transpose(1, 2),
             v.index_select(0, bucket.keys).view(shape_k).transpose(1, 2),
             attn_mask=_end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device),
-            scale=scaling,
+            scale=scale,
             enable_gqa=grouped,
         )
         outs.append(attended.transpose(1, 2).reshape(bucket.count * bucket.q_length, *q.shape[1:]))
-    return torch.cat(outs).index_select(0, packed.restore)
+    return torch.cat(outs).index_select(0, layout.restore)
 
 
-def _end_aligned_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
+def _end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.device) -> Tensor:
     queries = torch.arange(k_length - q_length, k_length, device=device)
     distance = queries[:, None] - torch.arange(k_length, device=device)
     mask = distance >= 0
@@ -157,4 +138,3 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 _VARLEN_PARAMETERS = _varlen_parameters()
-AttentionInterface.register(NAME, packed_attention)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
+from rollcall.engine.native.decoder import Decoder
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.model import packed_hidden
 from rollcall.learner.optimizer import NonFiniteError, Optimizer
@@ -51,17 +51,18 @@ class Learner:
         total_updates: int,
     ):
         self.model = model
+        self.decoder = Decoder.of(model)
         self.section = section
         self.algorithm = algorithm
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
-        self.optimizer = Optimizer(model, section, total_updates=total_updates)
+        self.optimizer = Optimizer(self.decoder.named_tensors(), section, total_updates=total_updates)
         self.num_tokens_trained = 0
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""
         return score_samples(
-            self.model, samples, temperature=self.temperature, tokens_per_microbatch=self.section.tokens_per_microbatch
+            self.decoder, samples, temperature=self.temperature, tokens_per_microbatch=self.section.tokens_per_microbatch
         )
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -81,7 +82,10 @@ class Learner:
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
-        batches = pack(samples, weights=weights, tokens_per_microbatch=self.section.tokens_per_microbatch)
+        rows = self._rows_with_gradient(samples)
+        batches = pack(
+            [samples[row] for row in rows], weights=weights[rows], tokens_per_microbatch=self.section.tokens_per_microbatch
+        )
         total = accumulate_gradients(batches, self._loss, self.optimizer)
         self.num_tokens_trained += sum(batch.num_tokens for batch in batches)
         weight = total.pop("weight")
@@ -94,8 +98,18 @@ class Learner:
             **metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **self.optimizer.step()
         }  # fmt: skip
 
+    def _rows_with_gradient(self, samples: Sequence[Sample]) -> list[int]:
+        """Rows that can move the weights. Without KL or entropy in the loss a row of zero advantages cannot, and the
+        loss weights were fixed with it counted: leaving it out is exact, and saves its share of the work."""
+        regularised = self.algorithm.entropy_coef > 0 or (self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss")
+        with_loss = [row for row, sample in enumerate(samples) if sample.mask.any()]
+        if regularised:
+            return with_loss
+        return [row for row in with_loss if samples[row].advantages.any()] or with_loss[:1]
+
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        stats = batch_stats(self.model, batch, temperature=self.temperature)
+        recompute = self.section.activation_checkpointing
+        stats = batch_stats(self.decoder, batch, temperature=self.temperature, recompute=recompute)
         behaviour = self._tensor(batch.behaviour_logprobs)
         result = policy_loss(
             self.algorithm,
@@ -105,7 +119,7 @@ class Learner:
             reference_logprobs=self._tensor(batch.reference_logprobs),
             advantages=self._tensor(batch.advantages),
             weights=self._tensor(batch.weights),
-            row=torch.from_numpy(batch.row).to(self.model.device),
+            row=torch.from_numpy(batch.row).to(self.decoder.device),
             num_rows=batch.num_rows,
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
@@ -119,21 +133,24 @@ class Learner:
         return result.loss, {**result.metrics, **extra}
 
     def _tensor(self, array: Any) -> Any:
-        return None if array is None else torch.from_numpy(array).to(self.model.device)
+        return None if array is None else torch.from_numpy(array).to(self.decoder.device)
 
 
 class Critic:
     """PPO's value function: a policy-shaped body with a one-number head, and its own optimizer."""
 
     def __init__(self, model: Any, section: OptimizerSection, *, algorithm: Ppo, total_updates: int):
-        hidden_size = model.config.hidden_size
-        self.model = model
-        model.lm_head = torch.nn.Linear(hidden_size, 1, bias=True, device=model.device, dtype=model.dtype)
-        torch.nn.init.zeros_(model.lm_head.weight)
-        torch.nn.init.zeros_(model.lm_head.bias)
+        self.decoder = Decoder.of(model)
+        size, device, dtype = model.config.hidden_size, self.decoder.device, self.decoder.dtype
+        self.head = torch.zeros(1, size, device=device, dtype=dtype)  # a fresh critic knows nothing: values are 0
+        self.head_bias = torch.zeros(1, device=device, dtype=dtype)
         self.section = section
         self.algorithm = algorithm
-        self.optimizer = Optimizer(model, section, total_updates=total_updates)
+        self.optimizer = Optimizer(self.named_tensors(), section, total_updates=total_updates)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        body = {name: tensor for name, tensor in self.decoder.named_tensors().items() if name != "lm_head"}
+        return {**body, "head": self.head, "head_bias": self.head_bias}
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -156,12 +173,13 @@ class Critic:
         return {"value_loss": float(np.mean([row["value_loss"] for row in rows]))}
 
     def _values(self, batch: MicroBatch) -> Tensor:
-        hidden = packed_hidden(self.model, batch)[torch.from_numpy(batch.logit_index).to(self.model.device)]
-        return self.model.lm_head(hidden)[:, 0].float()
+        hidden = packed_hidden(self.decoder, batch, recompute=self.section.activation_checkpointing)
+        picked = hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
+        return torch.nn.functional.linear(picked, self.head, self.head_bias)[:, 0].float()
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None, "the critic learns from returns"
-        device = self.model.device
+        device = self.decoder.device
         result = value_loss(
             self.algorithm,
             values=self._values(batch),
@@ -195,22 +213,22 @@ def accumulate_gradients(
     return values
 
 
-def batch_stats(model: Any, batch: MicroBatch, *, temperature: float) -> TokenStats:
-    hidden = packed_hidden(model, batch)
+def batch_stats(decoder: Decoder, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
+    hidden = packed_hidden(decoder, batch, recompute=recompute)
     picked = hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
     targets = torch.from_numpy(batch.targets).to(hidden.device)
-    return token_stats(picked, model.lm_head.weight, targets, temperature=temperature)
+    return token_stats(picked, decoder.lm_head, targets, temperature=temperature)
 
 
 @torch.no_grad()
 def score_samples(
-    model: Any, samples: Sequence[Sample], *, temperature: float, tokens_per_microbatch: int
+    decoder: Decoder, samples: Sequence[Sample], *, temperature: float, tokens_per_microbatch: int
 ) -> list[TokenScores]:
     """A model's statistics of the samples' tokens; also how the frozen reference is asked."""
     names = ("logprobs", "entropy", "certainty")
     out = {name: [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples] for name in names}
     for batch in pack_unweighted(samples, tokens_per_microbatch):
-        stats = batch_stats(model, batch, temperature=temperature)
+        stats = batch_stats(decoder, batch, temperature=temperature)
         for name in names:
             scatter(getattr(stats, name), batch, samples, out[name])
     return [TokenScores(**{name: out[name][index] for name in names}) for index in range(len(samples))]
@@ -234,11 +252,3 @@ def split_by_draw(samples: Sequence[Sample], parts: int) -> Iterator[Sequence[Sa
     for start in range(0, len(draws), size):
         chosen = set(draws[start : start + size])
         yield [sample for sample in samples if sample.draw in chosen]
-
-
-def save_training_state(path: Path, optimizer: Optimizer) -> None:
-    torch.save(optimizer.state_dict(), path)
-
-
-def load_training_state(path: Path, optimizer: Optimizer) -> None:
-    optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

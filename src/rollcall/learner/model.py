@@ -1,4 +1,4 @@
-"""Loading models for training: transformers modules with packed attention, laid out for the native engine."""
+"""Loading models and tokenizers, and the learner's forward over packed rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rollcall.learner import attention
+from rollcall.engine.native.decoder import Decoder, fuse_parameters
+from rollcall.learner.attention import layout_of, packed_attention
 from rollcall.types import MicroBatch
 
 
@@ -31,10 +32,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """AutoModelForCausalLM with packed attention, in eval mode (no dropout anywhere in training)."""
+    """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used."""
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, path, device=device, dtype=dtype)
+    check_model_path(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except Exception as error:
+        raise ModelError(f"model.path={path} cannot be loaded: {_first_line(error)}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    fuse_parameters(model)
+    return model
 
 
 def load_tokenizer(path: str, *, chat_template: str | None) -> Any:
@@ -77,34 +85,20 @@ def check_model_path(path: str) -> None:
         raise ModelError(f"model.path={path} has no config.json, so it is not a transformers model directory")
 
 
-def _load(auto_class: Any, path: str, *, device: torch.device, dtype: torch.dtype) -> Any:
-    check_model_path(path)
-    try:
-        model = auto_class.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME)
-    except Exception as error:
-        raise ModelError(f"model.path={path} cannot be loaded: {_first_line(error)}") from error
-    model.config.use_cache = False
-    return model.to(device).eval()
-
-
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Compile each decoder layer; they share one graph, with the number of packed tokens left open."""
-    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.compile(dynamic=True)
-
-
-def packed_hidden(model: Any, batch: MicroBatch) -> Tensor:
+def packed_hidden(decoder: Decoder, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
     """Hidden states [N, C] of a micro-batch after the final norm."""
-    device = model.device
-    outputs = model.model(
-        input_ids=torch.from_numpy(batch.token_ids).to(device)[None],
-        position_ids=torch.from_numpy(batch.positions).to(device)[None],
-        use_cache=False,
-        packed=attention.layout_of(batch, device=device, dtype=model.dtype),
-    )
-    return outputs.last_hidden_state[0]
+    device = decoder.device
+    layout = layout_of(batch, device=device, dtype=decoder.dtype)
+    decoder.grow_rope(int(batch.positions.max()) + 1)
+    scale = decoder.head_dim**-0.5
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(q, k, v, layout, scale=scale, window=decoder.layers[index].window)
+
+    token_ids = torch.from_numpy(batch.token_ids).to(device)
+    positions = torch.from_numpy(batch.positions).to(device)
+    return decoder.forward(token_ids, positions, attend, recompute=recompute)

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollcall.config import OptimizerSection
 
@@ -19,11 +19,11 @@ class NonFiniteError(RuntimeError):
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, section: OptimizerSection, *, total_updates: int):
+    def __init__(self, weights: dict[str, Tensor], section: OptimizerSection, *, total_updates: int):
         self.section = section
         self.total_updates = total_updates
         self.num_updates = 0
-        self.named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.named = {name: weight.requires_grad_() for name, weight in weights.items()}
         low_precision = any(parameter.dtype != torch.float32 for parameter in self.named.values())
         self.uses_masters = low_precision and section.master_weights
         # What AdamW steps on: float32 masters, or the parameters themselves.
@@ -67,7 +67,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         for name, target in self.targets.items():
-            target.grad = self._sums.get(name)
+            target.grad = self._sums[name].to(target.dtype) if name in self._sums else None
         self.adamw.step()
         for target in self.targets.values():
             target.grad = None

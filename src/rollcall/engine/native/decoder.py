@@ -1,21 +1,25 @@
-"""A transformers decoder as plain tensors: what the native engine runs instead of the module's own forward.
+"""A transformers decoder as plain tensors: the one forward that the engine samples from and the learner trains.
 
 ``fuse_parameters`` re-lays a loaded model so that q/k/v and gate/up are slices of one storage each. The module keeps
-its parameter names and trains as before, while the engine reads the fused tensors: an optimizer step is visible to
-the next decoded token without a copy. On a CPU the storage is kept transposed, the faster operand order there.
+its parameter names (loading and exporting go through them) while engine and learner work on the fused tensors: fewer
+and larger products, and an optimizer step is visible to the next decoded token without a copy. On a CPU the storage
+is kept transposed, the faster operand order there.
 
-``Decoder.of(model)`` collects those tensors, or refuses an architecture that it cannot run exactly, by name.
+``Decoder.of(model)`` collects those tensors, or refuses an architecture that it cannot run exactly, by name. A layer
+is two pure functions around attention, ``before_attention`` and ``after_attention``; who calls ``forward`` brings the
+attention: over a cache, or over packed rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
@@ -52,7 +56,7 @@ class Decoder:
     embed: Tensor  # [V, C]
     layers: list[Layer]
     norm: Tensor
-    lm_head: Tensor  # [V, C]
+    lm_head: Tensor  # [V, C]; the same tensor as embed when they are tied
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -61,27 +65,31 @@ class Decoder:
     rotary: nn.Module
     cos: Tensor  # [positions, D]
     sin: Tensor  # [positions, D], its first half negated: rope is x * cos + swap_halves(x) * sin
+    before: Callable[..., tuple[Tensor, Tensor, Tensor]]  # before_attention, or its compiled form
+    after: Callable[..., Tensor]
 
     @classmethod
     def of(cls, model: nn.Module) -> Decoder:
         config: Any = model.config
         _refuse_unsupported(config)
         body: Any = model.model
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = body.layers[0].self_attn.head_dim
+        embed = body.embed_tokens.weight.data
+        lm_head: Tensor = model.lm_head.weight.data  # type: ignore[union-attr, assignment]
         decoder = cls(
-            embed=body.embed_tokens.weight.data,
+            embed=embed,
             layers=[_layer_of(config, index, layer) for index, layer in enumerate(body.layers)],
             norm=body.norm.weight.data,
-            lm_head=model.lm_head.weight.data,  # type: ignore[union-attr]
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            lm_head=embed if lm_head.data_ptr() == embed.data_ptr() else lm_head,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=body.layers[0].self_attn.head_dim,
             eps=config.rms_norm_eps,
             max_positions=config.max_position_embeddings,
             rotary=body.rotary_emb,
             cos=torch.empty(0),
             sin=torch.empty(0),
+            before=before_attention,
+            after=after_attention,
         )
         decoder.grow_rope(256)
         return decoder
@@ -98,6 +106,24 @@ class Decoder:
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """All weights, each once."""
+        named = {"embed": self.embed, "norm": self.norm}
+        if self.lm_head is not self.embed:
+            named["lm_head"] = self.lm_head
+        for index, layer in enumerate(self.layers):
+            for field in fields(layer):
+                value = getattr(layer, field.name)
+                if isinstance(value, Tensor):
+                    named[f"layers.{index}.{field.name}"] = value
+        return named
+
+    def compile(self) -> None:
+        """One graph for all layers. Only the number of tokens is left open (``forward`` marks it): sizes that a kernel
+        knows make it faster by a quarter."""
+        self.before = torch.compile(before_attention)
+        self.after = torch.compile(after_attention)
+
     def grow_rope(self, positions: int) -> None:
         """Make the rotary tables cover this many positions, computed by the model's own rotary module."""
         if positions <= len(self.cos):
@@ -110,33 +136,145 @@ class Decoder:
         self.cos = cos[0].contiguous()
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [N, C] after the final norm, for N tokens at their positions."""
-        num_tokens, heads, kv_heads, dim = len(token_ids), self.num_heads, self.num_kv_heads, self.head_dim
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, *, recompute: bool = False) -> Tensor:
+        """Hidden states [N, C] after the final norm, for N tokens at their positions.
+
+        ``recompute`` keeps only each layer's input for the backward pass and runs the layer again there.
+        """
         x = F.embedding(token_ids, self.embed)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        shape = (x.shape[-1],)
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.eps)
+
+        def run(x: Tensor, index: int, layer: Layer) -> Tensor:
+            _leave_open(x, cos, sin)
+            q, k, v = self.before(x, layer, cos, sin, sizes)
+            attended = attend(index, q, k, v)
+            _leave_open(attended)
+            return self.after(x, attended, layer, self.eps)
+
         for index, layer in enumerate(self.layers):
-            h = F.rms_norm(x, shape, layer.input_norm, self.eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(num_tokens, heads + 2 * kv_heads, dim)
-            qk = qkv[:, : heads + kv_heads]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q = F.rms_norm(qk[:, :heads], (dim,), layer.q_norm, self.eps)
-                k = F.rms_norm(qk[:, heads:], (dim,), layer.k_norm, self.eps)
-                qk = torch.cat((q, k), dim=1)
-            qk = torch.addcmul(qk * cos, torch.roll(qk, dim // 2, -1), sin)
-            attended = attend(index, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
-            x = _add_linear(x, attended, layer.out, layer.out_bias)
-            h = F.rms_norm(x, shape, layer.post_norm, self.eps)
-            gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = _add_linear(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
-        return F.rms_norm(x, shape, self.norm, self.eps)
+            if recompute and torch.is_grad_enabled():
+                x = checkpoint(run, x, index, layer, use_reentrant=False)  # type: ignore[assignment]
+            else:
+                x = run(x, index, layer)
+        return rms_norm(x, self.norm, self.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [N, V]."""
         if hidden.dtype == torch.float32:
             return F.linear(hidden, self.lm_head)
         return torch.mm(hidden, self.lm_head.t(), out_dtype=torch.float32)
+
+
+def _leave_open(*tensors: Tensor) -> None:
+    """Tell the compiler that the first size of these changes from call to call."""
+    for tensor in tensors:
+        if tensor.is_cuda and len(tensor) > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def before_attention(
+    x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, the q/k/v product and rotation: [N, C] to q [N, H, D], k and v [N, Hkv, D]."""
+    heads, kv_heads, dim, eps = sizes
+    qkv = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+    qk, v = qkv.view(len(x), heads + 2 * kv_heads, dim).split((heads + kv_heads, kv_heads), dim=1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = qk.split((heads, kv_heads), dim=1)
+        qk = torch.cat((rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)), dim=1)
+    q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+    return q, k, v
+
+
+def after_attention(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
+    """The output product, and the gated MLP behind its norm, each added to the stream [N, C]."""
+    x = _add_linear(x, attended, layer.out, layer.out_bias)
+    gate_up = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
+    return _add_linear(x, silu_mul(gate_up), layer.down, layer.down_bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """transformers' RMSNorm: in float32, rounded to the model's dtype, then weighted."""
+    if x.is_cuda:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return _RmsNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _inverse_rms(x, eps).mul(x).mul_(weight)  # type: ignore[return-value]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [N, heads, D]; see ``Decoder.sin`` for the sign."""
+    if x.is_cuda:
+        return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)  # type: ignore[return-value]
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for rows that hold the gate in their first half."""
+    if not gate_up.is_cuda and torch.is_grad_enabled():
+        return _SiluMul.apply(gate_up)  # type: ignore[return-value]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# On a CPU torch runs the derivatives of these as a dozen passes over memory each; written out they are a few.
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
+    return torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        inverse = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        normed = x * inverse
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        scaled = grad * weight
+        dot = (scaled * normed).mean(-1, keepdim=True)
+        return scaled.addcmul_(normed, dot, value=-1).mul_(inverse), grad_weight, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        # Rolling by half is its own inverse.
+        return torch.roll(grad * sin, grad.shape[-1] // 2, -1).addcmul_(grad, cos), None, None
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up
 
 
 def _add_linear(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

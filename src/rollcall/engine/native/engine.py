@@ -87,8 +87,7 @@ class NativeEngine:
         assert self._running, "a lone sequence always fits: submit checked it"
 
     def _make_room(self) -> int:
-        remaining = max(sequence.limit - sequence.length for sequence in self._running)
-        steps = min(self.runner.chunk, remaining)
+        steps = self.runner.steps([sequence.limit - sequence.length for sequence in self._running])
         while not self.runner.reserve(steps):
             youngest = max(range(len(self._running)), key=lambda row: self._running[row].order)
             self.num_preemptions += 1
@@ -103,7 +102,7 @@ class NativeEngine:
             _extend(sequence, new_tokens, new_logprobs)
             if sequence.request.sampling.stop_strings:
                 self._cut_at_stop_string(sequence, before)
-            _note_version(sequence, self.version, len(sequence.token_ids))
+            _note_version(sequence, self.version, len(sequence.token_ids) - before)
         self._remove_finished()
 
     def _cut_at_stop_string(self, sequence: Sequence, before: int) -> None:
@@ -165,22 +164,18 @@ def make_runner(decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:
     """Append up to the stop token or the limit, and note which it was."""
-    sampling = sequence.request.sampling
-    tokens = tokens[: sequence.limit - sequence.length]
-    for position, token in enumerate(tokens):
-        if token in sampling.stop_token_ids:
-            tokens = tokens[: position + 1]
-            sequence.finish = FinishReason.STOP
-            break
+    stops = sequence.request.sampling.stop_token_ids
+    room = sequence.limit - sequence.length
+    if len(tokens) >= room:
+        tokens, sequence.finish = tokens[:room], FinishReason.LENGTH
+    ends = [tokens.index(stop) for stop in stops if stop in tokens]
+    if ends:
+        tokens, sequence.finish = tokens[: min(ends) + 1], FinishReason.STOP
     sequence.token_ids += tokens
     sequence.logprobs += logprobs[: len(tokens)]
-    if sequence.finish is None and sequence.length >= sequence.limit:
-        sequence.finish = FinishReason.LENGTH
 
 
-def _note_version(sequence: Sequence, version: int, num_tokens: int) -> None:
-    new = num_tokens - sum(segment.num_tokens for segment in sequence.segments)
+def _note_version(sequence: Sequence, version: int, num_new: int) -> None:
     if sequence.segments and sequence.segments[-1].version == version:
-        new += sequence.segments.pop().num_tokens
-    if new:
-        sequence.segments.append(Segment(version=version, num_tokens=new))
+        num_new += sequence.segments.pop().num_tokens
+    sequence.segments.append(Segment(version=version, num_tokens=num_new))

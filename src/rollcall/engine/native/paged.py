@@ -28,8 +28,6 @@ FILL_TOKENS = 32768  # packed tokens of one fill
 
 
 class PagedRunner:
-    chunk = CHUNK
-
     def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float):
         self.decoder = decoder
         self.max_running = max_running
@@ -62,6 +60,10 @@ class PagedRunner:
     @property
     def room(self) -> int:
         return self._pool.num_blocks * BLOCK
+
+    def steps(self, remaining: list[int]) -> int:
+        """A look costs a round trip, a row decoded past its end next to nothing: go on until the last must end."""
+        return min(CHUNK, max(remaining))
 
     def admit(self, sequences: list[Sequence]) -> int:
         first = self.num_rows

@@ -49,9 +49,8 @@ class Chunk:
 class Runner(Protocol):
     """Rows 0..n-1 are the running sequences; the engine mirrors every change of rows in its own list."""
 
-    @property
-    def chunk(self) -> int:
-        """Steps to decode between two looks at the results."""
+    def steps(self, remaining: list[int]) -> int:
+        """Steps to decode before the next look at the results, given how many tokens each row may still get."""
         ...
 
     @property

@@ -1,0 +1,73 @@
+# `make demo` on a fresh machine needs Python 3.11 or newer and nothing else. `make help` lists the rest.
+VENV   ?= .venv
+# The first Python on the path that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# By this exact pin and before anything else: a version range pulls gigabytes of CUDA packages on some machines.
+TORCH  ?= torch==2.13.0
+PEER   ?= none
+
+BIN  = $(VENV)/bin
+PIP  = $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+CORE = $(VENV)/.installed
+DEV  = $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format slow gpu bench docs install clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(CORE)  ## install, then train a small model to add on a CPU (a few minutes)
+	$(BIN)/rollcall train --fresh
+
+test: $(DEV)  ## the tests, but not the slow ones and those that need vLLM
+	$(BIN)/python -m pytest -q
+
+check: lint test  ## linter, types and tests
+
+lint: $(DEV)  ## linter and types alone
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(DEV)  ## let ruff format the tree
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+slow: $(DEV)  ## the tests that take long
+	$(BIN)/python -m pytest -q -m "slow and not vllm"
+
+gpu: $(DEV)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(DEV)  ## the CPU benchmarks, alone; PEER=1 compares (scripts/setup_peers.sh first)
+	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)
+	$(BIN)/python -m benchmarks.rollout $(if $(filter none,$(PEER)),--peer none)
+
+docs: $(DEV)  ## write docs/configuration.md and docs/metrics.md again
+	$(BIN)/python -m rollcall.docs_config
+	$(BIN)/python -m rollcall.observe.metrics
+
+install: $(CORE)  ## only install
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer on the path; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+# A stamp per set of packages: the next make installs nothing unless pyproject.toml changes.
+$(CORE): pyproject.toml | $(BIN)/python
+	@echo "installing $(TORCH) (the largest download; minutes on a slow line)"
+	@$(PIP) install "$(TORCH)"
+	@echo "installing rollcall and what it needs"
+	@$(PIP) install "$(TORCH)" --editable .
+	@touch $@
+
+$(DEV): pyproject.toml | $(CORE)
+	@echo "installing what the tests need"
+	@$(PIP) install "$(TORCH)" --editable ".[dev]"
+	@touch $@

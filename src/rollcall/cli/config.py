@@ -1,0 +1,22 @@
+"""`rollcall config`: the resolved run file."""
+
+from __future__ import annotations
+
+from rollcall.cli import Debug, Overrides, RunFile, split_arguments
+
+
+def config(
+    file: RunFile = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Print the resolved run file, every key with its value.
+
+    \b
+    Examples:
+      rollcall config > run.yaml
+      rollcall config examples/gsm8k.yaml actor.lr=2e-6 reward.0.weight=0.5
+    """
+    from rollcall.config import dump_config, load_config
+
+    print(dump_config(load_config(*split_arguments(file, overrides))), end="")

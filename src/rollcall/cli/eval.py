@@ -1,0 +1,94 @@
+"""`rollcall eval`: how good a model is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rollcall.cli import Debug, Json, Overrides, calm_libraries
+from rollcall.observe.console import samples_table
+
+if TYPE_CHECKING:
+    from rollcall.evaluate_run import EvalReport
+
+
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR", help="What to evaluate.")],
+    overrides: Overrides = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="JSONL or Parquet file; default: the run's data.val.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Completions per prompt; more than one gives pass@k.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")
+    ] = None,
+    max_prompts: Annotated[
+        int | None, typer.Option("--max-prompts", min=1, help="Only the first so many prompts.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure accuracy, pass@k and lengths, and show samples.
+
+    A run file or run directory evaluates the run's trained model, or its newest checkpoint; before there is one, the
+    model that the run starts from. A model directory needs --data, and scores by the exact answer unless reward=[...]
+    says otherwise.
+
+    \b
+    Examples:
+      rollcall eval runs/arithmetic
+      rollcall eval runs/gsm8k --samples 8 --temperature 0.8 --max-prompts 200
+      rollcall eval MODEL --data data/gsm8k/test.parquet 'reward=[{type: math}]'
+    """
+    calm_libraries()
+    from rollcall.evaluate_run import plan_evaluation, run_evaluation
+
+    plan = plan_evaluation(
+        target,
+        overrides=overrides or [],
+        data=data,
+        samples=samples,
+        temperature=temperature,
+        max_prompts=max_prompts,
+    )
+    console = Console(stderr=True, highlight=False)
+    with console.status(Text("loading the model")) as status:
+        report = run_evaluation(
+            plan,
+            on_progress=lambda done, total: status.update(Text(f"{done} of {total} prompts answered")),
+            say=lambda text: console.print(Text(text)),
+        )
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        _show(report)
+
+
+def _show(report: EvalReport) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    evaluation, section = report.evaluation, report.plan.config.eval
+    how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
+    rows = [
+        ("model", f"{report.plan.model_path}   ({report.plan.origin})"),
+        ("data", f"{report.source}   {len(evaluation.groups):,} prompts x {section.samples_per_prompt}, {how}"),
+        ("accuracy", f"{evaluation.accuracy:.3f}"),
+        *((f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1),
+        ("mean reward", f"{evaluation.reward_mean:.3f}"),
+        ("mean length", f"{evaluation.response_length_mean:.1f} tokens, {evaluation.truncated_fraction:.1%} cut off"),
+        ("time", f"{report.seconds:.1f} s"),
+    ]
+    if report.num_overlong:
+        rows.append(("left out", f"{report.num_overlong} prompts longer than data.max_prompt_tokens"))
+    if report.num_unscored:
+        first = report.failures[0]
+        rows.append(("not scored", f"{report.num_unscored}, the first by {first.reward} on {first.prompt_id}"))
+    console.print(samples_table("samples", report.samples))
+    for label, value in rows:
+        console.print(Text.assemble((f"{label:<12}", "dim"), value))

@@ -1,0 +1,90 @@
+"""`rollcall`: the verbs and the first page of help."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from rollcall import __version__
+from rollcall.cli import reported
+from rollcall.cli.config import config
+from rollcall.cli.data import data
+from rollcall.cli.eval import evaluate
+from rollcall.cli.train import train
+
+HELP = """Reinforcement learning for language models, from one run file.
+
+\b
+New here? In a checkout, without a GPU and without a model to download:
+  make demo                    install, then train a small model to add
+  make test                    run the tests
+
+\b
+Once installed:
+  rollcall train               the demo: the run file inside the package
+  rollcall config > run.yaml   a run file to start from
+  rollcall train examples/gsm8k.yaml model.path=MODEL
+  rollcall eval runs/gsm8k     accuracy and samples of the trained model
+
+Run files to copy are in examples/; docs/configuration.md explains every key.
+"""
+
+app = typer.Typer(
+    name="rollcall",
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    return None
+
+
+def version() -> None:
+    """Print the version, and those of Python, torch and transformers.
+
+    \b
+    Example:
+      rollcall version
+    """
+    libraries = ", ".join(f"{name} {_installed(name)}" for name in ("torch", "transformers"))
+    print(f"rollcall {__version__} (Python {sys.version.split()[0]}, {libraries})")
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+for name, command in (
+    ("train", train),
+    ("eval", evaluate),
+    ("config", config),
+    ("data", data),
+    ("version", version),
+):
+    app.command(name)(reported(command))
+
+
+def main() -> None:
+    app(prog_name="rollcall")

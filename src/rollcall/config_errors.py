@@ -1,0 +1,109 @@
+"""What is wrong with a run file, in its own words: where, what was given, what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
+LIKELY = 0.5  # a name less alike than this is not worth suggesting
+
+
+def explain(item: Any, root: type[BaseModel]) -> str:
+    """One of pydantic's errors about ``root`` as one line."""
+    path, section = _locate(item["loc"], root)
+    match item["type"]:
+        case "extra_forbidden":
+            return _unknown_key(path, list(section.model_fields) if section else [])
+        case "missing":
+            return f"{path} is missing; give it a value"
+        case "union_tag_not_found":
+            tag = item["ctx"]["discriminator"].strip("'")
+            return f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={_example(tag)}"
+        case "union_tag_invalid":
+            return _unknown_tag(path, item["ctx"])
+        case "value_error":
+            return f"{path + ': ' if path else ''}{item['ctx']['error']}"
+    return f"{path}={item['input']!r}: {item['msg'][0].lower() + item['msg'][1:]}"
+
+
+def _unknown_key(path: str, names: list[str]) -> str:
+    prefix, dot, given = path.rpartition(".")
+    near = nearest(given, names)
+    hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
+    return f"{path} is not a field; {hint}"
+
+
+def _unknown_tag(path: str, context: dict[str, Any]) -> str:
+    tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
+    near = nearest(context["tag"], tags)
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(tags)}"
+    return f"{path}.{tag}={context['tag']!r} is not known; {hint}"
+
+
+def _example(tag: str) -> str:
+    return "grpo" if tag == "name" else "exact"
+
+
+def nearest(given: str, names: list[str]) -> str | None:
+    """The name that was probably meant: it has the same words, or is spelt alike, or is their initials.
+
+    >>> nearest("max_tokens", ["max_running", "kv_tokens", "max_response_tokens"])
+    'max_response_tokens'
+    >>> nearest("learning_rate", ["min_lr_ratio", "lr"])
+    'lr'
+    """
+    words = given.lower().split("_")
+
+    def likeness(name: str) -> float:
+        if name == "".join(word[:1] for word in words):
+            return 1.0
+        closest = [max(_ratio(word, part) for part in name.split("_")) for word in words]
+        shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
+        return max(shared, _ratio(given.lower(), name))
+
+    best = max(names, key=likeness, default=None)  # of equals the first: sections begin with what matters most
+    return best if best is not None and likeness(best) >= LIKELY else None
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _locate(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
+    """A pydantic location without the union tags, and the section its last element is looked up in."""
+    section: type[BaseModel] | None = root
+    parts: list[str] = []
+    union: dict[str, type[BaseModel]] = {}
+    for place, element in enumerate(loc):
+        if element in union:
+            section, union = union[element], {}
+            continue
+        parts.append(str(element))
+        if place == len(loc) - 1:
+            break
+        if isinstance(element, str) and section is not None and element in section.model_fields:
+            section, union = _target(section.model_fields[element].annotation)
+    return ".".join(parts), section
+
+
+def _target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
+    """The section class behind a field, or the variants of a union by their tag."""
+    if get_origin(annotation) is list:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    variants = [arg for arg in get_args(annotation) or (annotation,) if isinstance(arg, type) and issubclass(arg, BaseModel)]
+    tagged = {tag: variant for variant in variants for tag in _tags(variant)}
+    if tagged:
+        return None, tagged
+    return (variants[0] if variants else None), {}
+
+
+def _tags(variant: type[BaseModel]) -> tuple[str, ...]:
+    for key in ("type", "name"):
+        if key in variant.model_fields and get_origin(variant.model_fields[key].annotation) is Literal:
+            return get_args(variant.model_fields[key].annotation)
+    return ()

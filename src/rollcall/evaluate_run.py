@@ -1,0 +1,264 @@
+"""What `rollcall eval` does: find the model, build engine and rewards (no optimizer), attempt every prompt once more.
+
+``evaluate`` waits for the engine's completions and their scores; ``Rollouts.pump`` beside it drives both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
+from rollcall.data.load import PromptSet, load_prompts
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Sampling
+from rollcall.evaluate import Evaluation, evaluate
+from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype, stop_token_ids
+from rollcall.observe.summary import sample_rows
+from rollcall.reward.scorer import Failure, Scorer
+from rollcall.rollout import Rollouts
+from rollcall.tiny import resolve_model
+from rollcall.train import RUN_FILE
+
+NUM_REWARD_WORKERS = 2
+NUM_SAMPLES_SHOWN = 6
+MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
+PROGRESS_EVERY_S = 0.5
+
+OnProgress = Callable[[int, int], None]  # prompts done, prompts in all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    config: Config
+    model_path: str
+    origin: str  # which model of the run that is, in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    plan: EvalPlan
+    source: str
+    num_overlong: int
+    evaluation: Evaluation
+    failures: list[Failure]
+    num_unscored: int
+    seconds: float
+
+    @property
+    def samples(self) -> list[tuple[str, str, str, float]]:
+        return sample_rows(self.evaluation.groups, limit=NUM_SAMPLES_SHOWN)
+
+    def as_json(self) -> dict[str, Any]:
+        evaluation, section = self.evaluation, self.plan.config.eval
+        names = ("prompt", "completion", "answer", "reward")
+        return {
+            "model": self.plan.model_path,
+            "origin": self.plan.origin,
+            "data": self.source,
+            "prompts": len(evaluation.groups),
+            "overlong_prompts": self.num_overlong,
+            "samples_per_prompt": section.samples_per_prompt,
+            "temperature": section.temperature,
+            "accuracy": evaluation.accuracy,
+            "pass_at": {str(k): value for k, value in evaluation.pass_at.items()},
+            "reward_mean": evaluation.reward_mean,
+            "response_length_mean": evaluation.response_length_mean,
+            "truncated_fraction": evaluation.truncated_fraction,
+            "reward_errors": self.num_unscored,
+            "seconds": round(self.seconds, 3),
+            "samples": [dict(zip(names, row, strict=True)) for row in self.samples],
+        }
+
+
+def plan_evaluation(
+    target: Path,
+    *,
+    overrides: list[str],
+    data: str | None,
+    samples: int | None,
+    temperature: float | None,
+    max_prompts: int | None,
+) -> EvalPlan:
+    """Which model to evaluate, on what and how; refuses what cannot work before anything is loaded."""
+    flags = {"samples_per_prompt": samples, "temperature": temperature, "max_prompts": max_prompts}
+    overrides = [*overrides, *(f"eval.{key}={value}" for key, value in flags.items() if value is not None)]
+    overrides += [f"data.val={data}"] if data is not None else []
+    if _is_model_dir(target):
+        if data is None:
+            raise ConfigError(f"{target} is a model directory and says nothing about data; add --data FILE")
+        config, origin = _model_dir_config(target, data=data, overrides=overrides), "model directory"
+        path = config.model.path
+    else:
+        config = _run_config(target, overrides)
+        path, origin = _model_of(config, is_given=any(text.startswith("model.path=") for text in overrides))
+    if config.data.val is None:
+        raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
+    return EvalPlan(config=_with_temperature(config, given=temperature), model_path=path, origin=origin)
+
+
+def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[str], None]) -> EvalReport:
+    config = plan.config
+    started = time.perf_counter()
+    torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    device = resolve_device(config.model.device)
+    path = resolve_model(plan.model_path, say=say)
+    tokenizer = load_tokenizer(path, chat_template=config.model.chat_template)
+    assert config.data.val is not None, "plan_evaluation refuses a run without data"
+    prompts = load_prompts(
+        config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=config.eval.max_prompts
+    )
+    model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.model.dtype, device))
+    model.requires_grad_(False)
+    engine = NativeEngine(
+        model,
+        tokenizer,
+        max_running=config.rollout.max_running,
+        kv_tokens=config.rollout.kv_tokens,
+        kv_fraction=config.rollout.kv_memory_fraction,
+    )
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config)
+    sampling = _sampling(config, prompts, engine=engine, stops=stops)
+    with _scorer(config, device) as scorer:
+        work = _evaluate(config, prompts, engine=engine, scorer=scorer, sampling=sampling, on_progress=on_progress)
+        evaluation = asyncio.run(work)
+        return EvalReport(
+            plan=plan,
+            source=prompts.source,
+            num_overlong=prompts.num_overlong,
+            evaluation=evaluation,
+            failures=scorer.failures,
+            num_unscored=sum(counts.failed for counts in scorer.counts.values()),
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _is_model_dir(target: Path) -> bool:
+    return target.is_dir() and not (target / RUN_FILE).exists() and (target / "config.json").exists()
+
+
+def _model_dir_config(target: Path, *, data: str, overrides: list[str]) -> Config:
+    """The embedded default with this model, these rows and room for an answer."""
+    own = [
+        f"run.name={target.name}",
+        f"model.path={target}",
+        f"data.train={data}",
+        f"data.max_prompt_tokens={DataSection.model_fields['max_prompt_tokens'].default}",
+        f"rollout.max_response_tokens={MODEL_DIR_RESPONSE_TOKENS}",
+    ]
+    return load_config(None, [*own, *overrides])
+
+
+def _run_config(target: Path, overrides: list[str]) -> Config:
+    if not target.is_dir():
+        return load_config(target, overrides)
+    if not (target / RUN_FILE).exists():
+        raise ConfigError(
+            f"{target} has neither {RUN_FILE} nor config.json, so it is no run directory and no model directory"
+        )
+    return load_config(target / RUN_FILE, [*overrides, f"run.dir={target}"])  # it may have been moved since
+
+
+def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
+    """The newest model of a run: at its end the exported one, on the way a checkpoint's, before that the first."""
+    if is_given:
+        return config.model.path, "given by model.path"
+    exported = config.run.dir / "model"
+    checkpoint = CheckpointStore(config.run.dir / "checkpoints", keep_last=1, keep_best=0).latest()
+    has_export = (exported / "config.json").exists()
+    if checkpoint is not None and not (has_export and exported.stat().st_mtime >= checkpoint.path.stat().st_mtime):
+        return str(checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
+    if has_export:
+        return str(exported), "trained model"
+    return config.model.path, "not trained yet: the model the run starts from"
+
+
+def _with_temperature(config: Config, *, given: float | None) -> Config:
+    """Several greedy completions would all be the same one: sample them as the run does."""
+    section = config.eval
+    if section.samples_per_prompt == 1 or section.temperature > 0:
+        return config
+    if given == 0:
+        raise ConfigError(
+            f"{section.samples_per_prompt} completions per prompt at temperature 0 are all the same; "
+            "use --samples 1, or a temperature above 0"
+        )
+    section = section.model_copy(update={"temperature": config.rollout.temperature})
+    return config.model_copy(update={"eval": section})
+
+
+def _sampling(config: Config, prompts: PromptSet, *, engine: NativeEngine, stops: tuple[int, ...]) -> Sampling:
+    greedy = config.eval.temperature == 0
+    room = engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
+    return Sampling(
+        temperature=config.eval.temperature,
+        top_p=1.0 if greedy else config.rollout.top_p,
+        top_k=0 if greedy else config.rollout.top_k,
+        # No completion can pass the model's last position; without room for one token the engine refuses and says so.
+        max_tokens=max(1, min(config.rollout.max_response_tokens, room)),
+        stop_token_ids=stops,
+        stop_strings=tuple(config.rollout.stop),
+    )
+
+
+def _scorer(config: Config, device: torch.device) -> Scorer:
+    """The run's rewards that judge an answer; where there are none, whether it is exactly right."""
+    rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
+    if all(reward.type == "model" for reward in rewards):
+        rewards = [ExactReward()]
+    functions = {}
+    for index, reward in enumerate(rewards):
+        if reward.type == "model":
+            from rollcall.reward.model import RewardModel
+
+            functions[index] = RewardModel(reward.path, device=device, max_tokens=reward.max_tokens)
+    return Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=functions)
+
+
+async def _evaluate(
+    config: Config,
+    prompts: PromptSet,
+    *,
+    engine: NativeEngine,
+    scorer: Scorer,
+    sampling: Sampling,
+    on_progress: OnProgress,
+) -> Evaluation:
+    rollouts = Rollouts(engine)
+    work = asyncio.create_task(
+        evaluate(
+            prompts.prompts,
+            section=config.eval,
+            rollouts=rollouts,
+            scorer=scorer,
+            sampling=sampling,
+            seed=config.run.seed,
+            step=0,
+        )
+    )
+    background = [asyncio.create_task(rollouts.pump()), asyncio.create_task(_watch(engine, prompts, on_progress))]
+    try:
+        await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
+        for task in background:
+            if task.done():
+                task.result()  # these never end by themselves: this raises why one did
+        return await work
+    finally:
+        for task in (work, *background):
+            task.cancel()
+        await asyncio.gather(work, *background, return_exceptions=True)
+
+
+async def _watch(engine: NativeEngine, prompts: PromptSet, on_progress: OnProgress) -> None:
+    total = len(prompts.prompts)
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        on_progress(total - engine.num_unfinished, total)

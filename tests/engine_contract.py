@@ -1,0 +1,526 @@
+"""What every engine must do, as tests. A test module of an engine imports all of it and gives one fixture, ``kind``.
+
+    pytest.register_assert_rewrite("engine_contract")
+    from engine_contract import *
+
+    @pytest.fixture(params=[...])
+    def kind(request) -> EngineKind: ...
+
+Models are tiny and float32. The reference is transformers' own forward over the whole sequence, without a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import ARCHITECTURES, make_model, make_tokenizer, random_prompts, reference_logprobs
+
+from rollcall.engine.protocol import Engine, Finished, Request, Sampling
+from rollcall.types import Completion, FinishReason
+
+EOS = 0
+TOLERANCE = 1e-4
+MOST_POLLS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tight:
+    """A load that does not fit the KV room at once, though each request alone does."""
+
+    kv_tokens: int
+    prompt_lengths: tuple[int, int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """One implementation on one device."""
+
+    device: str
+    make: Callable[..., Any]  # (model, tokenizer, *, max_running, kv_tokens) -> Engine
+    push_weights: Callable[[Any, Any, int], None]  # (engine, model, version): the model's parameters were changed
+    num_preemptions: Callable[[Any], int]
+    tight: Tight
+
+
+def sampling(**changes: Any) -> Sampling:
+    plain: dict[str, Any] = dict(
+        temperature=1.0, top_p=1.0, top_k=0, max_tokens=20, stop_token_ids=(EOS,), stop_strings=()
+    )
+    return Sampling(**{**plain, **changes})
+
+
+def request(prompt: np.ndarray, *, seeds: Sequence[int] = (1,), name: str = "r", **changes: Any) -> Request:
+    return Request(id=name, prompt_ids=prompt, seeds=tuple(seeds), sampling=sampling(**changes))
+
+
+def requests_for(prompts: list[np.ndarray], *, num_seeds: int = 2, **changes: Any) -> list[Request]:
+    """Two completions each of the prompts; every seed is different."""
+    return [
+        request(prompt, name=f"r{index}", seeds=range(100 * index, 100 * index + num_seeds), **changes)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def finish(engine: Engine, found: dict[str, Finished] | None = None) -> dict[str, tuple[Completion, ...]]:
+    """Poll until nothing is left."""
+    found = {} if found is None else found
+    for _ in range(MOST_POLLS):
+        for result in engine.poll():
+            assert result.request_id not in found, "a request came back twice"
+            found[result.request_id] = result
+        if not engine.num_unfinished:
+            return {name: result.completions for name, result in found.items()}
+    raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {MOST_POLLS} polls")
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, tuple[Completion, ...]]:
+    for one in requests:
+        engine.submit(one)
+    return finish(engine)
+
+
+def run_one(engine: Engine, one: Request) -> Completion:
+    return run(engine, [one])[one.id][0]
+
+
+def ids_of(results: dict[str, tuple[Completion, ...]]) -> dict[str, list[list[int]]]:
+    return {name: [completion.token_ids.tolist() for completion in group] for name, group in results.items()}
+
+
+def off_by(model: Any, requests: list[Request], results: dict[str, tuple[Completion, ...]]) -> float:
+    """Largest difference of the engine's log-probs to transformers'."""
+    worst = 0.0
+    for one in requests:
+        assert len(results[one.id]) == len(one.seeds)
+        for completion in results[one.id]:
+            expected = reference_logprobs(
+                model, one.prompt_ids, completion.token_ids, temperature=one.sampling.temperature or 1.0
+            )
+            worst = max(worst, float(np.abs(expected.numpy() - completion.logprobs).max()))
+    return worst
+
+
+def perturb(model: Any, *, seed: int) -> None:
+    """Other weights in the same tensors, as an optimizer step leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def model(kind: EngineKind) -> Any:
+    return make_model().to(kind.device)
+
+
+@pytest.fixture
+def engine(kind: EngineKind, model: Any, tokenizer: Any) -> Iterator[Any]:
+    yield kind.make(model, tokenizer, max_running=16, kv_tokens=None)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_and_draws_do_not_depend_on_the_batch(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
+    model = make_model(architecture).to(kind.device)
+    requests = requests_for(random_prompts(5))
+    together = run(kind.make(model, tokenizer, max_running=16, kv_tokens=None), requests)
+    assert off_by(model, requests, together) < TOLERANCE
+    few_rows = run(kind.make(model, tokenizer, max_running=3, kv_tokens=None), requests[::-1])
+    assert off_by(model, requests, few_rows) < TOLERANCE
+    alone = kind.make(model, tokenizer, max_running=1, kv_tokens=None)
+    one_by_one = {one.id: run(alone, [one])[one.id] for one in requests}
+    assert off_by(model, requests, one_by_one) < TOLERANCE
+    assert ids_of(together) == ids_of(few_rows) == ids_of(one_by_one)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_and_draws_survive_preemption(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
+    model, tight = make_model(architecture).to(kind.device), kind.tight
+    requests = requests_for(
+        random_prompts(4, lengths=tight.prompt_lengths), max_tokens=tight.max_tokens, stop_token_ids=()
+    )
+    roomy = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
+    cramped = kind.make(model, tokenizer, max_running=16, kv_tokens=tight.kv_tokens)
+    expected, results = run(roomy, requests), run(cramped, requests)
+    assert kind.num_preemptions(cramped) > 0 and kind.num_preemptions(roomy) == 0
+    assert off_by(model, requests, results) < TOLERANCE
+    assert ids_of(results) == ids_of(expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_weight_swap_in_the_middle_of_completions_is_recorded_and_exact(
+    kind: EngineKind, tokenizer: Any, architecture: str
+) -> None:
+    model = make_model(architecture).to(kind.device)
+    engine = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
+    requests = requests_for(random_prompts(3), max_tokens=40, stop_token_ids=())
+    for one in requests:
+        engine.submit(one)
+    assert engine.poll() == []
+    before = make_model(architecture).to(kind.device)
+    perturb(model, seed=1)
+    kind.push_weights(engine, model, 7)
+    assert engine.version == 7
+    results = finish(engine)
+    for one in requests:
+        for completion in results[one.id]:
+            assert [segment.version for segment in completion.segments] == [0, 7]
+            num_old = completion.segments[0].num_tokens
+            assert 0 < num_old < len(completion.token_ids) == 40
+            old = reference_logprobs(before, one.prompt_ids, completion.token_ids).numpy()
+            new = reference_logprobs(model, one.prompt_ids, completion.token_ids).numpy()
+            assert np.abs(old - completion.logprobs)[:num_old].max() < TOLERANCE
+            assert np.abs(new - completion.logprobs)[num_old:].max() < TOLERANCE
+            assert np.abs(old - new).max() > 10 * TOLERANCE, "the swap must be visible"
+
+
+def test_a_weight_swap_between_requests_is_exact(kind: EngineKind, engine: Any, model: Any) -> None:
+    first = requests_for(random_prompts(3))
+    assert off_by(model, first, run(engine, first)) < TOLERANCE
+    perturb(model, seed=2)
+    kind.push_weights(engine, model, 1)
+    again = requests_for(random_prompts(3))
+    results = run(engine, again)
+    assert off_by(model, again, results) < TOLERANCE
+    assert {segment.version for group in results.values() for one in group for segment in one.segments} == {1}
+
+
+def test_a_weight_swap_while_requests_wait_for_room_is_exact(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = kind.make(model, tokenizer, max_running=2, kv_tokens=None)
+    requests = requests_for(random_prompts(4), max_tokens=24, stop_token_ids=())
+    for one in requests:
+        engine.submit(one)
+    engine.poll()
+    perturb(model, seed=3)
+    kind.push_weights(engine, model, 5)
+    results = finish(engine)
+    assert [segment.version for segment in results["r3"][1].segments] == [5]
+    assert off_by(model, requests[1:], results) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_schedule_of_requests_aborts_and_swaps_is_exact(kind: EngineKind, tokenizer: Any, seed: int) -> None:
+    """Rows come, grow, go and are preempted in a random order; what each token was sampled from stays right."""
+    rng = np.random.default_rng(seed)
+    model, tight = make_model().to(kind.device), kind.tight
+    engine = kind.make(model, tokenizer, max_running=int(rng.integers(5, 9)), kv_tokens=tight.kv_tokens)
+    versions = [copy.deepcopy(model)]
+    found: dict[str, Finished] = {}
+    requests: list[Request] = []
+    for turn in range(40):
+        for _ in range(rng.integers(0, 3)):
+            (prompt,) = random_prompts(1, lengths=(1, tight.prompt_lengths[1]), seed=int(rng.integers(1 << 30)))
+            seeds = [int(number) for number in rng.integers(1 << 40, size=rng.integers(1, 4))]
+            longest = int(rng.integers(1, 3 * tight.max_tokens))
+            requests.append(request(prompt, name=f"r{len(requests)}", seeds=seeds, max_tokens=longest))
+            engine.submit(requests[-1])
+        if turn % 13 == 12:
+            perturb(model, seed=turn)
+            versions.append(copy.deepcopy(model))
+            kind.push_weights(engine, model, len(versions) - 1)
+        if rng.random() < 0.2:
+            engine.abort(requests[rng.integers(len(requests))].id if requests else "none")
+        found |= {result.request_id: result for result in engine.poll()}
+    results = finish(engine, found)
+    assert len(results) == len(requests) and kind.num_preemptions(engine) > 0
+    for one in requests:
+        for completion in results[one.id]:
+            start = 0
+            for segment in completion.segments:
+                expected = reference_logprobs(versions[segment.version], one.prompt_ids, completion.token_ids).numpy()
+                end = start + segment.num_tokens
+                assert np.abs(expected - completion.logprobs)[start:end].max() < TOLERANCE
+                start = end
+
+
+def test_rows_keep_their_context_when_one_joins_after_longer_ones_have_ended(
+    kind: EngineKind, model: Any, tokenizer: Any
+) -> None:
+    """The cache has the shape of the longest rows so far, and is cut anew for more, shorter ones."""
+    engine = kind.make(model, tokenizer, max_running=16, kv_tokens=128)
+    prompts = random_prompts(5, lengths=(5, 5))
+    run(engine, requests_for(prompts[:2], num_seeds=1, max_tokens=57, stop_token_ids=()))
+    requests = requests_for(prompts[2:], num_seeds=1, max_tokens=40, stop_token_ids=())
+    for one in requests[:2]:
+        engine.submit(one)
+    for _ in range(2):
+        engine.poll()
+    engine.submit(requests[2])
+    assert off_by(model, requests, finish(engine)) < TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_logprobs_are_those_of_the_temperature(engine: Any, model: Any, temperature: float) -> None:
+    requests = requests_for(random_prompts(4), temperature=temperature)
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def test_requests_with_different_sampling_share_a_batch(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    prompts = random_prompts(4)
+    # The first ones end early, so that later ones take their rows.
+    requests = [
+        request(prompts[0], name="greedy", temperature=0.0, max_tokens=3, stop_token_ids=()),
+        request(prompts[1], name="warm", temperature=1.4, max_tokens=7, stop_token_ids=()),
+        request(prompts[2], name="top-k", top_k=3, max_tokens=40, stop_token_ids=()),
+        request(prompts[3], name="top-p", top_p=0.6, temperature=0.8, max_tokens=40, stop_token_ids=()),
+    ]
+    together = run(kind.make(model, tokenizer, max_running=4, kv_tokens=None), requests)
+    alone = kind.make(model, tokenizer, max_running=1, kv_tokens=None)
+    apart = {one.id: run(alone, [one])[one.id] for one in requests}
+    assert ids_of(together) == ids_of(apart)
+    for name, group in together.items():
+        np.testing.assert_allclose(group[0].logprobs, apart[name][0].logprobs, atol=TOLERANCE)
+    assert off_by(model, requests[:2], together) < TOLERANCE
+
+
+def test_equal_seeds_draw_equal_tokens_and_others_do_not(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    group = run(engine, [request(prompt, seeds=(5, 6, 5, -(2**63), 2**63 - 1), stop_token_ids=())])["r"]
+    assert [completion.seed for completion in group] == [5, 6, 5, -(2**63), 2**63 - 1]
+    drawn = [tuple(completion.token_ids.tolist()) for completion in group]
+    assert drawn[0] == drawn[2]
+    assert len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
+    model = make_model(architecture).to(kind.device)
+    prompts = random_prompts(3, seed=4)
+    requests = requests_for(prompts, num_seeds=1, temperature=0.0, max_tokens=16)
+    results = run(kind.make(model, tokenizer, max_running=8, kv_tokens=None), requests)
+    for prompt, one in zip(prompts, requests, strict=True):
+        ids = torch.from_numpy(prompt.astype(np.int64))[None].to(kind.device)
+        generated = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, eos_token_id=EOS, pad_token_id=1
+        )
+        assert results[one.id][0].token_ids.tolist() == generated[0, len(prompt) :].tolist()
+    assert off_by(model, requests, results) < TOLERANCE
+
+
+@torch.no_grad()
+def next_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, *, temperature: float) -> torch.Tensor:
+    """Log-probs [T, V] of every token at each place of the response."""
+    ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64))[None].to(model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def nucleus(logprobs: torch.Tensor, *, top_k: int, top_p: float) -> set[int]:
+    """The kept tokens of one distribution: the likeliest k, then the fewest of them with this much probability."""
+    order = logprobs.argsort(descending=True).tolist()[: top_k or None]
+    probs = logprobs[order].exp() / logprobs[order].exp().sum()
+    kept: set[int] = set()
+    mass = 0.0
+    for token, prob in zip(order, probs.tolist(), strict=True):
+        if kept and mass >= top_p:
+            break
+        kept.add(token)
+        mass += prob
+    return kept
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (1, 1.0), (0, 0.5), (0, 1e-6), (6, 0.7)])
+def test_truncated_sampling_stays_in_the_set_and_renormalises(engine: Any, model: Any, top_k: int, top_p: float) -> None:
+    requests = requests_for(random_prompts(3), num_seeds=4, top_k=top_k, top_p=top_p, temperature=1.3, stop_token_ids=())
+    results = run(engine, requests)
+    num_cut = 0
+    for one in requests:
+        for completion in results[one.id]:
+            rows = next_logprobs(model, one.prompt_ids, completion.token_ids, temperature=1.3)
+            for token, logprob, row in zip(completion.token_ids, completion.logprobs, rows, strict=True):
+                kept = nucleus(row, top_k=top_k, top_p=top_p)
+                assert int(token) in kept
+                assert abs(float(row[token] - torch.logsumexp(row[list(kept)], 0)) - logprob) < TOLERANCE
+                num_cut += len(kept) < len(row)
+    assert num_cut > 0
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (2.0, 0), (1.0, 4)])
+def test_tokens_are_drawn_as_often_as_their_probability_says(
+    kind: EngineKind, tokenizer: Any, temperature: float, top_k: int
+) -> None:
+    model = make_model(vocab_size=10).to(kind.device)
+    prompt, draws = np.array([4, 7, 5], dtype=np.int32), 4000
+    engine = kind.make(model, tokenizer, max_running=512, kv_tokens=None)
+    one = request(prompt, seeds=range(draws), max_tokens=1, temperature=temperature, top_k=top_k)
+    tokens = [int(completion.token_ids[0]) for completion in run(engine, [one])["r"]]
+    probs = next_logprobs(model, prompt, np.array([0]), temperature=temperature)[0].exp().numpy()
+    if top_k:
+        probs[np.argsort(probs)[:-top_k]] = 0
+        probs /= probs.sum()
+    counts = np.bincount(tokens, minlength=10)
+    assert counts[probs == 0].sum() == 0
+    possible = probs > 0
+    expected = probs[possible] * draws
+    chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
+    freedom = int(possible.sum()) - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom), (counts, probs * draws)
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    free = run_one(engine, request(prompt, stop_token_ids=(), max_tokens=30)).token_ids.tolist()
+    for place in (0, 3, 9, 20):
+        cut = free[: free.index(free[place]) + 1]
+        stopped = run_one(engine, request(prompt, stop_token_ids=(free[place],), max_tokens=30))
+        assert stopped.token_ids.tolist() == cut
+        assert stopped.finish is FinishReason.STOP
+        assert len(stopped.logprobs) == len(stopped.mask) == len(cut) and stopped.mask.all()
+    first, _, third = list(dict.fromkeys(free))[:3]  # both may be sampled before the engine looks
+    either = run_one(engine, request(prompt, stop_token_ids=(third, first), max_tokens=30))
+    assert either.token_ids.tolist() == free[: free.index(first) + 1]
+
+
+def test_a_completion_without_a_stop_ends_at_its_length(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    free = run_one(engine, request(prompt, stop_token_ids=(), max_tokens=30))
+    for max_tokens in (1, 2, 7, 8, 9, 16, 17, 29):
+        completion = run_one(engine, request(prompt, stop_token_ids=(), max_tokens=max_tokens))
+        assert completion.finish is FinishReason.LENGTH
+        assert completion.token_ids.tolist() == free.token_ids.tolist()[:max_tokens]
+
+
+def test_a_stop_token_at_the_last_place_counts_as_a_stop(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    free = run_one(engine, request(prompt, stop_token_ids=(), max_tokens=30)).token_ids.tolist()
+    place = next(place for place in range(5, 30) if free.index(free[place]) == place)
+    completion = run_one(engine, request(prompt, stop_token_ids=(free[place],), max_tokens=place + 1))
+    assert completion.finish is FinishReason.STOP and len(completion.token_ids) == place + 1
+
+
+def test_a_stop_string_ends_the_text_wherever_it_falls(engine: Any, tokenizer: Any) -> None:
+    """Engines decode several tokens between two looks: the string may end before, at or across such a border."""
+    (prompt,) = random_prompts(1, seed=3)
+    free = run_one(engine, request(prompt, stop_token_ids=(), max_tokens=40)).token_ids.tolist()
+
+    def text(count: int) -> str:
+        return tokenizer.decode(free[:count], skip_special_tokens=True)
+
+    stops = {end: text(end)[-3:] for end in range(3, 40) if len(text(end)) >= 3}
+    requests = [
+        request(prompt, name=str(end), stop_strings=("never", stop), stop_token_ids=(), max_tokens=40)
+        for end, stop in stops.items()
+    ]
+    for name, (completion,) in run(engine, requests).items():
+        stop = stops[int(name)]
+        count = next(count for count in range(1, 41) if stop in text(count))
+        assert completion.finish is FinishReason.STOP
+        assert completion.token_ids.tolist() == free[:count]
+        assert completion.text == text(count) and completion.text.endswith(stop)
+        assert len(completion.logprobs) == sum(segment.num_tokens for segment in completion.segments) == count
+
+
+def test_a_text_without_the_stop_string_runs_to_its_length(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    completion = run_one(engine, request(prompt, stop_strings=("zzz",), stop_token_ids=(), max_tokens=12))
+    assert completion.finish is FinishReason.LENGTH and len(completion.token_ids) == 12
+
+
+def test_the_text_is_the_decoded_tokens_without_special_ones(engine: Any, tokenizer: Any) -> None:
+    requests = requests_for(random_prompts(4), max_tokens=30)
+    completions = [completion for group in run(engine, requests).values() for completion in group]
+    assert any(EOS in completion.token_ids for completion in completions)
+    for completion in completions:
+        assert completion.text == tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+
+
+def test_a_prompt_of_one_token_is_enough(engine: Any, model: Any) -> None:
+    requests = requests_for([np.array([7], dtype=np.int32), np.array([9], dtype=np.int32)])
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def test_abort_returns_what_there_is(kind: EngineKind, engine: Any, model: Any) -> None:
+    prompts = random_prompts(2)
+    long = request(prompts[0], name="long", seeds=(1, 2), max_tokens=100, stop_token_ids=())
+    other = request(prompts[1], name="other", seeds=(3, 4), max_tokens=100, stop_token_ids=())
+    free = run(engine, [long, other])
+    engine.submit(long)
+    engine.submit(other)
+    assert engine.poll() == [] and engine.num_unfinished == 2
+    engine.abort("long")
+    results = finish(engine)
+    assert [completion.finish for completion in results["long"]] == [FinishReason.ABORT] * 2
+    for completion, whole in zip(results["long"], free["long"], strict=True):
+        count = len(completion.token_ids)
+        assert 0 < count < 100 and completion.token_ids.tolist() == whole.token_ids.tolist()[:count]
+    assert off_by(model, [long], results) < TOLERANCE
+    assert ids_of({"other": results["other"]}) == ids_of({"other": free["other"]}), "the neighbour goes on undisturbed"
+
+
+def test_abort_before_the_first_token_returns_empty_completions(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    engine.submit(request(prompt, seeds=(1, 2)))
+    engine.abort("r")
+    group = finish(engine)["r"]
+    assert [completion.finish for completion in group] == [FinishReason.ABORT] * 2
+    assert [len(completion.token_ids) for completion in group] == [0, 0]
+
+
+def test_an_engine_serves_again_after_abort_and_after_the_end(engine: Any, model: Any) -> None:
+    requests = requests_for(random_prompts(3), stop_token_ids=())
+    first = run(engine, requests)
+    assert engine.num_unfinished == 0 and engine.poll() == []
+    engine.submit(requests[0])
+    engine.poll()
+    engine.abort(requests[0].id)
+    finish(engine)
+    assert engine.num_unfinished == 0
+    assert ids_of(run(engine, requests)) == ids_of(first)
+
+
+def test_num_unfinished_counts_requests_not_yet_returned(engine: Any) -> None:
+    assert engine.num_unfinished == 0 and engine.poll() == []
+    prompts = random_prompts(2)
+    engine.submit(request(prompts[0], name="short", seeds=(1, 2, 3), max_tokens=1))
+    engine.submit(request(prompts[1], name="long", max_tokens=60, stop_token_ids=()))
+    assert engine.num_unfinished == 2
+    (short,) = engine.poll()
+    assert short.request_id == "short" and engine.num_unfinished == 1
+    assert set(finish(engine)) == {"long"} and engine.num_unfinished == 0
+
+
+def test_requests_join_while_others_are_decoded(engine: Any, model: Any) -> None:
+    first, second = (
+        requests_for(random_prompts(2, seed=seed), max_tokens=30, stop_token_ids=()) for seed in (1, 2)
+    )
+    second = [request(one.prompt_ids, name=f"late-{one.id}", seeds=one.seeds, max_tokens=12) for one in second]
+    for one in first:
+        engine.submit(one)
+    engine.poll()
+    for one in second:
+        engine.submit(one)
+    assert off_by(model, [*first, *second], finish(engine)) < TOLERANCE
+
+
+def test_a_request_longer_than_the_kv_room_is_refused_with_the_sum(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = kind.make(model, tokenizer, max_running=4, kv_tokens=128)
+    with pytest.raises(ValueError, match=r"20 prompt \+ 109 new = 129 tokens.*128.*kv_tokens"):
+        engine.submit(request(np.full(20, 5, dtype=np.int32), max_tokens=109))
+    assert engine.num_unfinished == 0
+    assert len(run_one(engine, request(np.full(20, 5, dtype=np.int32), max_tokens=108, stop_token_ids=())).token_ids) == 108
+
+
+def test_a_request_past_the_models_positions_is_refused_with_the_sum(engine: Any) -> None:
+    with pytest.raises(ValueError, match=r"10 prompt \+ 247 new = 257 positions.*256"):
+        engine.submit(request(np.full(10, 5, dtype=np.int32), max_tokens=247))
+    assert engine.num_unfinished == 0
+
+
+def test_an_id_under_way_is_refused_and_free_again_afterwards(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    engine.submit(request(prompt, name="twice"))
+    with pytest.raises(ValueError, match="'twice' is already running"):
+        engine.submit(request(prompt, name="twice"))
+    assert set(finish(engine)) == {"twice"}
+    assert set(run(engine, [request(prompt, name="twice")])) == {"twice"}

@@ -1,0 +1,464 @@
+"""Bad input, as a whole run meets it: a clear message or a clean stop, and nothing written before it is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import (
+    IN_UPDATE,
+    Kill,
+    column,
+    finish,
+    groups,
+    journal_bytes,
+    letter_rows,
+    make_run,
+    metric_rows,
+    run_and_be_killed,
+    run_in_child,
+    weights,
+    write_rows,
+)
+from safetensors.numpy import load_file
+from test_journal import small_disk, unmount
+from tiny import make_model, make_tokenizer, save_model
+
+from rollcall.checkpoint.store import CheckpointError, CheckpointStore
+from rollcall.cluster.local import Workers
+from rollcall.config import Config, ConfigError
+from rollcall.controller import RunError
+from rollcall.data.load import DataError
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.journal import Journal, JournalError
+from rollcall.learner.learner import Learner
+from rollcall.learner.model import ModelError
+from rollcall.types import Completion
+
+
+def start_weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_unchanged(config: Config, start: dict[str, np.ndarray]) -> None:
+    for name, tensor in weights(config).items():
+        np.testing.assert_array_equal(tensor, start[name], err_msg=name)
+
+
+# Data
+
+
+def test_a_missing_data_file_is_named_and_the_corrected_run_file_starts_in_the_same_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.jsonl"
+    with pytest.raises(DataError, match=r"nowhere\.jsonl does not exist"):
+        finish(make_run(tmp_path, f"data.train={missing}"))
+    assert finish(make_run(tmp_path))["steps"] == 6
+
+
+def test_a_malformed_row_is_named(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "a=", "answer": \n')
+    with pytest.raises(DataError, match=r"train\.jsonl, row 17 is not JSON"):
+        finish(config)
+    assert not config.run.dir.exists()
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
+    config = make_run(tmp_path, rows=[*letter_rows(3), {"question": "a=", "answer": "a"}])
+    with pytest.raises(DataError, match=r"row 4 has no column 'prompt'; it has question, answer"):
+        finish(config)
+
+
+def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rollcall.train import train
+
+    long = [{"id": f"long-{index}", "prompt": "1+2" * 10 + "=", "answer": "a"} for index in range(3)]
+    config = make_run(tmp_path, "data.max_prompt_tokens=8", rows=[*letter_rows(8), *long])
+    train(config)
+    assert "left out 3 prompts longer than 8 tokens" in " ".join(capsys.readouterr().out.split())
+    used = {group.prompt.id for step in range(1, 7) for group in groups(config, step).values()}
+    assert used == {f"row-{index}" for index in range(8)}
+
+
+def test_data_of_overlong_prompts_only_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 16 prompts are longer than data.max_prompt_tokens=2; the shortest has 3"):
+        finish(make_run(tmp_path, "data.max_prompt_tokens=2"))
+
+
+def test_prompts_that_cannot_fit_the_models_positions_are_refused_before_training(tmp_path: Path) -> None:
+    rows = [*letter_rows(40), {"id": "long", "prompt": "1" * 250 + "=", "answer": "a"}]
+    config = make_run(tmp_path, "data.shuffle=false", "rollout.max_response_tokens=8", rows=rows)
+    with pytest.raises(ConfigError, match=r"prompt of 251 tokens.*makes 259 positions, and the model has 256"):
+        finish(config)
+    assert not config.run.dir.exists()
+    assert finish(make_run(tmp_path, "data.max_prompt_tokens=248", "rollout.max_response_tokens=8"))["steps"] == 6
+
+
+def test_a_held_out_prompt_that_cannot_fit_is_refused_too(tmp_path: Path) -> None:
+    config = make_run(tmp_path, val=[{"prompt": "1" * 255, "answer": "a"}])
+    with pytest.raises(ConfigError, match=r"val\.jsonl has a prompt of 255 tokens"):
+        finish(config)
+
+
+def test_fewer_rows_than_prompts_in_a_step_are_drawn_again(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "data.prompts_per_step=8", rows=letter_rows(3))
+    finish(config)
+    assert sorted(groups(config, 1)) == list(range(8))
+    assert {group.prompt.id for group in groups(config, 1).values()} == {"row-0", "row-1", "row-2"}
+
+
+# Models and tokenizers
+
+
+def test_a_path_that_is_no_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"empty has no config.json, so it is not a transformers model directory"):
+        finish(make_run(tmp_path, model=tmp_path / "empty"))
+    with pytest.raises(ModelError, match=r"nowhere is not a directory"):
+        finish(make_run(tmp_path, f"model.path={tmp_path}/nowhere"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_directory_with_torn_weights_is_named(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        finish(config)
+
+
+def edit_tokenizer(model: Path, **changes: Any) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = model / name
+        if path.exists():
+            values = {**json.loads(path.read_text()), **changes}
+            path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama-tied")
+    edit_tokenizer(tmp_path / "model", eos_token=None)
+    with pytest.raises(ModelError, match="has no eos token"):
+        finish(make_run(tmp_path))
+
+
+def test_a_tokenizer_without_a_pad_token_trains(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    edit_tokenizer(tmp_path / "model", pad_token=None)
+    assert finish(config)["steps"] == 6
+
+
+# Nothing to learn from
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
+def test_equal_rewards_teach_nothing_and_the_run_goes_on(tmp_path: Path, name: str) -> None:
+    reward = [{"type": "function", "path": "rewards_bad:always_equal"}]
+    config = make_run(tmp_path, f"algorithm.name={name}", "actor.weight_decay=0", reward=reward)
+    assert finish(config)["steps"] == 6
+    assert column(config, "train/zero_variance_groups") == [1.0] * 6
+    assert column(config, "train/grad_norm") == [0.0] * 6
+    assert_unchanged(config, start_weights(tmp_path))
+
+
+def test_dynamic_sampling_gives_up_refilling_when_no_group_has_anything_to_teach(tmp_path: Path) -> None:
+    reward = [{"type": "function", "path": "rewards_bad:always_equal"}]
+    config = make_run(tmp_path, "algorithm.name=dapo", "algorithm.max_refills=2", "trainer.steps=3", reward=reward)
+    finish(config)
+    assert column(config, "train/refills") == [2.0] * 3
+    assert [len(groups(config, step)) for step in (1, 2, 3)] == [24] * 3
+    assert_unchanged(config, start_weights(tmp_path))
+
+
+def save_silent_model(directory: Path) -> None:
+    """A model that ends every completion at once: the same hidden state everywhere, and a head that says eos to it."""
+    tokenizer = make_tokenizer()
+    model = make_model("qwen2-untied", vocab_size=len(tokenizer))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.lm_head.weight[tokenizer.eos_token_id].fill_(1.0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def test_empty_completions_train(tmp_path: Path) -> None:
+    save_silent_model(tmp_path / "model")
+    reward = [{"type": "function", "path": "rewards_bad:short"}]
+    config = make_run(tmp_path, reward=reward, val=letter_rows(4))
+    assert finish(config)["steps"] == 6
+    completions = [each for group in groups(config, 1).values() for each in group.completions]
+    assert {each.text for each in completions} == {""} and {len(each.token_ids) for each in completions} == {1}
+    assert column(config, "rollout/response_length_mean") == [1.0] * 6
+    assert column(config, "rollout/truncated_fraction") == [0.0] * 6
+
+
+# A loss that is not a number
+
+
+def poison_after(monkeypatch: pytest.MonkeyPatch, *, updates: int) -> None:
+    """The policy turns NaN after so many updates, as a diverged one does."""
+    original, calls = Learner.update, 0
+
+    def update(self: Learner, samples: Any) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        if calls > updates:
+            with torch.no_grad():
+                next(self.model.parameters()).fill_(float("nan"))
+        return original(self, samples)
+
+    monkeypatch.setattr(Learner, "update", update)
+
+
+def test_a_nan_loss_stops_the_run_with_everything_before_it_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, whole = make_run(tmp_path, name="poisoned"), make_run(tmp_path, name="whole")
+    with monkeypatch.context() as patch:
+        poison_after(patch, updates=4)
+        with pytest.raises(RunError, match=r"step 5: .*nan.*not applied.*nothing on disk is lost.*[Ll]ower actor.lr"):
+            finish(config)
+    assert [row["step"] for row in metric_rows(config) if "train/loss" in row] == [1, 2, 3, 4]
+    with Journal(config.run.dir / "journal") as journal:
+        assert sorted(journal.trained()) == [1, 2, 3, 4] and journal.steps() == [1, 2, 3, 4, 5]
+    latest = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1).latest()
+    assert latest is not None and latest.step == 4
+    assert not (config.run.dir / "model").exists() and not (config.run.dir / "summary.json").exists()
+    finish(config)
+    finish(whole)
+    for name, tensor in weights(config).items():
+        assert tensor.tobytes() == weights(whole)[name].tobytes(), "the poisoned update left a trace"
+
+
+def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverged(self: NativeEngine, sequence: Any) -> Completion:
+        completion = original(self, sequence)
+        return (
+            replace(completion, logprobs=completion.logprobs * np.float32("nan")) if self.version == 3 else completion
+        )
+
+    config, original = make_run(tmp_path), NativeEngine._completion
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "_completion", diverged)
+        with pytest.raises(
+            RunError, match=r"step 4: the policy's log-probs for prompt 'row-\d+' are not finite.*actor.lr"
+        ):
+            finish(config)
+    assert [len(groups(config, step)) for step in (1, 2, 3, 4)] == [8, 8, 8, 0]
+    assert finish(config)["steps"] == 6
+
+
+@pytest.mark.xfail(
+    raises=RuntimeError, strict=True, reason="the CPU sampler turns NaN logits into an id past the vocabulary"
+)
+def test_an_absurd_learning_rate_ends_in_a_clear_error_and_can_be_corrected(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"step 2: .*not finite.*Lower actor.lr"):
+        finish(make_run(tmp_path, "actor.lr=1e30"))
+    assert not (tmp_path / "run" / "model").exists()
+    assert finish(make_run(tmp_path))["steps"] == 6, "step 1 is trained again, at a sane rate"
+
+
+# A full disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    path = small_disk(tmp_path / "disk", size="8m")
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the room that is left."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            try:
+                while file.write(bytes(size)) == size:
+                    continue
+            except OSError:
+                continue
+    return ballast
+
+
+def fill_disk_at(patch: pytest.MonkeyPatch, disk: Path, owner: type, name: str, *, call: int) -> None:
+    original, calls = getattr(owner, name), 0
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            fill(disk)
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "error", "message"),
+    [
+        pytest.param(
+            Journal, "append", 20, JournalError, r"cannot write the group of draw \d+.*No space left", id="group"
+        ),
+        pytest.param(
+            Workers, "write_checkpoint", 2, CheckpointError, "step-000004 cannot be written: no space left", id="save"
+        ),
+    ],
+)
+def test_a_full_disk_stops_the_run_with_a_clear_message_and_with_room_the_run_finishes(
+    tmp_path: Path,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    call: int,
+    error: type[Exception],
+    message: str,
+) -> None:
+    whole = make_run(tmp_path, name="whole")
+    config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
+    with monkeypatch.context() as patch:
+        fill_disk_at(patch, disk, owner, name, call=call)
+        with pytest.raises(error, match=message):
+            finish(config)
+    before = journal_bytes(config)
+    latest = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1).latest()
+    assert latest is not None and latest.step == 2
+    readable = [draw for step in (1, 2, 3, 4) for draw in groups(config, step)]
+    assert readable[:16] == list(range(16)) and 19 <= len(readable) < 48
+    (disk / "ballast").unlink()
+    assert finish(config)["steps"] == 6
+    assert all(data.startswith(before[file]) for file, data in journal_bytes(config).items() if file in before)
+    finish(whole)
+    if name != "append":  # a group generated in another batch may differ in its last bit
+        for key, tensor in weights(config).items():
+            assert tensor.tobytes() == weights(whole)[key].tobytes()
+
+
+def test_a_disk_that_is_full_when_the_run_starts_is_named(tmp_path: Path, disk: Path) -> None:
+    config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
+    ballast = fill(disk)
+    with pytest.raises((OSError, ValueError), match="No space left"):
+        finish(config)
+    ballast.unlink()
+    assert finish(config)["steps"] == 6
+
+
+def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollcall.controller import Controller
+
+    config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
+    with monkeypatch.context() as patch:
+        fill_disk_at(patch, disk, Controller, "_export", call=1)
+        with pytest.raises(CheckpointError, match="model cannot be written: No space left"):
+            finish(config)
+    (disk / "ballast").unlink()
+    assert finish(config)["steps"] == 6
+    assert weights(config)
+
+
+# The run directory
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("run.seed=8", "run.seed=7"),
+        ("data.max_prompt_tokens=9", "data="),
+        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt=4"),
+        ("algorithm.name=rloo", "algorithm.name=grpo"),
+        ("reward.0.weight=2", "reward="),
+    ],
+)
+def test_a_run_directory_is_not_continued_by_another_run(tmp_path: Path, override: str, key: str) -> None:
+    config = make_run(tmp_path, "trainer.steps=2")
+    finish(config)
+    before = journal_bytes(config), metric_rows(config), (config.run.dir / "run.yaml").read_text()
+    with pytest.raises(ConfigError, match=rf"holds a run with {key}.*--fresh"):
+        finish(make_run(tmp_path, "trainer.steps=2", override))
+    assert before == (journal_bytes(config), metric_rows(config), (config.run.dir / "run.yaml").read_text())
+
+
+CHANGES: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
+    "a-row-more": lambda rows: [*rows, {"id": "new", "prompt": "9a=", "answer": "a"}],
+    "other-text": lambda rows: [{**row, "prompt": row["prompt"].replace("=", "+")} for row in rows],
+    "other-answers": lambda rows: [{**row, "answer": "z"} for row in rows],
+    "other-order": lambda rows: rows[::-1],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_data_file_that_changed_under_the_run_is_refused(tmp_path: Path, change: str) -> None:
+    config = make_run(tmp_path)
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=4))
+    before = journal_bytes(config)
+    write_rows(tmp_path / "train.jsonl", CHANGES[change](letter_rows()))
+    with pytest.raises(JournalError, match=r"train\.jsonl is not what this run was started with.*restore it"):
+        finish(config)
+    assert journal_bytes(config) == before
+    write_rows(tmp_path / "train.jsonl", letter_rows())
+    assert finish(config)["steps"] == 6
+
+
+def test_data_that_changed_before_the_first_checkpoint_is_refused_by_the_journal(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=1))
+    write_rows(tmp_path / "train.jsonl", CHANGES["other-text"](letter_rows()))
+    with pytest.raises(JournalError, match=r"another prompt 'row-\d+' for draw 0 of step 1"):
+        finish(config)
+
+
+def test_fresh_moves_the_old_run_aside_and_starts_over(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    finish(config)
+    first = weights(config)
+    for number in (1, 2):
+        other = make_run(tmp_path, f"run.seed={10 + number}")
+        assert finish(other, fresh=True)["steps"] == 6
+        assert (tmp_path / f"run.old-{number}" / "summary.json").exists()
+    for name, tensor in load_file(tmp_path / "run.old-1" / "model" / "model.safetensors").items():
+        np.testing.assert_array_equal(tensor, first[name])
+    assert finish(make_run(tmp_path, name="new"), fresh=True)["steps"] == 6, "nothing there to move"
+
+
+def test_a_directory_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    config.run.dir.mkdir()
+    (config.run.dir / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="has files in it but no run.yaml"):
+        finish(config)
+    assert [path.name for path in config.run.dir.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("cluster", ["{num_nodes: 2, num_gpus_per_node: 1}", "{num_nodes: 1, num_gpus_per_node: 8}"])
+def test_a_cluster_of_more_than_one_slot_is_refused(tmp_path: Path, cluster: str) -> None:
+    config = make_run(tmp_path, f"cluster={cluster}")
+    with pytest.raises(ConfigError, match=r"cluster asks for \d nodes x \d slots"):
+        finish(config)
+    assert not config.run.dir.exists()
+
+
+def test_a_cluster_of_one_slot_trains(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "cluster={num_nodes: 1, num_gpus_per_node: 1}", "trainer.steps=2")
+    assert finish(config)["steps"] == 2
+
+
+def test_an_error_ends_a_child_process_with_a_status(tmp_path: Path) -> None:
+    config = make_run(tmp_path, f"data.train={tmp_path}/nowhere.jsonl")
+    assert run_in_child(config) == 1

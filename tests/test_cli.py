@@ -1,0 +1,294 @@
+"""The `rollcall` command as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import save_model
+
+from rollcall import __version__
+from rollcall.config import load_config
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+WAIT_S = 120.0
+SUMMARY_KEYS = (
+    "steps", "seconds", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",
+    "logprob_mismatch", "peak_memory_gib",
+)  # fmt: skip
+
+
+def rollcall(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rollcall", *arguments],
+        cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+
+
+def environment(cwd: Path) -> dict[str, str]:
+    extra = {"PYTHONPATH": str(ROOT / "src"), "ROLLCALL_CACHE": str(cwd / "cache"), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **extra, "OMP_NUM_THREADS": "1"}
+
+
+def write_run(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A run file for a tiny model and sums, both written beside it."""
+    save_model(folder / "tiny-model")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run: dict[str, Any] = {
+        "run": {"name": "tiny", "dir": "runs/tiny"},
+        "model": {"path": str(folder / "tiny-model"), "device": "cpu"},
+        "data": {"train": "sums.jsonl", "val": "sums.jsonl", "prompts_per_step": 4},
+        "rollout": {"samples_per_prompt": 2, "max_response_tokens": 4},
+        "trainer": {"steps": 2, "save_every": 1, "num_threads": 1},
+    }
+    for name, section in sections.items():
+        run[name] = {**run.get(name, {}), **section} if isinstance(section, dict) else section
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def trained_draws(run_dir: Path) -> list[int]:
+    rows = [json.loads(line) for line in (run_dir / "journal" / "trained.jsonl").read_text().splitlines()]
+    return [draw for row in {row["step"]: row for row in rows}.values() for draw in row["draws"]]
+
+
+def test_help_leads_a_stranger_to_the_demo_the_examples_and_the_tests(tmp_path: Path) -> None:
+    result = rollcall("--help", cwd=tmp_path)
+    assert result.returncode == 0
+    for words in ("make demo", "make test", "rollcall train", "examples/gsm8k.yaml", "docs/configuration.md"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "config", "data", "version"])
+def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) -> None:
+    result = rollcall(command, "--help", cwd=tmp_path)
+    assert result.returncode == 0
+    assert f"\n    rollcall {command}" in result.stdout or f"\n      rollcall {command}" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["config", "actor.lr=1e-5"], ["version"]])
+def test_what_needs_no_model_does_not_import_torch(tmp_path: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom rollcall.cli.main import app\n"
+        f"app({arguments!r}, standalone_mode=False)\n"
+        "print([name for name in ('torch', 'transformers', 'pyarrow') if name in sys.modules], file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr.strip().endswith("[]"), result.stderr
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["rollcall"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
+    assert f"rollcall {__version__} " in rollcall("--version", cwd=tmp_path).stdout
+    assert f"rollcall {__version__} " in rollcall("version", cwd=tmp_path).stdout
+
+
+def test_config_prints_a_run_file_that_reads_back_as_the_same_run(tmp_path: Path) -> None:
+    result = rollcall("config", str(ROOT / "examples/gsm8k.yaml"), "actor.lr=2e-6", "reward.0.weight=0.5", cwd=tmp_path)
+    (tmp_path / "resolved.yaml").write_text(result.stdout)
+    resolved = load_config(tmp_path / "resolved.yaml")
+    assert resolved == load_config(ROOT / "examples/gsm8k.yaml", ["actor.lr=2e-6", "reward.0.weight=0.5"])
+    assert (resolved.actor.lr, resolved.reward[0].weight) == (2e-6, 0.5)
+
+
+def test_a_first_argument_with_an_equals_sign_overrides_the_embedded_default(tmp_path: Path) -> None:
+    result = rollcall("config", "run.name=mine", "trainer.steps=7", cwd=tmp_path)
+    resolved = yaml.safe_load(result.stdout)
+    assert (resolved["run"]["name"], resolved["trainer"]["steps"]) == ("mine", 7)
+    assert resolved["model"]["path"] == "builtin:arithmetic"
+
+
+def test_a_misspelt_key_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    result = rollcall("config", "rollout.max_tokens=5", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "error: rollout.max_tokens is not a field; did you mean rollout.max_response_tokens?\n"
+
+
+def test_wrong_usage_ends_with_status_2(tmp_path: Path) -> None:
+    for arguments in (["trian"], ["train", "--frehs"], ["eval"]):
+        result = rollcall(*arguments, cwd=tmp_path)
+        assert result.returncode == 2 and "Usage: rollcall" in result.stderr
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_every_example_loads_and_is_short(path: Path) -> None:
+    assert load_config(path).run.dir == Path("runs") / path.stem
+    assert len(path.read_text().splitlines()) <= 30
+
+
+def test_the_arithmetic_example_is_the_embedded_default() -> None:
+    assert load_config(ROOT / "examples/arithmetic.yaml") == load_config(), (
+        "examples/arithmetic.yaml: copy default.yaml"
+    )
+
+
+def test_data_makes_files_and_says_how_to_use_them(tmp_path: Path) -> None:
+    result = rollcall("data", "arithmetic", "--num", "50", "--out", "sums", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "sums/train.parquet").exists() and (tmp_path / "sums/test.parquet").exists()
+    assert "50 rows" in result.stdout and "reward: [{type: exact}]" in result.stdout
+
+
+def bad_runs(folder: Path) -> dict[str, tuple[list[str], str]]:
+    run = str(write_run(folder))
+
+    def train(name: str, *overrides: str) -> list[str]:
+        return [run, f"run.dir=runs/{name}", *overrides]
+
+    (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    (folder / "empty").mkdir()
+    tokenizer = save_model(folder / "no-eos", "llama-tied") / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(tokenizer.read_text()).items() if key != "eos_token"}
+    tokenizer.write_text(json.dumps(settings))
+    return {
+        "missing run file": (["none.yaml"], "run file none.yaml does not exist"),
+        "missing data": (train("0", "data.train=none.jsonl"), "data file none.jsonl does not exist"),
+        "malformed data": (train("1", "data.train=broken.jsonl"), "broken.jsonl, row 2 is not JSON"),
+        "overlong prompts": (
+            train("2", "data.max_prompt_tokens=2"),
+            "all 16 prompts are longer than data.max_prompt_tokens=2",
+        ),
+        "not a model": (train("3", "model.path=./empty"), "model.path=./empty has no config.json"),
+        "no eos token": (train("4", "model.path=./no-eos"), "the tokenizer of ./no-eos has no eos token"),
+        "unknown reward": (train("5", "reward=[{type: function, path: none:f}]"), "none"),
+        "run.dir inside a file": ([run, "run.dir=run.yaml/x"], "Not a directory: run.yaml/x"),
+    }
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "cases.json").write_text(json.dumps(bad_runs(folder)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "missing run file", "missing data", "malformed data", "overlong prompts", "not a model", "no eos token",
+        "unknown reward", "run.dir inside a file",
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_message_without_a_traceback(bad: Path, case: str) -> None:
+    arguments, message = json.loads((bad / "cases.json").read_text())[case]
+    result = rollcall("train", *arguments, cwd=bad)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = rollcall("train", "none.yaml", "--debug", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr and "ConfigError: run file none.yaml does not exist" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a run of two steps, and what the command printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, rollcall("train", str(write_run(folder)), "--json", cwd=folder)
+
+
+def test_training_leaves_the_whole_run_directory(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, result = trained
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""  # no progress bars, no advice of libraries
+    run_dir = folder / "runs/tiny"
+    summary = json.loads(result.stdout)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert all(isinstance(summary[key], int | float) for key in SUMMARY_KEYS), summary
+    assert summary["eval"]["accuracy"].keys() >= {"first", "last"} and summary["steps"] == 2
+    assert load_config(run_dir / "run.yaml") == load_config(folder / "run.yaml")
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert set(steps) == {0, 1, 2}
+    assert list((run_dir / "tensorboard").glob("events.out.*"))
+    assert sorted(path.name for path in (run_dir / "journal").glob("*.groups")) == ["000001.groups", "000002.groups"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert (run_dir / "samples/val-000002.jsonl").exists() and (run_dir / "learning_curve.png").exists()
+    assert_opens_with_transformers(run_dir / "model")
+
+
+def test_the_same_command_again_has_nothing_left_to_do(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, first = trained
+    again = rollcall("train", "run.yaml", "--json", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    for key in ("steps", "tokens_generated", "tokens_trained", "eval"):
+        assert json.loads(again.stdout)[key] == json.loads(first.stdout)[key]
+    assert trained_draws(folder / "runs/tiny") == list(range(8))
+
+
+def test_fresh_moves_the_old_run_aside_and_starts_over(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, first = trained
+    result = rollcall("train", "run.yaml", "--fresh", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "step 2/2" in result.stdout and "runs/tiny/model" in result.stdout
+    old = json.loads((folder / "runs/tiny.old-1/summary.json").read_text())
+    assert old["tokens_generated"] == json.loads(first.stdout)["tokens_generated"]
+    assert trained_draws(folder / "runs/tiny") == list(range(8))
+
+
+def assert_opens_with_transformers(directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = model.generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert tokens.shape[1] > 4
+
+
+@pytest.mark.chaos
+def test_ctrl_c_is_a_clean_stop_and_the_same_command_finishes_the_run(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef score(*row):\n    time.sleep(0.02)\n    return 0.0\n")
+    reward: Any = [{"type": "function", "path": "slow:score"}]
+    run_file = write_run(tmp_path, reward=reward, trainer={"steps": 12, "save_every": 3, "eval_every": 0})
+    run_dir = tmp_path / "runs/tiny"
+    # A session of its own, so that the signal reaches the whole process group, as a terminal sends it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollcall", "train", str(run_file)],
+        cwd=tmp_path, env=environment(tmp_path), start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: (run_dir / "checkpoints/step-000003").exists(), process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert errors.startswith("stopped by Ctrl-C after step ") and "the same command continues" in errors
+    assert "Traceback" not in errors
+    before = {path: path.read_bytes() for path in (run_dir / "journal").glob("*.groups")}
+    assert before and len(before) < 12, "the run was stopped in its middle"
+
+    result = rollcall("train", str(run_file), "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == 12
+    assert trained_draws(run_dir) == list(range(48))
+    for path, content in before.items():
+        assert path.read_bytes().startswith(content), f"{path.name}: finished groups were made again"
+
+
+def wait_for(happened: Any, process: subprocess.Popen[str]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not happened():
+        assert process.poll() is None, f"the run ended by itself: {process.communicate()}"
+        assert time.monotonic() < give_up, "the run did not get that far"
+        time.sleep(0.05)

@@ -1,0 +1,214 @@
+"""The native engine: the contract on CPU and CUDA, and what is its own (shared fills, fused parameters, refusals)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.register_assert_rewrite("engine_contract")
+
+from engine_contract import *  # noqa: F403
+from engine_contract import TOLERANCE, EngineKind, Tight, off_by, request, requests_for, run, run_one
+from tiny import ARCHITECTURES, make_model, make_tokenizer, random_prompts, reference_logprobs
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from rollcall.engine.native.decoder import Decoder, UnsupportedModel, fuse_parameters
+from rollcall.engine.native.engine import NativeEngine
+
+SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
+
+
+def make_engine(model: Any, tokenizer: Any, *, max_running: int = 16, kv_tokens: int | None = None) -> NativeEngine:
+    fuse_parameters(model)
+    return NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens)
+
+
+def native(device: str, tight: Tight) -> EngineKind:
+    return EngineKind(
+        device=device,
+        make=make_engine,
+        push_weights=lambda engine, model, version: engine.update_weights(version),
+        num_preemptions=lambda engine: engine.num_preemptions,
+        tight=tight,
+    )
+
+
+CPU = native("cpu", Tight(kv_tokens=120, prompt_lengths=(3, 12), max_tokens=24))
+# KV blocks hold 64 tokens there: eight completions start in one block each and all need a second one.
+CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_tokens=60))
+
+
+@pytest.fixture(params=[pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest) -> EngineKind:
+    return request.param
+
+
+def test_a_prompt_is_filled_once_for_all_its_completions(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = make_engine(model, tokenizer)
+    prompts = random_prompts(2, lengths=(70, 80))
+    run(engine, requests_for(prompts, num_seeds=6))
+    assert engine.runner.num_filled_tokens == sum(len(prompt) - 1 for prompt in prompts)  # type: ignore[attr-defined]
+
+
+def test_completions_of_a_shared_prompt_are_exact(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    """Prompts around the borders of a KV block, which is shared when full and copied when not."""
+    requests = requests_for([prompt[:length] for prompt, length in zip(
+        random_prompts(5, lengths=(130, 130)), (63, 64, 65, 128, 129), strict=True
+    )], num_seeds=3)  # fmt: skip
+    assert off_by(model, requests, run(make_engine(model, tokenizer), requests)) < TOLERANCE
+
+
+def test_a_group_larger_than_max_running_is_exact(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    requests = requests_for(random_prompts(2), num_seeds=7)
+    assert off_by(model, requests, run(make_engine(model, tokenizer, max_running=3), requests)) < TOLERANCE
+
+
+def test_sequences_past_the_first_rotary_table_are_exact(kind: EngineKind, tokenizer: Any) -> None:
+    model = make_model(max_position_embeddings=1024).to(kind.device)
+    requests = requests_for(random_prompts(2, lengths=(280, 300)), max_tokens=12)
+    assert off_by(model, requests, run(make_engine(model, tokenizer), requests)) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fusing_keeps_names_values_and_outputs(architecture: str) -> None:
+    plain, fused = make_model(architecture), make_model(architecture)
+    ids = torch.from_numpy(random_prompts(1)[0].astype(np.int64))[None]
+    fuse_parameters(fused)
+    expected, got = plain.state_dict(), fused.state_dict()
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    torch.testing.assert_close(fused(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_fusing_keeps_gradients() -> None:
+    plain, fused = make_model("llama-bias"), make_model("llama-bias")
+    ids = torch.from_numpy(random_prompts(1)[0].astype(np.int64))[None]
+    fuse_parameters(fused)
+    for model in (plain, fused):
+        model(ids, labels=ids).loss.backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), fused.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in make_model("llama-bias").named_parameters()])
+def test_an_in_place_change_of_any_parameter_reaches_the_engine(name: str) -> None:
+    model = make_model("llama-bias")
+    engine = make_engine(model, make_tokenizer())
+    requests = requests_for(random_prompts(2), max_tokens=8)
+    run(engine, requests)
+    with torch.no_grad():
+        model.get_parameter(name).add_(0.3)
+    engine.update_weights(1)
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def test_an_optimizer_step_reaches_the_engine() -> None:
+    model = make_model()
+    engine = make_engine(model, make_tokenizer())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    ids = torch.from_numpy(random_prompts(1)[0].astype(np.int64))[None]
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    engine.update_weights(1)
+    requests = requests_for(random_prompts(2))
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def small(config_class: Any, **extra: Any) -> Any:
+    shape = dict(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    return config_class(**{**shape, **extra})
+
+
+def test_another_architecture_is_refused_by_name() -> None:
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
+    gemma = Gemma2ForCausalLM(small(Gemma2Config, head_dim=16))
+    for model, name in ((gpt2, "gpt2"), (gemma, "gemma2")):
+        for refuse in (Decoder.of, fuse_parameters):
+            with pytest.raises(UnsupportedModel, match=f"architecture '{name}' exactly; it runs llama, mistral, qwen2, qwen3"):
+                refuse(model)
+
+
+def test_a_rope_type_that_depends_on_the_length_is_refused_by_name() -> None:
+    model = make_model("llama-tied", rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
+    with pytest.raises(UnsupportedModel, match="this llama model has 'dynamic'"):
+        fuse_parameters(model)
+
+
+def test_other_activations_partial_rotary_and_quantised_weights_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        (dict(hidden_act="gelu"), "hidden_act=silu; this llama model has 'gelu'"),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), "partial rotary"),
+    ]
+    for shape, message in cases:
+        config_class, _, _ = ARCHITECTURES["llama-tied"]
+        with pytest.raises(UnsupportedModel, match=message):
+            fuse_parameters(LlamaForCausalLM(small(config_class, **shape)))
+    model = make_model("llama-tied")
+    model.config.quantization_config = {"quant_method": "awq"}
+    with pytest.raises(UnsupportedModel, match="unquantised weights"):
+        fuse_parameters(model)
+
+
+@pytest.mark.parametrize("rope", [
+    dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+    dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64),
+])  # fmt: skip
+def test_scaled_rotary_embeddings_are_exact(kind: EngineKind, tokenizer: Any, rope: dict[str, Any]) -> None:
+    model = make_model("llama-tied", rope_parameters=rope).to(kind.device)
+    requests = requests_for(random_prompts(2, lengths=(70, 80)))
+    assert off_by(model, requests, run(make_engine(model, tokenizer), requests)) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_logprobs_stay_close_to_the_modules_own(architecture: str) -> None:
+    model = make_model(architecture, scale=2.0).to("cuda", torch.bfloat16)
+    requests = requests_for(random_prompts(8), num_seeds=4, stop_token_ids=())
+    results = run(make_engine(model, make_tokenizer(), max_running=32), requests)
+    differences = [
+        np.abs(reference_logprobs(model, one.prompt_ids, completion.token_ids).numpy() - completion.logprobs)
+        for one in requests
+        for completion in results[one.id]
+    ]
+    assert float(np.concatenate(differences).mean()) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    SMOLLM2 is None,
+    reason="set ROLLCALL_SMOLLM2 to a directory made by `python scripts/get_smollm2.py DIRECTORY`",
+)
+def test_smollm2_is_exact_and_fluent() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert SMOLLM2 is not None and Path(SMOLLM2).is_dir(), f"ROLLCALL_SMOLLM2={SMOLLM2} is not a directory"
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    engine = make_engine(model, tokenizer, max_running=4, kv_tokens=600)
+    questions = ["What is 7 + 5?", "Name a colour of the rainbow.", "Count from one to five."]
+    prompts = [
+        np.array(
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"],
+            dtype=np.int32,
+        )
+        for text in questions
+    ]
+    requests = requests_for(prompts, max_tokens=24, stop_token_ids=(tokenizer.eos_token_id,))
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+    greedy = request(prompts[0], temperature=0.0, max_tokens=40, stop_token_ids=(tokenizer.eos_token_id,))
+    assert "12" in run_one(engine, greedy).text
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    engine.update_weights(1)
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE

@@ -1,0 +1,230 @@
+"""AdamW as the paper writes it, the schedule, clipping, master weights, and refusal of non-finite gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollcall.config import OptimizerSection
+from rollcall.learner.optimizer import NonFiniteError, Optimizer
+
+
+def weights(*, dtype: torch.dtype = torch.float32, transposed: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(6, 5, generator=generator).to(dtype)
+    if transposed:  # as the CPU keeps linear weights
+        matrix = matrix.t().contiguous().t()
+    return {"matrix": matrix, "vector": torch.randn(5, generator=generator).to(dtype)}
+
+
+def section(**changes: Any) -> OptimizerSection:
+    return OptimizerSection(**{"lr": 0.01, "grad_clip": 0.0, **changes})
+
+
+def give_gradient(named: dict[str, Tensor], *, seed: int, factor: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    grads = {name: factor * torch.randn(weight.shape, generator=generator) for name, weight in named.items()}
+    for name, weight in named.items():
+        weight.grad = grads[name].to(weight.dtype)
+    return grads
+
+
+def run(optimizer: Optimizer, *, seeds: range, factor: float = 1.0) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    for seed in seeds:
+        give_gradient(optimizer.named, seed=seed, factor=factor)
+        optimizer.accumulate()
+        rows.append(optimizer.step())
+    return rows
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_updates_follow_the_formula(transposed: bool) -> None:
+    """Loshchilov and Hutter, arXiv:1711.05101, in float64; vectors (norms, biases) do not decay."""
+    named = weights(transposed=transposed)
+    expected = {name: weight.double().clone() for name, weight in named.items()}
+    optimizer = Optimizer(
+        named, section(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, warmup_steps=3, grad_clip=2.0), total_updates=10
+    )
+    first = {name: torch.zeros_like(value) for name, value in expected.items()}
+    second = {name: torch.zeros_like(value) for name, value in expected.items()}
+    for step in range(1, 7):
+        grads = {name: grad.double() for name, grad in give_gradient(named, seed=step).items()}
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+        rate = 0.01 * min(step / 3, 1)
+        for name, value in expected.items():
+            grad = grads[name] * min(1.0, 2.0 / norm)
+            first[name] = 0.8 * first[name] + 0.2 * grad
+            second[name] = 0.95 * second[name] + 0.05 * grad**2
+            move = first[name] / (1 - 0.8**step) / ((second[name] / (1 - 0.95**step)).sqrt() + 1e-6)
+            decay = 0.1 if name == "matrix" else 0.0
+            expected[name] = value * (1 - rate * decay) - rate * move
+        optimizer.accumulate()
+        metrics = optimizer.step()
+        assert norm > 2.0 and metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert metrics["lr"] == pytest.approx(rate)
+    for name, value in expected.items():
+        torch.testing.assert_close(named[name].detach().double(), value, atol=1e-6, rtol=1e-5)
+
+
+def test_updates_equal_those_of_torch() -> None:
+    named = weights()
+    theirs = {name: weight.clone().requires_grad_() for name, weight in named.items()}
+    optimizer = Optimizer(named, section(weight_decay=0.05), total_updates=10)
+    reference = torch.optim.AdamW(
+        [{"params": [theirs["matrix"]], "weight_decay": 0.05}, {"params": [theirs["vector"]], "weight_decay": 0.0}],
+        lr=0.01,
+        betas=optimizer.section.betas,
+        eps=1e-8,
+    )
+    for seed in range(5):
+        give_gradient(theirs, seed=seed)
+        reference.step()
+    run(optimizer, seeds=range(5))
+    for name in named:
+        torch.testing.assert_close(named[name], theirs[name], atol=0, rtol=0)
+
+
+def test_gradients_of_several_backwards_add_up() -> None:
+    one, other = weights(), weights()
+    together, apart = (Optimizer(named, section(), total_updates=1) for named in (one, other))
+    grads = [give_gradient(other, seed=seed) for seed in (1, 2, 3)]
+    for part in grads:
+        for name, weight in other.items():
+            weight.grad = part[name].clone()
+        apart.accumulate()
+        assert all(weight.grad is None for weight in other.values())
+    for name, weight in one.items():
+        weight.grad = grads[0][name] + grads[1][name] + grads[2][name]
+    together.accumulate()
+    assert together.step()["grad_norm"] == pytest.approx(apart.step()["grad_norm"], rel=1e-6)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(), [1.0] * 9),
+        (dict(warmup_steps=4), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (dict(decay="linear"), [1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0]),
+        (dict(decay="linear", warmup_steps=4), [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        (dict(decay="linear", min_lr_ratio=0.5), [1.0, 0.9375, 0.875, 0.8125, 0.75, 0.6875, 0.625, 0.5625, 0.5]),
+        (dict(decay="cosine"), [0.5 + 0.5 * math.cos(math.pi * step / 8) for step in range(9)]),
+        (dict(decay="cosine", min_lr_ratio=0.1), [0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * n / 8)) for n in range(9)]),
+    ],
+)
+def test_the_rate_warms_up_and_decays(changes: dict[str, Any], expected: list[float]) -> None:
+    optimizer = Optimizer(weights(), section(lr=2.0, **changes), total_updates=8)
+    assert [optimizer.learning_rate(step) / 2.0 for step in range(9)] == pytest.approx(expected)
+    assert optimizer.learning_rate(100) == pytest.approx(2.0 * expected[-1]), "past the end the rate stays where it is"
+
+
+def test_the_rate_is_the_one_of_the_update() -> None:
+    optimizer = Optimizer(weights(), section(lr=1.0, warmup_steps=2, decay="linear"), total_updates=4)
+    assert [row["lr"] for row in run(optimizer, seeds=range(4))] == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_a_large_gradient_is_scaled_to_the_clip_and_a_small_one_is_not() -> None:
+    def first_moment(clip: float, factor: float) -> tuple[float, dict[str, float]]:
+        optimizer = Optimizer(weights(), section(grad_clip=clip), total_updates=1)
+        (metrics,) = run(optimizer, seeds=range(1), factor=factor)
+        moments = [state["exp_avg"] for state in optimizer.adamw.state.values()]
+        return float(torch.cat([moment.flatten() for moment in moments]).norm()) / (1 - 0.9), metrics
+
+    norm, metrics = first_moment(1.5, 10.0)
+    assert norm == pytest.approx(1.5, rel=1e-4) and metrics["grad_norm"] > 10, "the metric is the norm before clipping"
+    norm, metrics = first_moment(1.5, 0.01)
+    assert norm == pytest.approx(metrics["grad_norm"], rel=1e-4) and norm < 1.5
+    norm, metrics = first_moment(0.0, 10.0)
+    assert norm == pytest.approx(metrics["grad_norm"], rel=1e-4)
+
+
+def test_master_weights_keep_updates_too_small_for_bfloat16() -> None:
+    """At 1.0 neighbouring bfloat16 numbers are 0.0039 and more apart; each update moves by 0.001."""
+
+    def train(master_weights: bool) -> Tensor:
+        named = {"weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+        optimizer = Optimizer(named, section(lr=1e-3, master_weights=master_weights), total_updates=20)
+        for _ in range(20):
+            named["weight"].grad = torch.full((4, 4), 0.5, dtype=torch.bfloat16)
+            optimizer.accumulate()
+            optimizer.step()
+        return named["weight"].detach().float()
+
+    torch.testing.assert_close(train(True), torch.full((4, 4), 0.98), atol=0.003, rtol=0)
+    assert (train(False) == 1.0).all()
+
+
+def test_bfloat16_gradients_are_summed_in_float32() -> None:
+    named = {"weight": torch.ones(2, dtype=torch.bfloat16)}
+    optimizer = Optimizer(named, section(), total_updates=1)
+    for value in (256.0, *[0.5] * 512):
+        named["weight"].grad = torch.full((2,), value, dtype=torch.bfloat16)
+        optimizer.accumulate()
+    assert optimizer.step()["grad_norm"] == pytest.approx(512 * math.sqrt(2))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_non_finite_gradient_changes_nothing(bad: float, dtype: torch.dtype) -> None:
+    named = weights(dtype=dtype)
+    optimizer = Optimizer(named, section(grad_clip=1.0), total_updates=9)
+    run(optimizer, seeds=range(2))
+    before = copy.deepcopy(({name: weight.detach() for name, weight in named.items()}, optimizer.state_dict()))
+    give_gradient(named, seed=5)
+    assert named["matrix"].grad is not None
+    named["matrix"].grad[2, 3] = bad
+    optimizer.accumulate()
+    with pytest.raises(NonFiniteError, match="gradient norm is (nan|inf)"):
+        optimizer.step()
+    after = ({name: weight.detach() for name, weight in named.items()}, optimizer.state_dict())
+    assert_identical(after, before)
+    (row,) = run(optimizer, seeds=range(2, 3))
+    assert math.isfinite(row["grad_norm"]), "the bad gradient is gone"
+
+
+def assert_identical(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_identical(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_identical(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_saved_state_continues_bit_for_bit(dtype: torch.dtype, transposed: bool) -> None:
+    def make() -> Optimizer:
+        settings = section(weight_decay=0.1, warmup_steps=4, decay="cosine", grad_clip=1.0)
+        return Optimizer(weights(dtype=dtype, transposed=transposed), settings, total_updates=8)
+
+    whole, first, second = make(), make(), make()
+    run(whole, seeds=range(6))
+    run(first, seeds=range(3))
+    file = io.BytesIO()
+    torch.save({"state": first.state_dict(), "weights": {name: w.detach() for name, w in first.named.items()}}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    with torch.no_grad():
+        for name, weight in second.named.items():
+            weight.copy_(saved["weights"][name])
+    second.load_state_dict(saved["state"])
+    assert second.num_updates == 3
+    run(second, seeds=range(3, 6))
+    for name, weight in whole.named.items():
+        assert torch.equal(second.named[name], weight)
+    assert_identical(second.state_dict(), whole.state_dict())

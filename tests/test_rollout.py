@@ -1,0 +1,255 @@
+"""Rollouts: seeds as a pure function, and attempts driven through a fake engine and a fake scorer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollcall.engine.protocol import Finished, Request, Sampling
+from rollcall.rollout import Attempt, Rollouts, sampling_seeds
+from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
+
+
+def test_seeds_are_a_pure_function_of_run_step_prompt_and_attempt() -> None:
+    assert sampling_seeds(0, 1, "p", 4) == sampling_seeds(0, 1, "p", 4)
+    assert sampling_seeds(0, 1, "p", 2) == sampling_seeds(0, 1, "p", 4)[:2], "a larger group has the same first attempts"
+    others = [sampling_seeds(1, 1, "p", 4), sampling_seeds(0, 2, "p", 4), sampling_seeds(0, 1, "q", 4)]
+    assert len({seed for seeds in (sampling_seeds(0, 1, "p", 4), *others) for seed in seeds}) == 16
+
+
+def test_seeds_are_the_same_in_another_process() -> None:
+    code = "from rollcall.rollout import sampling_seeds; print(sampling_seeds(3, 14, 'row-15', 3))"
+    environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "92"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert result.stdout.strip() == str(sampling_seeds(3, 14, "row-15", 3))
+
+
+def test_seeds_are_signed_64_bit_numbers() -> None:
+    seeds = sampling_seeds(0, 0, "p", 500)
+    assert min(seeds) < 0 < max(seeds) and all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert len(set(seeds)) == 500
+
+
+def make_prompt(name: str) -> Prompt:
+    return Prompt(id=name, token_ids=np.array([5, 6], dtype=np.int32), text=name, answer="7", metadata={})
+
+
+def make_completion(seed: int, *, num_tokens: int = 2) -> Completion:
+    return Completion(
+        token_ids=np.full(num_tokens, 9, dtype=np.int32),
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        mask=np.ones(num_tokens, dtype=np.bool_),
+        segments=(Segment(version=0, num_tokens=num_tokens),),
+        finish=FinishReason.STOP,
+        seed=seed,
+        text=str(seed),
+    )
+
+
+class FakeEngine:
+    """Finishes one request per poll, the newest first."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.num_polls = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.requests)
+
+    def submit(self, request: Request) -> None:
+        if len(request.seeds) > 3:
+            raise ValueError("too many seeds")
+        self.requests.append(request)
+
+    def poll(self) -> list[Finished]:
+        assert self.requests, "polled with nothing to do"
+        self.num_polls += 1
+        request = self.requests.pop()
+        completions = tuple(make_completion(seed) for seed in request.seeds)
+        return [Finished(request_id=request.id, completions=completions)]
+
+    def abort(self, request_id: str) -> None:
+        raise AssertionError("nobody aborts")
+
+    def update_weights(self, version: int) -> None:
+        raise AssertionError("nobody updates")
+
+
+class FakeScorer:
+    """Scores a completion by its seed, some polls after it was submitted."""
+
+    def __init__(self, *, delay: int = 3, sign: int = 1) -> None:
+        self.delay, self.sign = delay, sign
+        self.jobs: list[list[Any]] = []
+        self.waits: list[float] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.jobs)
+
+    def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
+        self.jobs.append([self.delay, key, completions])
+
+    def poll(self, timeout_s: float = 0) -> list[tuple[int, tuple[Score, ...]]]:
+        self.waits.append(timeout_s)
+        for job in self.jobs:
+            job[0] -= 1
+        ready = [job for job in self.jobs if job[0] <= 0]
+        self.jobs = [job for job in self.jobs if job[0] > 0]
+        return [(key, tuple(self._score(completion) for completion in completions)) for _, key, completions in ready]
+
+    def _score(self, completion: Completion) -> Score:
+        value = float(self.sign * completion.seed)
+        return Score(value=value, parts={"fake": value}, errors={})
+
+
+def drive(work: Callable[[Rollouts], Awaitable[Any]], engine: Any) -> Any:
+    """Run ``work`` beside the pump; a pump that ends or raises fails the test."""
+
+    async def main() -> Any:
+        rollouts = Rollouts(engine)
+        pump = asyncio.create_task(rollouts.pump())
+        task = asyncio.ensure_future(work(rollouts))
+        done, _ = await asyncio.wait({pump, task}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        if pump in done:
+            pump.result()
+        assert task in done, "the attempts did not end"
+        pump.cancel()
+        return task.result()
+
+    return asyncio.run(main())
+
+
+def test_an_attempt_brings_the_completions_and_their_scores() -> None:
+    async def work(rollouts: Rollouts) -> Attempt:
+        return await rollouts.attempt(make_prompt("p"), seeds=(4, 5), sampling=SAMPLING, scorer=FakeScorer())  # type: ignore[arg-type]
+
+    attempt = drive(work, FakeEngine())
+    assert [completion.seed for completion in attempt.completions] == [4, 5]
+    assert [score.value for score in attempt.scores] == [4.0, 5.0]
+    assert attempt.started_s <= attempt.finished_s
+
+
+def test_attempts_overlap_and_each_gets_its_own() -> None:
+    engine, scorer = FakeEngine(), FakeScorer()
+
+    async def work(rollouts: Rollouts) -> list[Attempt]:
+        return await asyncio.gather(
+            *(
+                rollouts.attempt(make_prompt(f"p{i}"), seeds=(i, i + 100), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
+                for i in range(1, 8)
+            )
+        )
+
+    attempts = drive(work, engine)
+    assert [[score.value for score in attempt.scores] for attempt in attempts] == [[i, i + 100] for i in range(1, 8)]
+    assert engine.num_polls == 7
+
+
+def test_two_scorers_are_served_at_once() -> None:
+    plus, minus = FakeScorer(), FakeScorer(sign=-1, delay=6)
+
+    async def work(rollouts: Rollouts) -> list[Attempt]:
+        return await asyncio.gather(
+            *(
+                rollouts.attempt(make_prompt("p"), seeds=(3,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
+                for scorer in (plus, minus, plus)
+            )
+        )
+
+    assert [attempt.scores[0].value for attempt in drive(work, FakeEngine())] == [3.0, -3.0, 3.0]
+
+
+def test_rewards_are_waited_for_only_when_the_engine_is_idle() -> None:
+    engine, scorer = FakeEngine(), FakeScorer(delay=4)
+
+    async def work(rollouts: Rollouts) -> None:
+        await asyncio.gather(
+            *(rollouts.attempt(make_prompt("p"), seeds=(i,), sampling=SAMPLING, scorer=scorer) for i in range(3))  # type: ignore[arg-type]
+        )
+
+    drive(work, engine)
+    assert scorer.waits[:2] == [0.0, 0.0], "the engine still has work"
+    assert max(scorer.waits) > 0, "then only the rewards are left"
+
+
+def test_a_refused_request_fails_its_attempt_alone() -> None:
+    scorer = FakeScorer()
+
+    async def work(rollouts: Rollouts) -> tuple[Any, Any]:
+        return tuple(
+            await asyncio.gather(
+                rollouts.attempt(make_prompt("bad"), seeds=(1, 2, 3, 4), sampling=SAMPLING, scorer=scorer),  # type: ignore[arg-type]
+                rollouts.attempt(make_prompt("good"), seeds=(1,), sampling=SAMPLING, scorer=scorer),  # type: ignore[arg-type]
+                return_exceptions=True,
+            )
+        )  # type: ignore[return-value]
+
+    bad, good = drive(work, FakeEngine())
+    assert isinstance(bad, ValueError) and "too many seeds" in str(bad)
+    assert good.scores[0].value == 1.0
+
+
+def test_a_cancelled_attempt_does_not_stop_the_others() -> None:
+    scorer = FakeScorer(delay=5)
+
+    async def work(rollouts: Rollouts) -> Attempt:
+        first = asyncio.ensure_future(
+            rollouts.attempt(make_prompt("gone"), seeds=(1,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0)
+        first.cancel()
+        return await rollouts.attempt(make_prompt("kept"), seeds=(2,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
+
+    assert drive(work, FakeEngine()).scores[0].value == 2.0
+
+
+def test_the_pump_sleeps_without_work_and_wakes_again() -> None:
+    engine, scorer = FakeEngine(), FakeScorer(delay=1)
+
+    async def work(rollouts: Rollouts) -> list[float]:
+        values: list[float] = []
+        for seed in (1, 2):
+            attempt = await rollouts.attempt(make_prompt("p"), seeds=(seed,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
+            values.append(attempt.scores[0].value)
+            await asyncio.sleep(0)
+            polls = len(scorer.waits)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(scorer.waits) == polls, "nothing is polled while nothing is under way"
+        return values
+
+    assert drive(work, engine) == [1.0, 2.0]
+
+
+def test_the_clock_counts_tokens_and_starts_over_when_taken() -> None:
+    async def work(rollouts: Rollouts) -> tuple[int, int]:
+        await rollouts.attempt(make_prompt("p"), seeds=(1, 2, 3), sampling=SAMPLING, scorer=FakeScorer())  # type: ignore[arg-type]
+        return rollouts.clock.take().engine_tokens, rollouts.clock.take().engine_tokens
+
+    assert drive(work, FakeEngine()) == (6, 0)
+
+
+def test_an_error_of_the_engine_reaches_whoever_runs_the_pump() -> None:
+    class Broken(FakeEngine):
+        def poll(self) -> list[Finished]:
+            raise RuntimeError("the card fell off")
+
+    async def work(rollouts: Rollouts) -> Attempt:
+        return await rollouts.attempt(make_prompt("p"), seeds=(1,), sampling=SAMPLING, scorer=FakeScorer())  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match="the card fell off"):
+        drive(work, Broken())
