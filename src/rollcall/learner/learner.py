@@ -246,9 +246,12 @@ def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: l
 
 
 def split_by_draw(samples: Sequence[Sample], parts: int) -> Iterator[Sequence[Sample]]:
-    """Consecutive parts with equally many prompts; a group is never split."""
+    """Consecutive parts with equally many prompts; a group is never split, a part with nothing to learn left out."""
     draws = list(dict.fromkeys(sample.draw for sample in samples))
     size = -(-len(draws) // parts)
+    some = any(sample.mask.any() for sample in samples)
     for start in range(0, len(draws), size):
         chosen = set(draws[start : start + size])
-        yield [sample for sample in samples if sample.draw in chosen]
+        part = [sample for sample in samples if sample.draw in chosen]
+        if not some or any(sample.mask.any() for sample in part):
+            yield part

@@ -28,6 +28,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "bfloat16" and device.type == "cpu":
+        raise ModelError("model.dtype=bfloat16 needs a CUDA device; this run is on the CPU: use model.dtype=float32 or auto")
     return getattr(torch, name)
 
 

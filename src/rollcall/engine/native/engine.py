@@ -40,6 +40,8 @@ class NativeEngine:
     def submit(self, request: Request) -> None:
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already running; give each request its own id")
+        if request.sampling.max_tokens < 1:
+            raise ValueError(f"request {request.id!r} asks for {request.sampling.max_tokens} new tokens; ask for 1 or more")
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if longest > self.max_positions:
             raise ValueError(
