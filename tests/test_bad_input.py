@@ -260,9 +260,6 @@ def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monke
     assert finish(config)["steps"] == 6
 
 
-@pytest.mark.xfail(
-    raises=RuntimeError, strict=True, reason="the CPU sampler turns NaN logits into an id past the vocabulary"
-)
 def test_an_absurd_learning_rate_ends_in_a_clear_error_and_can_be_corrected(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"step 2: .*not finite.*Lower actor.lr"):
         finish(make_run(tmp_path, "actor.lr=1e30"))

@@ -26,8 +26,9 @@ from runs import (
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollcall.config import Config, load_config
+from rollcall.config import Config, ConfigError, load_config
 from rollcall.observe.metrics import check_names
+from rollcall.train import hold
 
 SUMMARY_KEYS = {
     "steps", "seconds", "eval", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",
@@ -186,3 +187,11 @@ def test_a_reward_that_cannot_be_imported_is_refused_before_anything_is_generate
     with pytest.raises(ValueError, match="no_such_function"):
         finish(config)
     assert not list((config.run.dir).glob("journal/*.groups"))
+
+
+def test_a_second_process_on_the_same_run_directory_is_refused(tmp_path: Path) -> None:
+    with hold(tmp_path / "run"), pytest.raises(ConfigError, match="another process is training"):
+        with hold(tmp_path / "run"):
+            pass
+    with hold(tmp_path / "run"):
+        assert (tmp_path / ".run.lock").exists()

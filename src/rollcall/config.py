@@ -343,6 +343,11 @@ class Config(Section):
                 "rollout.top_p/top_k change the sampling distribution, so behaviour log-probs cannot stand in for the "
                 "policy's; set algorithm.old_logprobs=learner, or top_p=1 and top_k=0"
             )
+        if truncated and self.algorithm.kl_in == "reward" and self.algorithm.kl_coef > 0:
+            raise ValueError(
+                "algorithm.kl_in=reward measures the KL on the behaviour log-probs, which rollout.top_p/top_k shift; use "
+                "algorithm.kl_in=loss, or top_p=1 and top_k=0"
+            )
         if not self.reward:
             raise ValueError("reward is empty; give at least one, such as [{type: exact}]")
         self._check_algorithm()

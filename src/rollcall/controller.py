@@ -176,7 +176,8 @@ class Controller:
                 )
             return found[draw]
         rollout = self.config.rollout
-        seeds = sampling_seeds(self.config.run.seed, step, prompt.id, rollout.samples_per_prompt)
+        # The draw tells a prompt's second visit in one step (small data, refills) from its first.
+        seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", rollout.samples_per_prompt)
         attempt = await self.rollouts.attempt(
             prompt, seeds=seeds, sampling=self._sampling(), scorer=self.workers.scorer
         )

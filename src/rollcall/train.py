@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ FIXED = ("run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_p
 def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train, or go on where the run directory stands; returns the summary."""
     _refuse_cluster(config)
+    with hold(config.run.dir):
+        return _train(config, fresh=fresh, quiet=quiet)
+
+
+def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
     started = time.perf_counter()
     run_dir = config.run.dir
     if fresh:
@@ -81,6 +88,21 @@ def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[s
         curve = learning_curve(run_dir / "metrics.jsonl", run_dir / "learning_curve.png", name=config.run.name)
         _say_result(console, run_dir, summary, curve)
     return summary
+
+
+@contextmanager
+def hold(run_dir: Path) -> Iterator[None]:
+    """One process per run directory. The lock lies beside it, so that ``--fresh`` can move the directory; the
+    operating system frees it when its holder dies, however it dies."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with (run_dir.parent / f".{run_dir.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"another process is training in run.dir={run_dir}; wait for it or stop it, or choose another run.dir"
+            ) from None
+        yield
 
 
 def move_aside(run_dir: Path) -> None:

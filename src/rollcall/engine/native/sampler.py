@@ -55,7 +55,8 @@ def _first_above(weights: Tensor, thresholds: Tensor) -> Tensor:
     # Rounding can leave the threshold at or past the total: then the last token of nonzero weight is meant.
     last = cumulative[:, -1:]
     thresholds = torch.minimum(thresholds.clamp(min=0)[:, None], torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(cumulative, thresholds, right=True)[:, 0]
+    # NaN weights compare with nothing: clamped, the row gets a valid id and a NaN log-prob, which the caller refuses.
+    return torch.searchsorted(cumulative, thresholds, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 def truncate(scaled: Tensor, *, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
