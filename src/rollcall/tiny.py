@@ -1,7 +1,8 @@
 """The embedded model: a character-level decoder of about a million parameters.
 
-It is warm-started by a short supervised pass over sums, so that it answers some of them, and kept in a cache: what
-it lacks is left to reinforcement learning.
+It is warm-started by a short supervised pass and kept in a cache. The pass shows sums of which most have the carry
+mixed up, so the model comes out able to add but mostly wrong: telling right from wrong is left to reinforcement
+learning, which sees rewards only.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.types import Sample
+
 SPECIAL = ("<eos>", "<pad>", "<unk>", "<bos>")
 ALPHABET = "0123456789+="
 SHAPE = dict(
-    hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+    hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
     max_position_embeddings=64, tie_word_embeddings=True, rms_norm_eps=1e-6,
 )  # fmt: skip
-WARM_UP = dict(steps=120, batch=256, lr=2e-3, seed=0)
+STEPS, BATCH, SEED = 400, 256, 0  # of the supervised pass
+SLIPS = 0.6  # share of the sums it shows with the carry mixed up
 
 
 def char_tokenizer(alphabet: str) -> Any:
@@ -61,7 +65,7 @@ def arithmetic_model(*, say: Callable[[str], None]) -> Path:
     from rollcall.data.make import arithmetic
 
     rows = list(arithmetic(split="train"))
-    recipe = json.dumps([SHAPE, WARM_UP, ALPHABET, rows], sort_keys=True)
+    recipe = json.dumps([SHAPE, STEPS, BATCH, SEED, SLIPS, ALPHABET, rows], sort_keys=True)
     directory = cache_dir() / f"arithmetic-{hashlib.blake2b(recipe.encode(), digest_size=6).hexdigest()}"
     if (directory / "config.json").exists():
         return directory
@@ -72,45 +76,63 @@ def arithmetic_model(*, say: Callable[[str], None]) -> Path:
 
 
 def _warm_start(rows: list[dict[str, Any]], directory: Path, *, say: Callable[[str], None]) -> None:
+    """Supervised steps are the learner's own update: every right or wrong answer shown is a sample of advantage 1."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rollcall.checkpoint.export import export_model
+    from rollcall.config import Dapo, OptimizerSection
+    from rollcall.engine.native.decoder import fuse_parameters
+    from rollcall.learner.learner import Learner
 
     tokenizer = char_tokenizer(ALPHABET)
-    generator = torch.Generator().manual_seed(int(WARM_UP["seed"]))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(WARM_UP["seed"]))
+        torch.manual_seed(SEED)
         ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids))  # type: ignore[arg-type]
-    tokens, targets = _supervised_rows(rows, tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP["lr"], betas=(0.9, 0.95))
-    steps, batch = int(WARM_UP["steps"]), int(WARM_UP["batch"])
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = WARM_UP["lr"] * min(1.0, (step + 1) / 20) * (1 - step / steps)
-        chosen = torch.randint(len(tokens), (batch,), generator=generator)
-        loss = model(input_ids=tokens[chosen], labels=targets[chosen]).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % 40 == 0:
-            say(f"  supervised step {step + 1}/{steps}, loss {float(loss):.3f}")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    export_model(model.eval(), tokenizer, directory, dtype=None)
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids)).requires_grad_(False)  # type: ignore[arg-type]
+    fuse_parameters(model)
+    section = OptimizerSection(lr=2e-3, warmup_steps=20, decay="linear")
+    learner = Learner(
+        model, section, algorithm=Dapo(tis_cap=None), temperature=1.0, max_response_tokens=4, total_updates=STEPS
+    )
+    right = [_sample(row["prompt"], row["answer"], tokenizer) for row in rows]
+    slips = [_sample(row["prompt"], wrong_carry(row["prompt"]), tokenizer) for row in rows]
+    rng = np.random.default_rng(SEED)
+    for step in range(1, STEPS + 1):
+        shown = [
+            (slips if slip else right)[row].with_(draw=place)
+            for place, (row, slip) in enumerate(
+                zip(rng.integers(len(rows), size=BATCH), rng.random(BATCH) < SLIPS, strict=True)
+            )
+        ]
+        loss = learner.update(shown)["loss"]
+        if step % 50 == 0:
+            say(f"  supervised step {step}/{STEPS}, loss {loss:.3f}")
+    export_model(model, tokenizer, directory, dtype=None)
 
 
-def _supervised_rows(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[Any, Any]:
-    """Padded ids and labels; only the answer and its end are learnt."""
-    import torch
+def wrong_carry(prompt: str) -> str:
+    """The sum of "a+b=" as someone adds who mixes up the carry: left out where it is due, put in where it is not.
 
-    texts = [tokenizer.encode(row["prompt"]) for row in rows]
-    answers = [[*tokenizer.encode(row["answer"]), tokenizer.eos_token_id] for row in rows]
-    width = max(len(text) + len(answer) for text, answer in zip(texts, answers, strict=True))
-    tokens = np.full((len(rows), width), tokenizer.pad_token_id, dtype=np.int64)
-    labels = np.full((len(rows), width), -100, dtype=np.int64)
-    for index, (text, answer) in enumerate(zip(texts, answers, strict=True)):
-        tokens[index, : len(text) + len(answer)] = text + answer
-        labels[index, len(text) : len(text) + len(answer)] = answer
-    return torch.from_numpy(tokens), torch.from_numpy(labels)
+    >>> wrong_carry("25+17="), wrong_carry("12+13=")
+    ('32', '35')
+    """
+    a, b = (int(number) for number in prompt.removesuffix("=").split("+"))
+    units = a % 10 + b % 10
+    return str((a // 10 + b // 10 + (units < 10)) * 10 + units % 10)
+
+
+def _sample(prompt: str, answer: str, tokenizer: Any) -> Sample:
+    response = np.array([*tokenizer.encode(answer), tokenizer.eos_token_id], dtype=np.int32)
+    return Sample(
+        draw=0,
+        prompt_ids=np.array(tokenizer.encode(prompt), dtype=np.int32),
+        response_ids=response,
+        mask=np.ones(len(response), dtype=np.bool_),
+        behaviour_logprobs=np.zeros(len(response), dtype=np.float32),
+        old_logprobs=None,
+        reference_logprobs=None,
+        advantages=np.ones(len(response), dtype=np.float32),
+        returns=None,
+        values=None,
+    )

@@ -62,6 +62,7 @@ class RowRunner:
         admitted = sequences[:count]
         for row, sequence in enumerate(admitted, start=first):
             self._set_row(row, sequence)
+        self._draw_uniforms(admitted, first)
         self._grow(self.num_rows, int(self._position[: self.num_rows].max()) + 1)
         fills = plan_fills(admitted, first)
         if fills:
@@ -122,10 +123,6 @@ class RowRunner:
     def _set_row(self, row: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
         self.decoder.grow_rope(sequence.limit)
-        if sampling.max_tokens > self._uniform.shape[1]:
-            self._uniform = np.pad(self._uniform, ((0, 0), (0, sampling.max_tokens - self._uniform.shape[1])))
-        positions = torch.arange(sampling.max_tokens)
-        self._uniform[row, : sampling.max_tokens] = uniforms(torch.full_like(positions, sequence.seed), positions).numpy()
         self._next[row] = sequence.token_ids[-1] if sequence.token_ids else sequence.request.prompt_ids[-1]
         self._position[row] = sequence.length - 1
         self._limit[row] = sequence.limit
@@ -133,6 +130,15 @@ class RowRunner:
         self._temperature[row] = sampling.temperature
         self._top_p[row] = sampling.top_p
         self._top_k[row] = sampling.top_k
+
+    def _draw_uniforms(self, sequences: list[Sequence], first: int) -> None:
+        """All numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""
+        width = max(sequence.request.sampling.max_tokens for sequence in sequences)
+        if width > self._uniform.shape[1]:
+            self._uniform = np.pad(self._uniform, ((0, 0), (0, width - self._uniform.shape[1])))
+        seeds = torch.tensor([sequence.seed for sequence in sequences])
+        numbers = uniforms(seeds[:, None], torch.arange(width))
+        self._uniform[first : first + len(sequences), :width] = numbers.numpy()
 
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         decoder = self.decoder
