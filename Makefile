@@ -28,6 +28,7 @@ check: lint test  ## linter, types and tests
 
 lint: $(DEV)  ## linter and types alone
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(DEV)  ## let ruff format the tree

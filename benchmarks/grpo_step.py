@@ -1,7 +1,7 @@
 """Seconds per GRPO step (rollout, rewards, journal, update) against TRL's GRPOTrainer on the same work.
 
-    python -m benchmarks.grpo_step --device cpu
-    python -m benchmarks.grpo_step --device cuda --peer none
+python -m benchmarks.grpo_step --device cpu
+python -m benchmarks.grpo_step --device cuda --peer none
 """
 
 from __future__ import annotations

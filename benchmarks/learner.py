@@ -1,6 +1,6 @@
 """The learner alone: model FLOPs of an update (6 x parameters x packed tokens) over what the card's matrix unit does.
 
-    python -m benchmarks.learner --device cuda
+python -m benchmarks.learner --device cuda
 """
 
 from __future__ import annotations

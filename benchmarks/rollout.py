@@ -1,7 +1,7 @@
 """Useful tokens per second of the native engine, log-probs included, against the better of transformers and vLLM.
 
-    python -m benchmarks.rollout --device cpu                       all three CPU workloads
-    python -m benchmarks.rollout --device cuda --peer none
+python -m benchmarks.rollout --device cpu                       all three CPU workloads
+python -m benchmarks.rollout --device cuda --peer none
 """
 
 from __future__ import annotations

@@ -302,7 +302,12 @@ def test_greedy_equals_generate(kind: EngineKind, tokenizer: Any, architecture: 
     for prompt, one in zip(prompts, requests, strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None].to(kind.device)
         generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, eos_token_id=EOS, pad_token_id=1
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=16,
+            eos_token_id=EOS,
+            pad_token_id=1,
         )
         assert results[one.id][0].token_ids.tolist() == generated[0, len(prompt) :].tolist()
     assert off_by(model, requests, results) < TOLERANCE
@@ -331,8 +336,12 @@ def nucleus(logprobs: torch.Tensor, *, top_k: int, top_p: float) -> set[int]:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (1, 1.0), (0, 0.5), (0, 1e-6), (6, 0.7)])
-def test_truncated_sampling_stays_in_the_set_and_renormalises(engine: Any, model: Any, top_k: int, top_p: float) -> None:
-    requests = requests_for(random_prompts(3), num_seeds=4, top_k=top_k, top_p=top_p, temperature=1.3, stop_token_ids=())
+def test_truncated_sampling_stays_in_the_set_and_renormalises(
+    engine: Any, model: Any, top_k: int, top_p: float
+) -> None:
+    requests = requests_for(
+        random_prompts(3), num_seeds=4, top_k=top_k, top_p=top_p, temperature=1.3, stop_token_ids=()
+    )
     results = run(engine, requests)
     num_cut = 0
     for one in requests:
@@ -491,9 +500,7 @@ def test_num_unfinished_counts_requests_not_yet_returned(engine: Any) -> None:
 
 
 def test_requests_join_while_others_are_decoded(engine: Any, model: Any) -> None:
-    first, second = (
-        requests_for(random_prompts(2, seed=seed), max_tokens=30, stop_token_ids=()) for seed in (1, 2)
-    )
+    first, second = (requests_for(random_prompts(2, seed=seed), max_tokens=30, stop_token_ids=()) for seed in (1, 2))
     second = [request(one.prompt_ids, name=f"late-{one.id}", seeds=one.seeds, max_tokens=12) for one in second]
     for one in first:
         engine.submit(one)
@@ -503,12 +510,17 @@ def test_requests_join_while_others_are_decoded(engine: Any, model: Any) -> None
     assert off_by(model, [*first, *second], finish(engine)) < TOLERANCE
 
 
-def test_a_request_longer_than_the_kv_room_is_refused_with_the_sum(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+def test_a_request_longer_than_the_kv_room_is_refused_with_the_sum(
+    kind: EngineKind, model: Any, tokenizer: Any
+) -> None:
     engine = kind.make(model, tokenizer, max_running=4, kv_tokens=128)
     with pytest.raises(ValueError, match=r"20 prompt \+ 109 new = 129 tokens.*128.*kv_tokens"):
         engine.submit(request(np.full(20, 5, dtype=np.int32), max_tokens=109))
     assert engine.num_unfinished == 0
-    assert len(run_one(engine, request(np.full(20, 5, dtype=np.int32), max_tokens=108, stop_token_ids=())).token_ids) == 108
+    assert (
+        len(run_one(engine, request(np.full(20, 5, dtype=np.int32), max_tokens=108, stop_token_ids=())).token_ids)
+        == 108
+    )
 
 
 def test_a_request_past_the_models_positions_is_refused_with_the_sum(engine: Any) -> None:

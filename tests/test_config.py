@@ -69,7 +69,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, meant: str) 
 def test_an_unknown_key_inside_a_list_and_a_variant_is_looked_up_there() -> None:
     message = refusal(reward=[{"type": "exact"}, {"type": "countdown", "format_scor": 0.2}])
     assert message == "reward.1.format_scor is not a field; did you mean reward.1.format_score?"
-    assert refusal(algorithm={"name": "ppo", "lamda": 1}) == "algorithm.lamda is not a field; did you mean algorithm.lam?"
+    assert (
+        refusal(algorithm={"name": "ppo", "lamda": 1}) == "algorithm.lamda is not a field; did you mean algorithm.lam?"
+    )
     assert "did you mean" not in refusal(algorithm={"name": "grpo", "lamda": 1}), "grpo has no such field"
 
 

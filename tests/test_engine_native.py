@@ -128,13 +128,13 @@ def small(config_class: Any, **extra: Any) -> Any:
 
 
 def test_another_architecture_is_refused_by_name() -> None:
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    )
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
     gemma = Gemma2ForCausalLM(small(Gemma2Config, head_dim=16))
     for model, name in ((gpt2, "gpt2"), (gemma, "gemma2")):
         for refuse in (Decoder.of, fuse_parameters):
-            with pytest.raises(UnsupportedModel, match=f"architecture '{name}' exactly; it runs llama, mistral, qwen2, qwen3"):
+            with pytest.raises(
+                UnsupportedModel, match=f"architecture '{name}' exactly; it runs llama, mistral, qwen2, qwen3"
+            ):
                 refuse(model)
 
 

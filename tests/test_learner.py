@@ -53,7 +53,9 @@ def make_learner(model: Any, algorithm: Any = None, *, total_updates: int = 10, 
     )
 
 
-def make_samples(model: Any, *, num_prompts: int = 4, group_size: int = 3, seed: int = 0, masked: bool = True) -> list[Sample]:
+def make_samples(
+    model: Any, *, num_prompts: int = 4, group_size: int = 3, seed: int = 0, masked: bool = True
+) -> list[Sample]:
     """Random rows whose old, behaviour and reference log-probs lie around the policy's own."""
     rng = np.random.default_rng(seed)
     samples: list[Sample] = []
@@ -131,7 +133,9 @@ def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[s
     masks = [torch.from_numpy(sample.mask) for sample in samples]
 
     def flat(name: str) -> Tensor:
-        return torch.cat([torch.from_numpy(getattr(sample, name))[mask] for sample, mask in zip(samples, masks, strict=True)])
+        return torch.cat(
+            [torch.from_numpy(getattr(sample, name))[mask] for sample, mask in zip(samples, masks, strict=True)]
+        )
 
     chosen = [
         row.gather(1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0][mask]

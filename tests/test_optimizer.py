@@ -117,7 +117,10 @@ def test_gradients_of_several_backwards_add_up() -> None:
         (dict(decay="linear", warmup_steps=4), [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
         (dict(decay="linear", min_lr_ratio=0.5), [1.0, 0.9375, 0.875, 0.8125, 0.75, 0.6875, 0.625, 0.5625, 0.5]),
         (dict(decay="cosine"), [0.5 + 0.5 * math.cos(math.pi * step / 8) for step in range(9)]),
-        (dict(decay="cosine", min_lr_ratio=0.1), [0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * n / 8)) for n in range(9)]),
+        (
+            dict(decay="cosine", min_lr_ratio=0.1),
+            [0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * n / 8)) for n in range(9)],
+        ),
     ],
 )
 def test_the_rate_warms_up_and_decays(changes: dict[str, Any], expected: list[float]) -> None:

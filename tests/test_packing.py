@@ -15,7 +15,9 @@ from rollcall.types import MicroBatch, Sample
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
 
 
-def make_sample(draw: int, prompt: list[int], response: list[int], mask: list[bool] | None = None, **arrays: Any) -> Sample:
+def make_sample(
+    draw: int, prompt: list[int], response: list[int], mask: list[bool] | None = None, **arrays: Any
+) -> Sample:
     """Every float of a token tells which token it belongs to."""
     place = np.arange(len(response), dtype=np.float32)
     fields: dict[str, Any] = dict(
@@ -58,7 +60,9 @@ def keys_of_each_token(batch: MicroBatch) -> list[list[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(samples=sample_lists(), budget=st.integers(1, 40))
-def test_every_loss_token_is_there_once_and_is_predicted_from_its_own_prefix(samples: list[Sample], budget: int) -> None:
+def test_every_loss_token_is_there_once_and_is_predicted_from_its_own_prefix(
+    samples: list[Sample], budget: int
+) -> None:
     seen: list[int] = []
     for batch in pack_all(samples, budget):
         keys = keys_of_each_token(batch)

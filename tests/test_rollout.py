@@ -20,7 +20,9 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_toke
 
 def test_seeds_are_a_pure_function_of_run_step_prompt_and_attempt() -> None:
     assert sampling_seeds(0, 1, "p", 4) == sampling_seeds(0, 1, "p", 4)
-    assert sampling_seeds(0, 1, "p", 2) == sampling_seeds(0, 1, "p", 4)[:2], "a larger group has the same first attempts"
+    assert sampling_seeds(0, 1, "p", 2) == sampling_seeds(0, 1, "p", 4)[:2], (
+        "a larger group has the same first attempts"
+    )
     others = [sampling_seeds(1, 1, "p", 4), sampling_seeds(0, 2, "p", 4), sampling_seeds(0, 1, "q", 4)]
     assert len({seed for seeds in (sampling_seeds(0, 1, "p", 4), *others) for seed in seeds}) == 16
 

@@ -95,7 +95,9 @@ def test_a_kl_in_the_reward_is_taken_off_before_comparing() -> None:
     # k1 is behaviour - reference: 0 for the first completion; 0 and -2 for the unmasked tokens of the second.
     rewards = np.array([1.0 - 0.1 * 0.0, 0.0 - 0.1 * (0.0 - 2.0)])
     expected = rewards - rewards.mean()
-    assert samples[0].advantages[0] == pytest.approx(expected[0]) and samples[1].advantages[0] == pytest.approx(expected[1])
+    assert samples[0].advantages[0] == pytest.approx(expected[0]) and samples[1].advantages[0] == pytest.approx(
+        expected[1]
+    )
     plain = rows_of(DrGrpo(kl_coef=0.1, kl_in="loss"), [make_group(0, [1.0, 0.0], [1, 3])], reference=reference)
     assert plain[0].advantages[0] == pytest.approx(0.5), "a KL in the loss leaves the reward alone"
 

@@ -190,8 +190,8 @@ def test_a_reward_that_cannot_be_imported_is_refused_before_anything_is_generate
 
 
 def test_a_second_process_on_the_same_run_directory_is_refused(tmp_path: Path) -> None:
-    with hold(tmp_path / "run"), pytest.raises(ConfigError, match="another process is training"):
-        with hold(tmp_path / "run"):
-            pass
+    refused = pytest.raises(ConfigError, match="another process is training")
+    with hold(tmp_path / "run"), refused, hold(tmp_path / "run"):
+        pass
     with hold(tmp_path / "run"):
         assert (tmp_path / ".run.lock").exists()

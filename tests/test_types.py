@@ -118,7 +118,10 @@ def test_a_micro_batch_counts_its_tokens_and_rows() -> None:
         ("token_ids", "packed tokens and query segments differ"),
         ("positions", "packed tokens and query segments differ"),
         ("kv_index", "key index and key segments differ"),
-        *((name, f"{name} does not have one entry") for name in ("logit_index", "row", "weights", "behaviour_logprobs")),
+        *(
+            (name, f"{name} does not have one entry")
+            for name in ("logit_index", "row", "weights", "behaviour_logprobs")
+        ),
         ("advantages", "advantages does not have one entry"),
     ],
 )

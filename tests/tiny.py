@@ -7,8 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rollcall.tiny import char_tokenizer
 
@@ -67,13 +75,19 @@ def save_model(directory: Path, name: str = "qwen2-tied", *, seed: int = 0, **sh
     return directory
 
 
-def random_prompts(count: int, *, lengths: tuple[int, int] = (3, 12), vocabulary: int = 40, seed: int = 0) -> list[np.ndarray]:
+def random_prompts(
+    count: int, *, lengths: tuple[int, int] = (3, 12), vocabulary: int = 40, seed: int = 0
+) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    return [rng.integers(4, vocabulary, size=rng.integers(*lengths, endpoint=True)).astype(np.int32) for _ in range(count)]
+    return [
+        rng.integers(4, vocabulary, size=rng.integers(*lengths, endpoint=True)).astype(np.int32) for _ in range(count)
+    ]
 
 
 @torch.no_grad()
-def reference_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray, *, temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(
+    model: Any, prompt: np.ndarray, response: np.ndarray, *, temperature: float = 1.0
+) -> torch.Tensor:
     """Log-probs of the response by transformers' own forward, without a cache."""
     ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64))[None].to(model.device)
     logits = model(ids, use_cache=False).logits[0].float() / temperature

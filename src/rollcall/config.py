@@ -91,7 +91,8 @@ class RolloutSection(Section):
     stop: list[str] = _field([], "Strings that end a completion; the text up to and with them is kept.")
     max_running: int = _field(512, "Most completions decoded at once.", ge=1)
     kv_tokens: int | None = _field(
-        None, "Room of the KV cache, in tokens; `null`: from `kv_memory_fraction` on CUDA, enough for `max_running` on CPU."
+        None,
+        "Room of the KV cache, in tokens; `null`: from `kv_memory_fraction` on CUDA, enough for `max_running` on CPU.",
     )
     kv_memory_fraction: float = _field(0.3, "Share of the CUDA card's memory for the KV cache.", gt=0, lt=1)
 
@@ -174,7 +175,9 @@ class AlgorithmBase(Section):
 
     clip_low: float = _field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
     clip_high: float = _field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
-    dual_clip: float | None = _field(None, "Bound on the loss of negative advantages (dual-clip PPO); `null`: off.", gt=1)
+    dual_clip: float | None = _field(
+        None, "Bound on the loss of negative advantages (dual-clip PPO); `null`: off.", gt=1
+    )
     kl_coef: float = _field(0.0, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = _field("k3", "Per-token estimator of that KL.")
     kl_in: Literal["loss", "reward"] = _field("loss", "Add the KL to the loss, or take it off the token rewards.")
@@ -189,9 +192,13 @@ class AlgorithmBase(Section):
     mismatch_mask: tuple[float, float] | None = _field(
         None, "Tokens whose old / behaviour ratio is outside [low, high] are left out of the loss; `null`: none."
     )
-    dynamic_sampling: bool = _field(False, "Leave out groups whose rewards are all equal and draw more prompts instead.")
+    dynamic_sampling: bool = _field(
+        False, "Leave out groups whose rewards are all equal and draw more prompts instead."
+    )
     max_refills: int = _field(4, "Most times a step draws extra prompts for dynamic sampling.", ge=0)
-    overlong_buffer: int = _field(0, "Tokens before the limit over which a length penalty grows to `overlong_penalty`.", ge=0)
+    overlong_buffer: int = _field(
+        0, "Tokens before the limit over which a length penalty grows to `overlong_penalty`.", ge=0
+    )
     overlong_penalty: float = _field(1.0, "Penalty at the token limit (soft overlong punishment).", ge=0)
 
 
@@ -252,7 +259,9 @@ class Ppo(AlgorithmBase):
     name: Literal["ppo"] = "ppo"
     gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
     lam: float = _field(0.95, "GAE lambda.", ge=0, le=1)
-    value_clip: float | None = _field(0.2, "Values move at most this far from the old ones in the loss; `null`: off.", gt=0)
+    value_clip: float | None = _field(
+        0.2, "Values move at most this far from the old ones in the loss; `null`: off.", gt=0
+    )
 
 
 class Intuitor(AlgorithmBase):
@@ -269,7 +278,7 @@ Algorithm = Annotated[
 
 class OptimizerSection(Section):
     lr: float = _field(1e-6, "Peak learning rate of AdamW.", gt=0)
-    betas: tuple[float, float] = _field((0.9, 0.95), "AdamW's betas.")
+    betas: tuple[float, float] = _field((0.9, 0.999), "AdamW's betas.")
     eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = _field(0.0, "AdamW's weight decay; norms and biases are exempt.", ge=0)
     warmup_steps: int = _field(0, "Updates over which the rate rises from 0.", ge=0)

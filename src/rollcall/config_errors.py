@@ -21,7 +21,9 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             return f"{path} is missing; give it a value"
         case "union_tag_not_found":
             tag = item["ctx"]["discriminator"].strip("'")
-            return f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={_example(tag)}"
+            return (
+                f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={_example(tag)}"
+            )
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
         case "value_error":
@@ -95,7 +97,9 @@ def _target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[Bas
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    variants = [arg for arg in get_args(annotation) or (annotation,) if isinstance(arg, type) and issubclass(arg, BaseModel)]
+    variants = [
+        arg for arg in get_args(annotation) or (annotation,) if isinstance(arg, type) and issubclass(arg, BaseModel)
+    ]
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}
     if tagged:
         return None, tagged

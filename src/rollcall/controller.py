@@ -130,7 +130,9 @@ class Controller:
             await self._announce(step)
             self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
             self._log(step, metrics)
-            evaluation = await self._evaluate(step, title="after training") if self._is_due(step, "eval_every") else None
+            evaluation = (
+                await self._evaluate(step, title="after training") if self._is_due(step, "eval_every") else None
+            )
             if self._is_due(step, "save_every"):
                 self._save(step, batch, evaluation)
 
@@ -221,7 +223,9 @@ class Controller:
                 "set actor.grad_clip, or look at the step's groups in the journal; then run the same command again"
             ) from error
         updated = time.perf_counter()
-        metrics = _batch_metrics(batch, samples, threshold=self.config.eval.threshold, first_reward=workers.scorer.names[0])
+        metrics = _batch_metrics(
+            batch, samples, threshold=self.config.eval.threshold, first_reward=workers.scorer.names[0]
+        )
         metrics |= {f"train/{name}": value for name, value in {**learner, **critic}.items()}
         metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
         metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
@@ -317,7 +321,9 @@ def _batch_metrics(batch: StepBatch, samples: list[Sample], *, threshold: float,
         "train/tokens": float(sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)),
         "rollout/tokens": float(sum(group.num_tokens for group in batch.groups)),
         "rollout/response_length_mean": float(np.mean(lengths)),
-        "rollout/truncated_fraction": float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),
+        "rollout/truncated_fraction": float(
+            np.mean([completion.finish is FinishReason.LENGTH for completion in completions])
+        ),
         "rollout/groups_from_journal": float(batch.num_from_journal),
         "time/rollout_s": batch.wall_s,
         "time/reward_s": batch.clock.reward_s,

@@ -36,7 +36,14 @@ class Evaluation:
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], *, section: EvalSection, rollouts: Rollouts, scorer: Scorer, sampling: Sampling, seed: int, step: int
+    prompts: Sequence[Prompt],
+    *,
+    section: EvalSection,
+    rollouts: Rollouts,
+    scorer: Scorer,
+    sampling: Sampling,
+    seed: int,
+    step: int,
 ) -> Evaluation:
     """Attempt every prompt ``section.samples_per_prompt`` times. Seeds do not depend on the step: curves compare."""
 
@@ -64,7 +71,10 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
     attempts = len(correct_by_prompt[0])
     return Evaluation(
         accuracy=float(np.mean([np.mean(correct) for correct in correct_by_prompt])),
-        pass_at={k: float(np.mean([pass_at_k(attempts, sum(correct), k) for correct in correct_by_prompt])) for k in _powers(attempts)},
+        pass_at={
+            k: float(np.mean([pass_at_k(attempts, sum(correct), k) for correct in correct_by_prompt]))
+            for k in _powers(attempts)
+        },
         reward_mean=float(np.mean([score.value for group in groups for score in group.scores])),
         response_length_mean=float(np.mean([len(completion.token_ids) for completion in completions])),
         truncated_fraction=float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),

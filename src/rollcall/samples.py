@@ -101,7 +101,10 @@ def _with_advantages(
 
 
 def _token_kl(sample: Sample, algorithm: Algorithm) -> Floats:
-    policy, reference = torch.from_numpy(sample.behaviour_logprobs), torch.from_numpy(_required(sample.reference_logprobs))
+    policy, reference = (
+        torch.from_numpy(sample.behaviour_logprobs),
+        torch.from_numpy(_required(sample.reference_logprobs)),
+    )
     return kl_estimate(policy, reference, estimator=algorithm.kl_estimator).numpy()
 
 

@@ -1,8 +1,8 @@
 """The embedded model: a character-level decoder of about a million parameters.
 
-It is warm-started by a short supervised pass and kept in a cache. The pass shows sums of which most have the carry
-mixed up, so the model comes out able to add but mostly wrong: telling right from wrong is left to reinforcement
-learning, which sees rewards only.
+It is warm-started by a short supervised pass and kept in a cache. The pass shows sums in most of which the carry is
+forgotten, so the model comes out able to add but wrong wherever there is a carry: telling right from wrong is left to
+reinforcement learning, which sees rewards only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SHAPE = dict(
     hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
     max_position_embeddings=64, tie_word_embeddings=True, rms_norm_eps=1e-6,
 )  # fmt: skip
-STEPS, BATCH, SEED = 400, 256, 0  # of the supervised pass
-SLIPS = 0.6  # share of the sums it shows with the carry mixed up
+STEPS, BATCH, SEED = 500, 256, 0  # of the supervised pass
+SLIPS = 0.75  # share of the sums it shows with the carry forgotten
 
 
 def char_tokenizer(alphabet: str) -> Any:
@@ -64,7 +64,7 @@ def arithmetic_model(*, say: Callable[[str], None]) -> Path:
     """The cached directory of the warm-started model; its name holds everything that made it."""
     from rollcall.data.make import arithmetic
 
-    rows = list(arithmetic(split="train"))
+    rows = list(arithmetic(split="train", mostly_carries=True))
     recipe = json.dumps([SHAPE, STEPS, BATCH, SEED, SLIPS, ALPHABET, rows], sort_keys=True)
     directory = cache_dir() / f"arithmetic-{hashlib.blake2b(recipe.encode(), digest_size=6).hexdigest()}"
     if (directory / "config.json").exists():
@@ -91,12 +91,12 @@ def _warm_start(rows: list[dict[str, Any]], directory: Path, *, say: Callable[[s
         ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
         model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids)).requires_grad_(False)  # type: ignore[arg-type]
     fuse_parameters(model)
-    section = OptimizerSection(lr=2e-3, warmup_steps=20, decay="linear")
+    section = OptimizerSection(lr=2e-3, betas=(0.9, 0.95), warmup_steps=20, decay="linear")
     learner = Learner(
         model, section, algorithm=Dapo(tis_cap=None), temperature=1.0, max_response_tokens=4, total_updates=STEPS
     )
     right = [_sample(row["prompt"], row["answer"], tokenizer) for row in rows]
-    slips = [_sample(row["prompt"], wrong_carry(row["prompt"]), tokenizer) for row in rows]
+    slips = [_sample(row["prompt"], without_carry(row["prompt"]), tokenizer) for row in rows]
     rng = np.random.default_rng(SEED)
     for step in range(1, STEPS + 1):
         shown = [
@@ -105,21 +105,20 @@ def _warm_start(rows: list[dict[str, Any]], directory: Path, *, say: Callable[[s
                 zip(rng.integers(len(rows), size=BATCH), rng.random(BATCH) < SLIPS, strict=True)
             )
         ]
-        loss = learner.update(shown)["loss"]
+        metrics = learner.update(shown)
         if step % 50 == 0:
-            say(f"  supervised step {step}/{STEPS}, loss {loss:.3f}")
+            say(f"  supervised step {step}/{STEPS}, entropy {metrics['entropy']:.2f} nats a token")
     export_model(model, tokenizer, directory, dtype=None)
 
 
-def wrong_carry(prompt: str) -> str:
-    """The sum of "a+b=" as someone adds who mixes up the carry: left out where it is due, put in where it is not.
+def without_carry(prompt: str) -> str:
+    """The sum of "a+b=" as someone adds who forgets the carry.
 
-    >>> wrong_carry("25+17="), wrong_carry("12+13=")
-    ('32', '35')
+    >>> without_carry("25+17="), without_carry("12+13=")
+    ('32', '25')
     """
     a, b = (int(number) for number in prompt.removesuffix("=").split("+"))
-    units = a % 10 + b % 10
-    return str((a // 10 + b // 10 + (units < 10)) * 10 + units % 10)
+    return str((a // 10 + b // 10) * 10 + (a % 10 + b % 10) % 10)
 
 
 def _sample(prompt: str, answer: str, tokenizer: Any) -> Sample:

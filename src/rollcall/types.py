@@ -121,7 +121,15 @@ class Sample:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_ids)
-        for name in ("mask", "behaviour_logprobs", "old_logprobs", "reference_logprobs", "advantages", "returns", "values"):
+        for name in (
+            "mask",
+            "behaviour_logprobs",
+            "old_logprobs",
+            "reference_logprobs",
+            "advantages",
+            "returns",
+            "values",
+        ):
             array = getattr(self, name)
             assert array is None or len(array) == num_tokens, f"{name} has {len(array)} entries for {num_tokens} tokens"
 

@@ -67,7 +67,9 @@ class Workers:
     def read_checkpoint(self, directory: Path) -> None:
         """Into the tensors that are there: engine and graphs keep reading the same addresses."""
         _copy_into(dict(self.learner.model.named_parameters()), _load_weights(directory / "model"))
-        self.learner.optimizer.load_state_dict(torch.load(directory / "actor.pt", map_location="cpu", weights_only=True))
+        self.learner.optimizer.load_state_dict(
+            torch.load(directory / "actor.pt", map_location="cpu", weights_only=True)
+        )
         if self.critic:
             _copy_into(self.critic.named_tensors(), load_file(directory / "critic.safetensors"))
             state = torch.load(directory / "critic.pt", map_location="cpu", weights_only=True)
@@ -93,7 +95,9 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         val = load_prompts(config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=limit)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
-            say(f"{prompts.source}: left out {prompts.num_overlong} prompts longer than {config.data.max_prompt_tokens} tokens")
+            say(
+                f"{prompts.source}: left out {prompts.num_overlong} prompts longer than {config.data.max_prompt_tokens} tokens"
+            )
 
     load = partial(load_causal_lm, path, device=device, dtype=dtype)
     model = load()
@@ -113,7 +117,9 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         kv_fraction=config.rollout.kv_memory_fraction,
     )
     _maybe_compile(learner, config, device)
-    scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=_model_rewards(config, learner, device))
+    scorer = Scorer(
+        config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=_model_rewards(config, learner, device)
+    )
     return Workers(
         tokenizer=tokenizer,
         engine=engine,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.types import MicroBatch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -98,10 +100,12 @@ def flash(
     """Causal attention of packed segments, aligned at their ends: [Nq, H, D] against [Nk, Hkv, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    extra = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
+    extra: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
     left = window - 1 if window else -1
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:

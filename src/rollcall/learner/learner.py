@@ -62,7 +62,10 @@ class Learner:
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""
         return score_samples(
-            self.decoder, samples, temperature=self.temperature, tokens_per_microbatch=self.section.tokens_per_microbatch
+            self.decoder,
+            samples,
+            temperature=self.temperature,
+            tokens_per_microbatch=self.section.tokens_per_microbatch,
         )
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -84,7 +87,9 @@ class Learner:
         weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
         rows = self._rows_with_gradient(samples)
         batches = pack(
-            [samples[row] for row in rows], weights=weights[rows], tokens_per_microbatch=self.section.tokens_per_microbatch
+            [samples[row] for row in rows],
+            weights=weights[rows],
+            tokens_per_microbatch=self.section.tokens_per_microbatch,
         )
         total = accumulate_gradients(batches, self._loss, self.optimizer)
         self.num_tokens_trained += sum(batch.num_tokens for batch in batches)
@@ -190,12 +195,12 @@ class Critic:
         return result.loss, {"loss": result.loss.detach()}
 
 
-def accumulate_gradients(
-    batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
-) -> dict[str, float]:
+def accumulate_gradients(batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer) -> dict[str, float]:
     """Backward through every micro-batch; the metrics are sums over them (``*_max``: the largest)."""
     if not batches:
-        raise ValueError("no completion of this step has a token to learn from; check rollout.max_response_tokens and stop")
+        raise ValueError(
+            "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
+        )
     total: dict[str, Tensor] = {}
     for batch in batches:
         loss, metrics = loss_of(batch)

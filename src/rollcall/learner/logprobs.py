@@ -111,7 +111,13 @@ def _grad_logits(
         from rollcall.kernels.logprobs import grad_logits_
 
         return grad_logits_(
-            logits, targets, lse=lse, grad_logprob=grad_logprobs, grad_entropy=grad_entropy, entropy=entropy, scale=scale
+            logits,
+            targets,
+            lse=lse,
+            grad_logprob=grad_logprobs,
+            grad_entropy=grad_entropy,
+            entropy=entropy,
+            scale=scale,
         )
     logits = logits * scale if scale != 1.0 else logits
     log_probs = logits - lse[:, None]

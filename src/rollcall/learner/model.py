@@ -29,7 +29,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "bfloat16" and device.type == "cpu":
-        raise ModelError("model.dtype=bfloat16 needs a CUDA device; this run is on the CPU: use model.dtype=float32 or auto")
+        raise ModelError(
+            "model.dtype=bfloat16 needs a CUDA device; this run is on the CPU: use model.dtype=float32 or auto"
+        )
     return getattr(torch, name)
 
 
@@ -39,7 +41,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> An
 
     check_model_path(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except Exception as error:
         raise ModelError(f"model.path={path} cannot be loaded: {_first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
@@ -55,7 +57,9 @@ def load_tokenizer(path: str, *, chat_template: str | None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
-        raise ModelError(f"model.path={path} has no tokenizer that transformers can load: {_first_line(error)}") from error
+        raise ModelError(
+            f"model.path={path} has no tokenizer that transformers can load: {_first_line(error)}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {path} has no eos token, so no completion could ever stop; set eos_token in its "

@@ -90,7 +90,7 @@ class Optimizer:
         return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
 
     def state_dict(self) -> dict[str, Any]:
-        masters = {name: target for name, target in self.targets.items()} if self.uses_masters else {}
+        masters = dict(self.targets) if self.uses_masters else {}
         return {"adamw": self.adamw.state_dict(), "num_updates": self.num_updates, "masters": masters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollcall.types import Floats, Ints, MicroBatch, Sample
+from rollcall.types import Floats, MicroBatch, Sample
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
 
@@ -40,16 +40,16 @@ def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: i
 
 
 def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> MicroBatch:
-    token_ids: list[Ints] = []
-    positions: list[Ints] = []
-    kv_index: list[Ints] = []
-    logit_index: list[Ints] = []
+    token_ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    kv_index: list[np.ndarray] = []
+    logit_index: list[np.ndarray] = []
     q_lengths: list[int] = []
     k_lengths: list[int] = []
     prompt_start: dict[int, int] = {}
     end = 0
 
-    def append(ids: Ints, first_position: int, keys: Ints) -> None:
+    def append(ids: np.ndarray, first_position: int, keys: np.ndarray) -> None:
         nonlocal end
         token_ids.append(ids)
         positions.append(np.arange(first_position, first_position + len(ids)))
@@ -71,7 +71,9 @@ def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> 
             append(sample.response_ids[:-1], prompt_length, np.concatenate((prompt, np.arange(end, end + own))))
 
     def masked(name: str) -> Floats:
-        return np.concatenate([getattr(samples[index], name)[samples[index].mask] for index in indices]).astype(np.float32)
+        return np.concatenate([getattr(samples[index], name)[samples[index].mask] for index in indices]).astype(
+            np.float32
+        )
 
     optional = {name: masked(name) if getattr(samples[indices[0]], name) is not None else None for name in OPTIONAL}
     counts = [int(samples[index].mask.sum()) for index in indices]
@@ -82,7 +84,9 @@ def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> 
         cu_q=np.concatenate(([0], np.cumsum(q_lengths))).astype(np.int32),
         cu_k=np.concatenate(([0], np.cumsum(k_lengths))).astype(np.int32),
         logit_index=np.concatenate(logit_index).astype(np.int64),
-        targets=np.concatenate([samples[index].response_ids[samples[index].mask] for index in indices]).astype(np.int64),
+        targets=np.concatenate([samples[index].response_ids[samples[index].mask] for index in indices]).astype(
+            np.int64
+        ),
         row=np.repeat(np.arange(len(indices)), counts).astype(np.int64),
         sample_index=np.array(indices, dtype=np.int64),
         weights=np.repeat(weights[indices], counts).astype(np.float32),

@@ -73,6 +73,8 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self.step:
             self._marks.append((step, self._clock()))
+        elif len(self._marks) == 1:
+            self._marks[0] = (step, self._clock())  # loading and the first evaluation are no part of the pace
         self.step = max(step, self.step)
         self.metrics.update(metrics)
         accuracy = metrics.get("eval/accuracy")

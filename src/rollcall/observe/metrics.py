@@ -43,7 +43,8 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length_mean": Metric("tokens", "Mean length of a completion."),
     "rollout/truncated_fraction": Metric("share", "Completions that reach the token limit."),
     "rollout/logprob_mismatch": Metric(
-        "nats", "Mean |learner - engine| log-prob of sampled tokens, before the update; with top-p or top-k it includes their renormalisation."
+        "nats",
+        "Mean |learner - engine| log-prob of sampled tokens, before the update; with top-p or top-k it includes their renormalisation.",
     ),
     "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
     "rollout/preemptions": Metric("count", "Completions that lost their KV cache room and were computed again."),

@@ -372,7 +372,9 @@ def _refuse_unsupported(config: Any) -> None:
         raise UnsupportedModel(f"the native engine needs hidden_act=silu; this {kind} model has {config.hidden_act!r}")
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
-        raise UnsupportedModel(f"the native engine runs rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope!r}")
+        raise UnsupportedModel(
+            f"the native engine runs rope types {', '.join(ROPE_TYPES)}; this {kind} model has {rope!r}"
+        )
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel(f"the native engine cannot run partial rotary embeddings; this {kind} model has them")
     if getattr(config, "quantization_config", None) is not None:

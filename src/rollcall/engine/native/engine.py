@@ -21,7 +21,9 @@ from rollcall.types import Completion, FinishReason, Segment
 
 
 class NativeEngine:
-    def __init__(self, model: nn.Module, tokenizer: Any, *, max_running: int, kv_tokens: int | None, kv_fraction: float = 0.3):
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, *, max_running: int, kv_tokens: int | None, kv_fraction: float = 0.3
+    ):
         decoder = Decoder.of(model)
         self.tokenizer = tokenizer
         self.runner = make_runner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
@@ -41,7 +43,9 @@ class NativeEngine:
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already running; give each request its own id")
         if request.sampling.max_tokens < 1:
-            raise ValueError(f"request {request.id!r} asks for {request.sampling.max_tokens} new tokens; ask for 1 or more")
+            raise ValueError(
+                f"request {request.id!r} asks for {request.sampling.max_tokens} new tokens; ask for 1 or more"
+            )
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if longest > self.max_positions:
             raise ValueError(
@@ -54,7 +58,10 @@ class NativeEngine:
                 f"{longest} tokens; the cache has {self.runner.room}; raise rollout.kv_tokens or lower "
                 "rollout.max_response_tokens"
             )
-        sequences = [Sequence(request=request, index=index, order=self._num_submitted + index) for index in range(len(request.seeds))]
+        sequences = [
+            Sequence(request=request, index=index, order=self._num_submitted + index)
+            for index in range(len(request.seeds))
+        ]
         self._num_submitted += len(sequences)
         self._requests[request.id] = sequences
         self._waiting.extend(sequences)
@@ -132,9 +139,15 @@ class NativeEngine:
         return sequence
 
     def _take_finished(self) -> list[Finished]:
-        done = [rid for rid, sequences in self._requests.items() if all(sequence.finish is not None for sequence in sequences)]
+        done = [
+            rid
+            for rid, sequences in self._requests.items()
+            if all(sequence.finish is not None for sequence in sequences)
+        ]
         return [
-            Finished(request_id=rid, completions=tuple(self._completion(sequence) for sequence in self._requests.pop(rid)))
+            Finished(
+                request_id=rid, completions=tuple(self._completion(sequence) for sequence in self._requests.pop(rid))
+            )
             for rid in done
         ]
 

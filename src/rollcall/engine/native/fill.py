@@ -32,7 +32,15 @@ def run_fills(decoder: Decoder, fills: list[Fill], store: Store) -> int:
         window = decoder.layers[index].window
         if runs_flash(device, decoder.dtype):
             out = flash(
-                q, k, v, cu_q=cumulative, cu_k=cumulative, max_q=max(lengths), max_k=max(lengths), scale=scale, window=window
+                q,
+                k,
+                v,
+                cu_q=cumulative,
+                cu_k=cumulative,
+                max_q=max(lengths),
+                max_k=max(lengths),
+                scale=scale,
+                window=window,
             )
             return out.reshape(len(q), -1)
         return _equal_length_runs(q, k, v, lengths, window)

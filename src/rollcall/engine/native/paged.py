@@ -268,7 +268,14 @@ class PagedRunner:
                 eps=decoder.eps,
             )
             attended = kernels.paged_attention(
-                q, keys, values, tables, lengths, scale=decoder.head_dim**-0.5, window=layer.window, num_splits=num_splits
+                q,
+                keys,
+                values,
+                tables,
+                lengths,
+                scale=decoder.head_dim**-0.5,
+                window=layer.window,
+                num_splits=num_splits,
             )
             x = F.linear(attended, layer.out, layer.out_bias)
             h, residual = kernels.rms_norm(x, layer.post_norm, decoder.eps, residual=residual)

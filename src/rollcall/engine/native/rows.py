@@ -108,7 +108,9 @@ class RowRunner:
             return
         rows = max(rows, old_rows)
         rounded = max(-(-length // LENGTH_STEP) * LENGTH_STEP, old_length)
-        length = rounded if self._fits(rows, rounded) else max(length, old_length if self._fits(rows, old_length) else 0)
+        length = (
+            rounded if self._fits(rows, rounded) else max(length, old_length if self._fits(rows, old_length) else 0)
+        )
         heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
         live, live_length = min(rows, old_rows) * heads, min(length, old_length)
         for index in range(len(self._keys)):
