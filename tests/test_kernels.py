@@ -198,11 +198,9 @@ def test_rope_cache_rotates_queries_and_stores_keys_and_values_at_their_position
         case.qkv, case.positions, case.cos_sin, **caches, q_norm=norms[0], k_norm=norms[1], eps=1e-6, out=out
     )
     assert torch.equal(case.v_cache, v_expected)
-    if dtype == torch.float32 or with_norm:
-        assert_near(out, q)
-        assert_near(case.k_cache, k_expected)
-    else:
-        assert torch.equal(out, q) and torch.equal(case.k_cache, k_expected)
+    # The compiler may contract a product and a sum into one rounding, so bits may differ by that rounding.
+    assert_near(out, q)
+    assert_near(case.k_cache, k_expected)
 
 
 # --- attention over the paged cache
