@@ -170,11 +170,11 @@ class RowRunner:
         return sampled
 
     def _sample(self, logits: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        top_p, top_k = self._top_p[:rows], self._top_k[:rows]
+        temperature, top_p, top_k = self._temperature[:rows], self._top_p[:rows], self._top_k[:rows]
         out = sample(
             logits,
             uniforms=torch.from_numpy(self._uniform[np.arange(rows), self._drawn[:rows]]),
-            temperature=torch.from_numpy(self._temperature[:rows]),
+            temperature=torch.from_numpy(temperature) if (temperature != 1).any() else None,
             top_p=torch.from_numpy(top_p) if (top_p < 1).any() else None,
             top_k=torch.from_numpy(top_k) if (top_k > 0).any() else None,
         )
@@ -183,12 +183,12 @@ class RowRunner:
     @staticmethod
     def _mask(place: Tensor, length: int, window: int) -> Tensor:
         """Additive [rows * Hkv, 1, length]; a single zero when every row sees every key."""
+        if not window and int(place.min()) == length - 1:
+            return torch.zeros(1, 1, 1)
         keys = torch.arange(length)
         hidden = keys > place[:, None]
         if window:
             hidden |= keys <= place[:, None] - window
-        if not bool(hidden.any()):
-            return torch.zeros(1, 1, 1)
         return torch.zeros(len(place), 1, length).masked_fill_(hidden[:, None], -torch.inf)
 
     @torch.inference_mode()

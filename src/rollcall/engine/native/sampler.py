@@ -21,16 +21,21 @@ class Sampled:
 
 
 def sample(
-    logits: Tensor, *, uniforms: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None
+    logits: Tensor, *, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None, top_k: Tensor | None
 ) -> Sampled:
-    """Draw one token per row of float32 logits [B, V]. ``top_p`` / ``top_k`` are None when no row truncates."""
-    greedy = temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    """Draw one token per row of float32 logits [B, V].
+
+    ``temperature`` None means 1 for every row; ``top_p`` / ``top_k`` are None when no row truncates.
+    """
+    greedy, scaled = None, logits
+    if temperature is not None:
+        greedy = temperature == 0
+        scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     if top_p is not None or top_k is not None:
         scaled = truncate(scaled, top_p=top_p, top_k=top_k)
     probs = torch.softmax(scaled, dim=-1)
     tokens = invert_cdf(probs, uniforms)
-    if bool(greedy.any()):
+    if greedy is not None and bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     return Sampled(tokens=tokens, logprobs=probs.gather(1, tokens[:, None])[:, 0].log())
 
