@@ -17,7 +17,7 @@ from engine_contract import TOLERANCE, EngineKind, Tight, off_by, request, reque
 from tiny import ARCHITECTURES, make_model, make_tokenizer, random_prompts, reference_logprobs
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from rollcall.engine.native.decoder import Decoder, UnsupportedModel, fuse_parameters
+from rollcall.decoder import Decoder, UnsupportedModel, fuse_parameters
 from rollcall.engine.native.engine import NativeEngine
 
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")

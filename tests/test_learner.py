@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcall.algo.recipe import loss_weights, policy_loss
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, OptimizerSection, Ppo, ReinforcePlusPlus, Rloo
-from rollcall.engine.native.decoder import fuse_parameters
+from rollcall.decoder import fuse_parameters
 from rollcall.learner import learner as learner_module
 from rollcall.learner.learner import Critic, Learner, split_by_draw
 from rollcall.learner.optimizer import NonFiniteError

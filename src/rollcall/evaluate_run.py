@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.store import CheckpointStore
+from rollcall.cluster.local import build_engine
 from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
@@ -117,14 +118,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
         config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=config.eval.max_prompts
     )
     model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.model.dtype, device))
-    model.requires_grad_(False)
-    engine = NativeEngine(
-        model,
-        tokenizer,
-        max_running=config.rollout.max_running,
-        kv_tokens=config.rollout.kv_tokens,
-        kv_fraction=config.rollout.kv_memory_fraction,
-    )
+    engine = build_engine(config.rollout, model, tokenizer)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
     with _scorer(config, device) as scorer:

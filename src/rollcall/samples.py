@@ -27,18 +27,7 @@ def make_samples(
 ) -> list[Sample]:
     """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows."""
     samples = [
-        Sample(
-            draw=group.draw,
-            prompt_ids=group.prompt.token_ids,
-            response_ids=completion.token_ids,
-            mask=completion.mask,
-            behaviour_logprobs=completion.logprobs,
-            old_logprobs=None,
-            reference_logprobs=None,
-            advantages=np.zeros(len(completion.token_ids), dtype=np.float32),
-            returns=None,
-            values=None,
-        )
+        Sample.of(completion, draw=group.draw, prompt_ids=group.prompt.token_ids)
         for group in groups
         for completion in group.completions
     ]

@@ -82,7 +82,7 @@ def _warm_start(rows: list[dict[str, Any]], directory: Path, *, say: Callable[[s
 
     from rollcall.checkpoint.export import export_model
     from rollcall.config import Dapo, OptimizerSection
-    from rollcall.engine.native.decoder import fuse_parameters
+    from rollcall.decoder import fuse_parameters
     from rollcall.learner.learner import Learner
 
     tokenizer = char_tokenizer(ALPHABET)

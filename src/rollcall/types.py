@@ -133,6 +133,22 @@ class Sample:
             array = getattr(self, name)
             assert array is None or len(array) == num_tokens, f"{name} has {len(array)} entries for {num_tokens} tokens"
 
+    @classmethod
+    def of(cls, completion: Completion, *, draw: int, prompt_ids: Ints) -> Sample:
+        """A completion as a row that nothing is known about yet: advantages 0, no optional part."""
+        return cls(
+            draw=draw,
+            prompt_ids=prompt_ids,
+            response_ids=completion.token_ids,
+            mask=completion.mask,
+            behaviour_logprobs=completion.logprobs,
+            old_logprobs=None,
+            reference_logprobs=None,
+            advantages=np.zeros(len(completion.token_ids), dtype=np.float32),
+            returns=None,
+            values=None,
+        )
+
     def with_(self, **changes: Any) -> Sample:
         return replace(self, **changes)
 

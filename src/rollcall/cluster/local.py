@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.export import export_model
-from rollcall.config import Config, ExactReward, Ppo
+from rollcall.config import Config, ExactReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
-from rollcall.engine.native.decoder import Decoder
+from rollcall.decoder import Decoder
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.learner import Critic, Learner, score_samples
 from rollcall.learner.model import (
@@ -109,13 +108,7 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         max_response_tokens=config.rollout.max_response_tokens,
         total_updates=config.trainer.steps * config.actor.minibatches * config.actor.epochs,
     )
-    engine = NativeEngine(
-        model,
-        tokenizer,
-        max_running=config.rollout.max_running,
-        kv_tokens=config.rollout.kv_tokens,
-        kv_fraction=config.rollout.kv_memory_fraction,
-    )
+    engine = build_engine(config.rollout, model, tokenizer)
     _maybe_compile(learner, config, device)
     scorer = Scorer(
         config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=_model_rewards(config, learner, device)
@@ -131,6 +124,16 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         train=train,
         val=val,
         stop_token_ids=stop_token_ids(tokenizer, model.config, model.generation_config),
+    )
+
+
+def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> NativeEngine:
+    return NativeEngine(
+        model,
+        tokenizer,
+        max_running=rollout.max_running,
+        kv_tokens=rollout.kv_tokens,
+        kv_fraction=rollout.kv_memory_fraction,
     )
 
 
@@ -176,21 +179,7 @@ def _model_rewards(config: Config, learner: Learner, device: torch.device) -> di
 
 
 def _self_certainty(learner: Learner, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
-    samples = [
-        Sample(
-            draw=0,
-            prompt_ids=prompt.token_ids,
-            response_ids=completion.token_ids,
-            mask=completion.mask,
-            behaviour_logprobs=completion.logprobs,
-            old_logprobs=None,
-            reference_logprobs=None,
-            advantages=np.zeros(len(completion.token_ids), dtype=np.float32),
-            returns=None,
-            values=None,
-        )
-        for completion in completions
-    ]
+    samples = [Sample.of(completion, draw=0, prompt_ids=prompt.token_ids) for completion in completions]
     scores = learner.score(samples)
     return [float(row.certainty[sample.mask].mean()) for row, sample in zip(scores, samples, strict=True)]
 

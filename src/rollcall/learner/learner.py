@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
-from rollcall.engine.native.decoder import Decoder
+from rollcall.decoder import Decoder
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.model import packed_hidden
 from rollcall.learner.optimizer import NonFiniteError, Optimizer

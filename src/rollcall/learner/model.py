@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.engine.native.decoder import Decoder, fuse_parameters
-from rollcall.learner.attention import layout_of, packed_attention
+from rollcall.attention import layout_of, packed_attention
+from rollcall.decoder import Decoder, fuse_parameters
 from rollcall.types import MicroBatch
 
 

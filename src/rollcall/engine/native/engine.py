@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from rollcall.engine.native.decoder import Decoder
+from rollcall.decoder import Decoder
 from rollcall.engine.native.runner import Chunk, Runner, Sequence
 from rollcall.engine.protocol import Finished, Request
 from rollcall.types import Completion, FinishReason, Segment

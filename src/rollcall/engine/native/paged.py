@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.engine.native.decoder import Decoder
+from rollcall.decoder import Decoder
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
 from rollcall.engine.native.sampler import truncate

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollcall.engine.native.decoder import Decoder
+from rollcall.decoder import Decoder
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
 from rollcall.engine.native.sampler import sample
