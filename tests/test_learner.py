@@ -237,6 +237,32 @@ def test_rows_without_a_loss_token_contribute_nothing() -> None:
     assert_same_gradient(gradients(make_learner(trainable()), [silent, *samples, empty]), clean)
 
 
+def with_some_flat_rows(samples: list[Sample]) -> list[Sample]:
+    """Every second row has nothing to learn from: all its advantages are 0."""
+    return [
+        sample.with_(advantages=np.zeros_like(sample.advantages)) if row % 2 else sample
+        for row, sample in enumerate(samples)
+    ]
+
+
+def test_rows_of_zero_advantage_are_left_out_without_changing_the_gradient() -> None:
+    samples = with_some_flat_rows(make_samples(make_model()))
+    learner, whole = make_learner(trainable(), Grpo()), make_learner(trainable(), Grpo())
+    learner.update(samples)
+    whole.update(make_samples(make_model()))
+    assert 0 < learner.num_tokens_trained < whole.num_tokens_trained
+    found = gradients(make_learner(trainable(), Grpo()), samples)
+    assert_same_gradient(found, naive_gradients(make_model(), Grpo(), samples))
+
+
+def test_rows_of_zero_advantage_stay_where_the_loss_has_a_kl_term() -> None:
+    samples = with_some_flat_rows(make_samples(make_model()))
+    learner, plain = make_learner(trainable(), Grpo(kl_coef=0.1)), make_learner(trainable(), Grpo())
+    learner.update(samples)
+    plain.update(samples)
+    assert learner.num_tokens_trained > plain.num_tokens_trained
+
+
 def test_a_step_without_any_loss_token_is_refused() -> None:
     samples = [sample.with_(mask=np.zeros_like(sample.mask)) for sample in make_samples(make_model())]
     with pytest.raises(ValueError, match="no completion of this step has a token to learn from; check"):

@@ -214,6 +214,7 @@ class Controller:
             values=workers.critic.values if workers.critic else None,
         )
         scored = time.perf_counter()
+        trained_before = workers.learner.num_tokens_trained
         try:
             critic = workers.critic.update(samples) if workers.critic else {}
             learner = workers.learner.update(samples)
@@ -230,6 +231,7 @@ class Controller:
         metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
         metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
         metrics["rollout/preemptions"] = float(workers.take_preemptions())
+        metrics["train/tokens"] = float(workers.learner.num_tokens_trained - trained_before)
         train_s = updated - started
         return metrics | {
             "time/score_s": scored - started,
@@ -318,7 +320,6 @@ def _batch_metrics(batch: StepBatch, samples: list[Sample], *, threshold: float,
         "train/advantage_abs_mean": float(np.abs(loss_tokens).mean()) if len(loss_tokens) else 0.0,
         "train/zero_variance_groups": batch.zero_variance,
         "train/refills": float(batch.num_refills),
-        "train/tokens": float(sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)),
         "rollout/tokens": float(sum(group.num_tokens for group in batch.groups)),
         "rollout/response_length_mean": float(np.mean(lengths)),
         "rollout/truncated_fraction": float(

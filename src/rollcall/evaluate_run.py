@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cluster.local import build_engine
+from rollcall.cluster.local import NUM_REWARD_WORKERS, build_engine
 from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
@@ -29,7 +29,6 @@ from rollcall.rollout import Rollouts
 from rollcall.tiny import resolve_model
 from rollcall.train import RUN_FILE
 
-NUM_REWARD_WORKERS = 2
 NUM_SAMPLES_SHOWN = 6
 MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
 PROGRESS_EVERY_S = 0.5

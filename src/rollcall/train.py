@@ -98,7 +98,7 @@ def hold(run_dir: Path) -> Iterator[None]:
     with (run_dir.parent / f".{run_dir.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(
                 f"another process is training in run.dir={run_dir}; wait for it or stop it, or choose another run.dir"
             ) from None

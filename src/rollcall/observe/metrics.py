@@ -35,7 +35,10 @@ METRICS: dict[str, Metric] = {
     "train/advantage_abs_mean": Metric("", "Mean absolute advantage; near 0 means nothing to learn from."),
     "train/zero_variance_groups": Metric("share", "Groups whose rewards are all equal."),
     "train/refills": Metric("count", "Times the step drew extra prompts for dynamic sampling."),
-    "train/tokens": Metric("tokens", "Prompt and response tokens of the completions trained on."),
+    "train/tokens": Metric(
+        "tokens",
+        "Tokens that the updates ran through the policy: a shared prompt once, rows that cannot move the weights not at all.",
+    ),
     "train/value_loss": Metric("", "Critic's loss (PPO)."),
     "train/value_explained_variance": Metric("", "Share of the returns' variance that the critic explains (PPO)."),
     "rollout/tokens": Metric("tokens", "Response tokens of the step's groups, journaled ones included."),
