@@ -35,16 +35,37 @@ class RunSection(Section):
     seed: int = _field(0, "Seed of data order and sampling.", ge=0)
 
 
+class NodeSection(Section):
+    gpus: int = Field(description="Slots (accelerators) on this node.", ge=1)
+
+
 class ClusterSection(Section):
     num_nodes: int = _field(1, "Nodes in the cluster.", ge=1)
     num_gpus_per_node: int = _field(1, "Slots (accelerators) on each node.", ge=1)
+    nodes: list[NodeSection] | None = _field(
+        None, "Nodes that differ, such as `[{gpus: 8}, {gpus: 4}]`; in place of `num_nodes` and `num_gpus_per_node`."
+    )
+    accelerator: Literal["gpu", "cpu"] = _field(
+        "gpu", "What a slot is: a GPU, or a logical seat on a node without one (`rollcall node --slots`)."
+    )
     component_placement: dict[str, str | int] = _field(
         {"actor,rollout": "all"}, "Roles to slots, such as `{'actor,rollout': all}`."
     )
+    env: dict[str, str] = _field({}, "Environment variables of every worker.")
+    env_pass: list[str] = _field(
+        [], "Names (or patterns such as `NCCL_*`) of variables copied from whoever submits to every worker."
+    )
+    node_env: dict[int, dict[str, str]] = _field({}, "Variables of the workers of one node alone, by node rank.")
+
+    @property
+    def slots_per_node(self) -> list[int]:
+        if self.nodes is not None:
+            return [node.gpus for node in self.nodes]
+        return [self.num_gpus_per_node] * self.num_nodes
 
     @property
     def num_slots(self) -> int:
-        return self.num_nodes * self.num_gpus_per_node
+        return sum(self.slots_per_node)
 
 
 class ModelSection(Section):

@@ -1,0 +1,123 @@
+"""What a node remembers of the clusters it is part of: one record and one token per cluster, for its owner alone.
+
+The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``): a home folder is often
+shared by all nodes. ``rollcall node`` writes the record; every other verb reads it to find head, token and processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+DEFAULT_CLUSTER = "default"
+STATE_DIR = "ROLLCALL_STATE_DIR"
+CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
+TOKEN = "ROLLCALL_TOKEN"
+
+
+class ClusterError(RuntimeError):
+    """Something about the cluster that its user can mend; the message says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process on this node, told from a later one with the same number by when it started."""
+
+    pid: int
+    started: int  # clock ticks since boot, field 22 of /proc/PID/stat
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """None when there is no such process, or only its zombie."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return None if fields[0] == "Z" else cls(pid=pid, started=int(fields[19]))
+
+    def is_alive(self) -> bool:
+        return Process.of(self.pid) == self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """This node's part in one cluster."""
+
+    cluster: str  # its name
+    cluster_id: str  # made by rank 0, new with every bring-up
+    rank: int
+    num_nodes: int
+    node_ip: str
+    slots: int
+    accelerator: Literal["gpu", "cpu"]
+    head_address: str  # HOST:PORT of Ray's GCS
+    dashboard_url: str | None  # as this node reaches it; None: it listens on the head's loopback only
+    temp_dir: str  # Ray's session folder
+    rendezvous: str | None
+    processes: tuple[Process, ...]  # what `rollcall node` started here
+
+
+def state_dir(cluster: str) -> Path:
+    """The cluster's folder on this node, made and checked to be ours alone."""
+    root = Path(os.environ.get(STATE_DIR) or Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}")
+    folder = root / cluster
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (root, folder):
+        found = path.stat()
+        if found.st_uid != os.getuid():
+            raise ClusterError(
+                f"{path} belongs to user {found.st_uid}, not to you; set {STATE_DIR} to a folder of yours"
+            )
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            path.chmod(0o700)
+    return folder
+
+
+def token_path(cluster: str) -> Path:
+    return state_dir(cluster) / "token"
+
+
+def write_token(cluster: str, token: str) -> Path:
+    path = token_path(cluster)
+    write_private(path, token)
+    return path
+
+
+def auth_env(cluster: str) -> dict[str, str]:
+    """What Ray needs in the environment to speak with this cluster; names the token's file, never the token."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path(cluster))}
+
+
+def write_private(path: Path, text: str) -> None:
+    """Whole or not at all, readable by the owner alone."""
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def write_record(record: NodeRecord) -> None:
+    write_private(state_dir(record.cluster) / "node.json", json.dumps(asdict(record), indent=1))
+
+
+def read_record(cluster: str) -> NodeRecord | None:
+    """None when this node is part of no cluster of that name."""
+    try:
+        fields = json.loads((state_dir(cluster) / "node.json").read_text())
+    except FileNotFoundError:
+        return None
+    fields["processes"] = tuple(Process(**process) for process in fields["processes"])
+    return NodeRecord(**fields)
+
+
+def forget(cluster: str) -> None:
+    """Remove record and token."""
+    for name in ("node.json", "token"):
+        (state_dir(cluster) / name).unlink(missing_ok=True)
