@@ -136,3 +136,22 @@ def test_what_the_samples_lack_the_micro_batch_lacks(name: str) -> None:
     assert getattr(batch, name) is None
     (batch,) = pack_all([make_sample(0, [1], [2, 3], [False, True], **{name: np.array([7, 8], dtype=np.float32)})], 10)
     assert getattr(batch, name).tolist() == [8]
+
+
+def test_parts_to_run_side_by_side_are_of_about_equal_size() -> None:
+    samples = [make_sample(draw, [1, 2, 3], [4] * 9) for draw in range(8) for _ in range(4)]
+    for budget, expected in ((10_000, 3), (100, 3), (60, 6)):  # 280 tokens in all
+        sizes = [
+            batch.num_tokens
+            for batch in pack(
+                samples, weights=np.ones(len(samples), dtype=np.float32), tokens_per_microbatch=budget, parts=3
+            )
+        ]
+        assert len(sizes) == expected and max(sizes) - min(sizes) <= 24 and max(sizes) <= budget
+
+
+def test_parts_are_no_more_than_there_are_rows() -> None:
+    assert (
+        len(pack([make_sample(0, [1], [2, 3])], weights=np.ones(1, dtype=np.float32), tokens_per_microbatch=9, parts=4))
+        == 1
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -133,8 +134,9 @@ class Decoder:
         with torch.no_grad():
             cos, sin = self.rotary(self.embed[:1], ids)
         half = self.head_dim // 2
-        self.cos = cos[0].contiguous()
+        # cos last: its length is what another thread goes by.
         self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
+        self.cos = cos[0].contiguous()
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, *, recompute: bool = False) -> Tensor:
         """Hidden states [N, C] after the final norm, for N tokens at their positions.
@@ -222,7 +224,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, 2, -1, keepdim=True)
-    return torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return torch.addcmul(_scalar(eps, x.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@cache
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Made once: making one takes longer than the addition it is for."""
+    return torch.tensor(value, dtype=dtype)
 
 
 class _RmsNorm(torch.autograd.Function):

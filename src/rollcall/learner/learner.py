@@ -19,6 +19,7 @@ from torch import Tensor
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.decoder import Decoder
+from rollcall.learner.cores import map_side_by_side, num_side_by_side
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.model import packed_hidden
 from rollcall.learner.optimizer import NonFiniteError, Optimizer
@@ -90,6 +91,7 @@ class Learner:
             [samples[row] for row in rows],
             weights=weights[rows],
             tokens_per_microbatch=self.section.tokens_per_microbatch,
+            parts=num_side_by_side(self.decoder.device),
         )
         total = accumulate_gradients(batches, self._loss, self.optimizer)
         self.num_tokens_trained += sum(batch.num_tokens for batch in batches)
@@ -171,7 +173,12 @@ class Critic:
             for part in split_by_draw(samples, self.section.minibatches):
                 counts = np.array([int(sample.mask.sum()) for sample in part])
                 weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
-                batches = pack(part, weights=weights, tokens_per_microbatch=self.section.tokens_per_microbatch)
+                batches = pack(
+                    part,
+                    weights=weights,
+                    tokens_per_microbatch=self.section.tokens_per_microbatch,
+                    parts=num_side_by_side(self.decoder.device),
+                )
                 total = accumulate_gradients(batches, self._loss, self.optimizer)
                 self.optimizer.step()
                 rows.append({"value_loss": total["loss"]})
@@ -201,11 +208,15 @@ def accumulate_gradients(batches: Sequence[MicroBatch], loss_of: LossOf, optimiz
         raise ValueError(
             "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
         )
-    total: dict[str, Tensor] = {}
-    for batch in batches:
+    weights = list(optimizer.named.values())
+
+    def gradients_of(batch: MicroBatch) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
         loss, metrics = loss_of(batch)
-        loss.backward()
-        optimizer.accumulate()
+        return torch.autograd.grad(loss, weights, allow_unused=True), metrics
+
+    total: dict[str, Tensor] = {}
+    for gradients, metrics in map_side_by_side(gradients_of, batches, width=num_side_by_side(weights[0].device)):
+        optimizer.accumulate(gradients)
         for name, value in metrics.items():
             if name not in total:
                 total[name] = value

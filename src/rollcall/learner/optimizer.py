@@ -6,6 +6,7 @@ Gradients are summed over micro-batches in float32, so that the number of micro-
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,16 +39,15 @@ class Optimizer:
         on_cuda = next(iter(self.targets.values())).is_cuda
         self.adamw = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=on_cuda)
 
-    def accumulate(self) -> None:
-        """Take the gradients of one backward into the float32 sums, and clear them."""
-        for name, parameter in self.named.items():
-            if parameter.grad is None:
+    def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums."""
+        for name, gradient in zip(self.named, gradients, strict=True):
+            if gradient is None:
                 continue
             if name not in self._sums:
-                self._sums[name] = parameter.grad.float() if parameter.grad.dtype != torch.float32 else parameter.grad
+                self._sums[name] = gradient.float()
             else:
-                self._sums[name] += parameter.grad
-            parameter.grad = None
+                self._sums[name] += gradient
 
     def discard(self) -> None:
         """Forget the gradients summed so far."""

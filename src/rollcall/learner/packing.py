@@ -16,27 +16,40 @@ from rollcall.types import Floats, MicroBatch, Sample
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
 
 
-def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: int) -> list[MicroBatch]:
+def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: int, parts: int = 1) -> list[MicroBatch]:
     """Pack in the given order. ``weights[i]`` is the loss weight of each loss token of sample ``i``.
 
-    Samples without a loss token cost nothing and are left out.
+    Samples without a loss token cost nothing and are left out. ``parts`` > 1 asks for a multiple of that many
+    micro-batches of about equally many tokens, to run side by side.
     """
+    share = _share(samples, tokens_per_microbatch, parts)
     batches: list[list[int]] = []
-    room = 0
+    spent = placed = 0  # in this micro-batch, in all
     draws: set[int] = set()
     for index, sample in enumerate(samples):
         if not sample.mask.any():
             continue
         own = max(len(sample.response_ids) - 1, 0)
         cost = own + (0 if sample.draw in draws else len(sample.prompt_ids))
-        if not batches or cost > room:
+        if not batches or spent + cost > tokens_per_microbatch or placed >= share * len(batches):
             batches.append([])
-            room, draws = tokens_per_microbatch, set()
+            spent, draws = 0, set()
             cost = own + len(sample.prompt_ids)
         batches[-1].append(index)
         draws.add(sample.draw)
-        room -= cost
+        spent += cost
+        placed += cost
     return [_lay_out(samples, indices, weights) for indices in batches]
+
+
+def _share(samples: Sequence[Sample], tokens_per_microbatch: int, parts: int) -> float:
+    """Tokens of each micro-batch, all being about equal; infinite where only the budget counts."""
+    if parts == 1:
+        return float("inf")
+    learnt = [sample for sample in samples if sample.mask.any()]
+    prompts = {sample.draw: len(sample.prompt_ids) for sample in learnt}
+    total = sum(prompts.values()) + sum(max(len(sample.response_ids) - 1, 0) for sample in learnt)
+    return total / (parts * max(1, -(-total // (tokens_per_microbatch * parts))))
 
 
 def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> MicroBatch:

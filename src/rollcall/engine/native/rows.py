@@ -1,8 +1,9 @@
 """The CPU runner: one dense row of KV per running sequence, decoded step by step.
 
-Rows are kept compact (0..n-1) and as long as the longest, so attention is two batched products over plain slices: keys
-lie transposed for the first, values as they are for the second. With one query per sequence that is three times as
-fast as the fused attention of torch 2.13. Room is rows x length, which is what the memory really is.
+Rows are kept compact (0..n-1) and end together: the token of a step goes into one column for all rows, and a row that
+came later starts further right. So a step writes one plain slice, and attention is two batched products over plain
+slices: keys lie transposed for the first, values as they are for the second. With one query per sequence that is three
+times as fast as the fused attention of torch 2.13. Room is rows x columns, which is what the memory really is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollcall.engine.native.sampler import sample
 from rollcall.engine.uniform import uniforms
 
 CHUNK = 8  # steps between two looks at the results
-LENGTH_STEP = 32  # rows grow by this many tokens
+COLUMN_STEP = 32  # rows grow by this many columns
 
 
 class RowRunner:
@@ -28,11 +29,12 @@ class RowRunner:
         self.kv_tokens = kv_tokens
         self.num_rows = 0
         self.num_filled_tokens = 0  # tokens whose KV was computed outside decoding
-        self._capacity = (0, 0)  # rows, tokens per row
-        self._keys: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, D, tokens]
-        self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, tokens, D]
+        self._capacity = (0, 0)  # rows, columns
+        self._keys: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, D, columns]
+        self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, columns, D]
+        self._column = 0  # where the next token of every row goes
         self._next = np.zeros(max_running, dtype=np.int64)  # token to feed
-        self._position = np.zeros(max_running, dtype=np.int64)  # where it goes
+        self._position = np.zeros(max_running, dtype=np.int64)  # its position; the row starts so many columns back
         self._limit = np.zeros(max_running, dtype=np.int64)
         self._drawn = np.zeros(max_running, dtype=np.int64)  # index into the row's uniforms
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)
@@ -60,20 +62,23 @@ class RowRunner:
             return 0
         first, self.num_rows = self.num_rows, self.num_rows + count
         admitted = sequences[:count]
+        lead = int(self._position[:first].max(initial=0))
         for row, sequence in enumerate(admitted, start=first):
             self._set_row(row, sequence)
         self._draw_uniforms(admitted, first)
-        self._grow(self.num_rows, int(self._position[: self.num_rows].max()) + 1)
+        self._make_room(steps=1, live=(first, lead))
         fills = plan_fills(admitted, first)
         if fills:
             self._fill(fills)
         return count
 
     def reserve(self, steps: int) -> bool:
-        needed = int(np.minimum(self._position[: self.num_rows] + steps, self._limit[: self.num_rows]).max())
-        if not self._fits(self.num_rows, needed):
+        rows = self.num_rows
+        needed = int(np.minimum(self._position[:rows] + steps, self._limit[:rows]).max())
+        lead = int(self._position[:rows].max())
+        if not self._fits(rows, needed):
             return False
-        self._grow(self.num_rows, needed)
+        self._make_room(steps=needed - lead, live=(rows, lead))
         return True
 
     @torch.inference_mode()
@@ -88,11 +93,12 @@ class RowRunner:
     def remove(self, row: int) -> None:
         last = self.num_rows - 1
         if row != last:
-            length, heads = int(self._position[last]), self.decoder.num_kv_heads
+            heads = self.decoder.num_kv_heads
             there, here = slice(row * heads, (row + 1) * heads), slice(last * heads, (last + 1) * heads)
+            columns = slice(self._column - int(self._position[last]), self._column)
             for keys, values in zip(self._keys, self._values, strict=True):
-                keys[there, :, :length] = keys[here, :, :length]
-                values[there, :length] = values[here, :length]
+                keys[there, :, columns] = keys[here, :, columns]
+                values[there, columns] = values[here, columns]
             for state in (
                 self._next, self._position, self._limit, self._drawn, self._uniform, self._temperature, self._top_p, self._top_k
             ):  # fmt: skip
@@ -102,25 +108,31 @@ class RowRunner:
     def _fits(self, rows: int, length: int) -> bool:
         return self.kv_tokens is None or rows * length <= self.kv_tokens
 
-    def _grow(self, rows: int, length: int) -> None:
-        old_rows, old_length = self._capacity
-        if rows <= old_rows and length <= old_length:
+    def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
+        """Room for every row's past and so many more columns. ``live``: the rows and columns whose KV is to be kept,
+        which end at the column of the next token."""
+        num_rows, num_columns = self._capacity
+        lead = int(self._position[: self.num_rows].max())
+        if self.num_rows <= num_rows and lead <= self._column and self._column + steps <= num_columns:
             return
-        rows = max(rows, old_rows)
-        rounded = max(-(-length // LENGTH_STEP) * LENGTH_STEP, old_length)
-        length = (
-            rounded if self._fits(rows, rounded) else max(length, old_length if self._fits(rows, old_length) else 0)
-        )
+        rows = max(self.num_rows, num_rows)
+        needed = lead + steps
+        if rows > num_rows or needed > num_columns:
+            rounded = -(-needed // COLUMN_STEP) * COLUMN_STEP
+            candidates = (max(rounded, num_columns), rounded, needed)
+            num_columns = next((size for size in candidates if self._fits(rows, size)), needed)
         heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
-        live, live_length = min(rows, old_rows) * heads, min(length, old_length)
-        for index in range(len(self._keys)):
-            keys = torch.zeros(rows * heads, dim, length, dtype=self.decoder.dtype)
-            values = torch.zeros(rows * heads, length, dim, dtype=self.decoder.dtype)
-            if old_rows:
-                keys[:live, :, :live_length] = self._keys[index][:live, :, :live_length]
-                values[:live, :live_length] = self._values[index][:live, :live_length]
+        seats, kept = live[0] * heads, live[1]
+        new, old = slice(lead - kept, lead), slice(self._column - kept, self._column)
+        for index, (old_keys, old_values) in enumerate(zip(self._keys, self._values, strict=True)):
+            # Zeros, not leftovers: what a mask hides still takes part in products, and zero times NaN is NaN.
+            keys = torch.zeros(rows * heads, dim, num_columns, dtype=self.decoder.dtype)
+            values = torch.zeros(rows * heads, num_columns, dim, dtype=self.decoder.dtype)
+            if seats and kept:
+                keys[:seats, :, new] = old_keys[:seats, :, old]
+                values[:seats, new] = old_values[:seats, old]
             self._keys[index], self._values[index] = keys, values
-        self._capacity = (rows, length)
+        self._capacity, self._column = (rows, num_columns), lead
 
     def _set_row(self, row: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -145,27 +157,25 @@ class RowRunner:
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         decoder = self.decoder
         kv_heads, dim, scale = decoder.num_kv_heads, decoder.head_dim, decoder.head_dim**-0.5
-        position = torch.from_numpy(self._position[:rows])
-        length = int(self._position[:rows].max()) + 1
-        seats = torch.arange(rows * kv_heads)
-        place = position.repeat_interleave(kv_heads)
-        masks = {window: self._mask(place, length, window) for window in {layer.window for layer in decoder.layers}}
+        column, lead = self._column, int(self._position[:rows].max())
+        seats, live = slice(rows * kv_heads), slice(column - lead, column + 1)
+        masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._keys[index][seats, :, place] = k.reshape(-1, dim)
-            self._values[index][seats, place] = v.reshape(-1, dim)
-            keys = self._keys[index][: rows * kv_heads, :, :length]
-            values = self._values[index][: rows * kv_heads, :length]
+            self._keys[index][seats, :, column] = k.reshape(-1, dim)
+            self._values[index][seats, column] = v.reshape(-1, dim)
             # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
             grouped = q.reshape(rows * kv_heads, -1, dim)
             mask = masks[decoder.layers[index].window]
+            keys, values = self._keys[index][seats, :, live], self._values[index][seats, live]
             scores = torch.baddbmm(mask, grouped, keys, beta=1 if mask.numel() > 1 else 0, alpha=scale)
             return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, -1)
 
-        hidden = decoder.forward(torch.from_numpy(self._next[:rows]), position, attend)
-        sampled = self._sample(decoder.logits(hidden), rows)
+        token_ids, positions = torch.from_numpy(self._next[:rows]), torch.from_numpy(self._position[:rows])
+        sampled = self._sample(decoder.logits(decoder.forward(token_ids, positions, attend)), rows)
         self._next[:rows] = sampled[0]
-        self._position[:rows] = np.minimum(self._position[:rows] + 1, self._limit[:rows] - 1)
+        self._position[:rows] += 1
+        self._column += 1
         self._drawn[:rows] = np.minimum(self._drawn[:rows] + 1, self._uniform.shape[1] - 1)
         return sampled
 
@@ -180,42 +190,40 @@ class RowRunner:
         )
         return out.tokens.numpy(), out.logprobs.numpy()
 
-    @staticmethod
-    def _mask(place: Tensor, length: int, window: int) -> Tensor:
-        """Additive [rows * Hkv, 1, length]; a single zero when every row sees every key."""
-        if not window and int(place.min()) == length - 1:
-            return torch.zeros(1, 1, 1)
-        keys = torch.arange(length)
-        hidden = keys > place[:, None]
+    def _mask(self, rows: int, lead: int, window: int) -> Tensor:
+        """Additive [rows * Hkv, 1, lead + 1]; a single zero when every row sees every column."""
+        past = torch.from_numpy(self._position[:rows])
         if window:
-            hidden |= keys <= place[:, None] - window
-        return torch.zeros(len(place), 1, length).masked_fill_(hidden[:, None], -torch.inf)
+            past = past.clamp(max=window - 1)
+        if int(past.min()) == lead:
+            return torch.zeros(1, 1, 1)
+        hidden = torch.arange(lead, -1, -1) > past.repeat_interleave(self.decoder.num_kv_heads)[:, None]
+        return torch.zeros(len(hidden), 1, lead + 1).masked_fill_(hidden[:, None], -torch.inf)
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
         fills = sorted(fills, key=lambda fill: len(fill.token_ids))
-        source, row, place = self._copy_plan(fills)
+        source, row, column = self._copy_plan(fills)
         heads = self.decoder.num_kv_heads
         seats = row[:, None] * heads + torch.arange(heads)  # [copies, Hkv]
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
-            self._keys[index][seats, :, place[:, None]] = k[source]
-            self._values[index][seats, place[:, None]] = v[source]
+            self._keys[index][seats, :, column[:, None]] = k[source]
+            self._values[index][seats, column[:, None]] = v[source]
 
         self.num_filled_tokens += run_fills(self.decoder, fills, store)
 
-    @staticmethod
-    def _copy_plan(fills: list[Fill]) -> tuple[Tensor, Tensor, Tensor]:
-        """For every (row, position) to fill: the packed token it comes from, its row, its position."""
+    def _copy_plan(self, fills: list[Fill]) -> tuple[Tensor, Tensor, Tensor]:
+        """For every row and token to fill: the packed token it comes from, its row, its column."""
         source: list[np.ndarray] = []
         row: list[np.ndarray] = []
-        place: list[np.ndarray] = []
+        column: list[np.ndarray] = []
         start = 0
         for fill in fills:
-            positions = np.arange(len(fill.token_ids))
+            tokens = np.arange(len(fill.token_ids))
             for filled_row in fill.rows:
-                source.append(start + positions)
-                row.append(np.full(len(positions), filled_row))
-                place.append(positions)
-            start += len(positions)
-        return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, place))  # type: ignore[return-value]
+                source.append(start + tokens)
+                row.append(np.full(len(tokens), filled_row))
+                column.append(self._column - self._position[filled_row] + tokens)
+            start += len(tokens)
+        return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
