@@ -24,8 +24,9 @@ def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: i
     """
     share = _share(samples, tokens_per_microbatch, parts)
     batches: list[list[int]] = []
-    spent = placed = 0  # in this micro-batch, in all
+    spent = placed = 0  # tokens in this micro-batch; in all, a prompt that is laid out again not counted again
     draws: set[int] = set()
+    known: set[int] = set()
     for index, sample in enumerate(samples):
         if not sample.mask.any():
             continue
@@ -36,9 +37,10 @@ def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: i
             spent, draws = 0, set()
             cost = own + len(sample.prompt_ids)
         batches[-1].append(index)
-        draws.add(sample.draw)
         spent += cost
-        placed += cost
+        placed += own + (0 if sample.draw in known else len(sample.prompt_ids))
+        draws.add(sample.draw)
+        known.add(sample.draw)
     return [_lay_out(samples, indices, weights) for indices in batches]
 
 
