@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollcall.config_errors import explain
+from rollcall.redact import redact_run, redact_source, remember, secrets_of_run
 
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
@@ -43,7 +44,9 @@ class ClusterSection(Section):
     num_nodes: int = _field(1, "Nodes in the cluster.", ge=1)
     num_gpus_per_node: int = _field(1, "Slots (accelerators) on each node.", ge=1)
     nodes: list[NodeSection] | None = _field(
-        None, "Nodes that differ, such as `[{gpus: 8}, {gpus: 4}]`; in place of `num_nodes` and `num_gpus_per_node`."
+        None,
+        "Nodes that differ, such as `[{gpus: 8}, {gpus: 4}]`; in place of `num_nodes` and `num_gpus_per_node`.",
+        min_length=1,
     )
     accelerator: Literal["gpu", "cpu"] = _field(
         "gpu", "What a slot is: a GPU, or a logical seat on a node without one (`rollcall node --slots`)."
@@ -56,6 +59,23 @@ class ClusterSection(Section):
         [], "Names (or patterns such as `NCCL_*`) of variables copied from whoever submits to every worker."
     )
     node_env: dict[int, dict[str, str]] = _field({}, "Variables of the workers of one node alone, by node rank.")
+
+    @model_validator(mode="after")
+    def _nodes_agree(self) -> ClusterSection:
+        """`nodes` fixes the two numbers; a resolved run file has all three."""
+        sizes = [node.gpus for node in self.nodes or []]
+        fixed = {"num_nodes": len(sizes), "num_gpus_per_node": max(sizes)} if sizes else {}
+        for key, value in fixed.items():
+            if key in self.model_fields_set and getattr(self, key) != value:
+                raise ValueError(
+                    f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} of {sizes} slots; leave {key} out"
+                )
+        self.__dict__.update(fixed)
+        if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
+            raise ValueError(
+                f"node_env has node {strangers[0]}; the {self.num_nodes} nodes are 0 to {self.num_nodes - 1}"
+            )
+        return self
 
     @property
     def slots_per_node(self) -> list[int]:
@@ -409,11 +429,13 @@ def load_config(path: Path | str | None = None, overrides: list[str] | None = No
     """Run file (or the embedded default) plus ``a.b=value`` overrides, validated."""
     raw = _read_yaml(path) if path is not None else default_run()
     for override in overrides or []:
+        _refuse_secret(override)
         _apply_override(raw, override)
     return parse_config(raw)
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
+    remember(secrets_of_run(raw).values())  # a refusal may show what was given
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -421,8 +443,13 @@ def parse_config(raw: dict[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved run file as YAML; reading it back gives the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=110)
+    """The resolved run file as YAML; reading it back gives the same config, but for secrets: they are redacted."""
+    return yaml.safe_dump(public_dump(config), sort_keys=False, width=110)
+
+
+def public_dump(config: Config) -> dict[str, Any]:
+    """The sections as plain values, for a file or a tracker: without the secrets of ``cluster.env``."""
+    return redact_run(config.model_dump(mode="json"))
 
 
 def default_run() -> dict[str, Any]:
@@ -440,7 +467,7 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"run file {path} is not YAML: {error}") from None
+        raise ConfigError(f"run file {path} is not YAML: {redact_source(str(error))}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"run file {path} must hold sections (run, model, data, ...), not {type(raw).__name__}")
     return raw
@@ -466,6 +493,18 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node[_list_index(node, last, override)] = value
     else:
         node[last] = value
+
+
+def _refuse_secret(override: str) -> None:
+    """A command line is in the process list, in the shell's history and, of a driver, in Ray's records."""
+    if not override.startswith("cluster."):
+        return
+    alone: dict[str, Any] = {}
+    _apply_override(alone, override)
+    for name in secrets_of_run(alone):
+        raise ConfigError(
+            f"{name} is a secret by its name, and others see a command line; export {name} and name it in cluster.env_pass"
+        )
 
 
 def _parse_value(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 from typing import Annotated
@@ -10,10 +11,17 @@ import typer
 
 from rollcall import __version__
 from rollcall.cli import reported
+from rollcall.cli.cluster import check, down, node, status
 from rollcall.cli.config import config
 from rollcall.cli.data import data
+from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
+from rollcall.cli.jobs import env, job, submit
+from rollcall.cli.plan import plan
 from rollcall.cli.train import train
+from rollcall.redact import guard_streams
+
+SEALED = "ROLLCALL_SEALED"  # as in cluster/environment.py, which this module does not import: help answers at once
 
 HELP = """Reinforcement learning for language models, from one run file.
 
@@ -81,10 +89,21 @@ for name, command in (
     ("eval", evaluate),
     ("config", config),
     ("data", data),
+    ("plan", plan),
+    ("doctor", doctor),
+    ("submit", submit),
+    ("env", env),
+    *(("node", node), ("check", check), ("status", status), ("down", down)),
     ("version", version),
 ):
     app.command(name)(reported(command))
+app.add_typer(job, name="job")
 
 
 def main() -> None:
+    guard_streams()
+    if SEALED in os.environ:  # a job's driver
+        from rollcall.cluster.environment import run_opened
+
+        sys.exit(run_opened([sys.executable, "-m", "rollcall", *sys.argv[1:]]))
     app(prog_name="rollcall")

@@ -6,11 +6,16 @@ shared by all nodes. ``rollcall node`` writes the record; every other verb reads
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +23,8 @@ DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
 TOKEN = "ROLLCALL_TOKEN"
+OWNER_S = 240.0  # longer than Ray takes to start
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # a folder's name, and a label's value in Ray
 
 
 class ClusterError(RuntimeError):
@@ -60,11 +67,18 @@ class NodeRecord:
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
     processes: tuple[Process, ...]  # what `rollcall node` started here
+    ports: dict[str, int] = field(default_factory=dict)  # what Ray listens on here, by component
 
 
 def state_dir(cluster: str) -> Path:
     """The cluster's folder on this node, made and checked to be ours alone."""
-    root = Path(os.environ.get(STATE_DIR) or Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}")
+    if not NAME.fullmatch(cluster):
+        raise ClusterError(
+            f"{cluster!r} cannot be a cluster's name; use at most 32 letters, digits, '-' and '_', "
+            "beginning and ending with a letter or digit"
+        )
+    # Not TMPDIR: a launcher sets it anew for each job, and `down` must find what `node` left.
+    root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
     folder = root / cluster
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for path in (root, folder):
@@ -86,6 +100,13 @@ def write_token(cluster: str, token: str) -> Path:
     path = token_path(cluster)
     write_private(path, token)
     return path
+
+
+def read_token(cluster: str) -> str:
+    try:
+        return token_path(cluster).read_text().strip()
+    except FileNotFoundError:
+        raise ClusterError(f"{not_here(cluster)} (its token is missing)") from None
 
 
 def auth_env(cluster: str) -> dict[str, str]:
@@ -115,6 +136,46 @@ def read_record(cluster: str) -> NodeRecord | None:
         return None
     fields["processes"] = tuple(Process(**process) for process in fields["processes"])
     return NodeRecord(**fields)
+
+
+def current_cluster(cluster: str | None) -> str:
+    """The one asked for, else the environment's, else the default."""
+    return cluster or os.environ.get(CLUSTER) or DEFAULT_CLUSTER
+
+
+def require_record(cluster: str) -> NodeRecord:
+    record = read_record(cluster)
+    if record is None:
+        raise ClusterError(not_here(cluster))
+    return record
+
+
+def not_here(cluster: str) -> str:
+    try:
+        found = sorted(path.parent.name for path in state_dir(cluster).parent.glob("*/node.json"))
+    except PermissionError:
+        found = []
+    others = f"; it is part of {', '.join(found)} (--cluster NAME)" if found else ""
+    return f"this node is part of no cluster {cluster!r}{others}; start it with `rollcall node`"
+
+
+@contextmanager
+def sole_owner(cluster: str) -> Iterator[None]:
+    """One command at a time starts or stops this cluster on this node; a second one waits for it."""
+    deadline = time.monotonic() + OWNER_S
+    with (state_dir(cluster) / "lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been at work on this node "
+                        f"for {OWNER_S:.0f} s; end it, then try again"
+                    ) from None
+            time.sleep(0.2)
+        yield
 
 
 def forget(cluster: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollcall.checkpoint.store import write_atomic
-from rollcall.config import Config
+from rollcall.config import Config, public_dump
 from rollcall.observe.metrics import check_names
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WandbSink:
         try:
             self._run = wandb.init(
                 project="rollcall", name=config.run.name, id=_wandb_id(run_dir), resume="allow", dir=str(run_dir),
-                config=config.model_dump(mode="json"),
+                config=public_dump(config),
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001
             # Only the type: the text of a failed log-in may repeat a key.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from rollcall.redact import redact
 from rollcall.reward.functions import PROCESS_TYPES, check_score
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
 from rollcall.reward.worker import Item
@@ -184,7 +185,7 @@ class Scorer:
         self._record(job, place=place, index=index, value=result.value, kind=result.kind, why=result.why)
 
     def _record(self, job: _Job, *, place: int, index: int, value: float, kind: FailureKind, why: str) -> None:
-        name = self.names[index]
+        name, why = self.names[index], redact(why)
         job.parts[place][name] = value
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)

@@ -1,0 +1,188 @@
+"""`rollcall node`, `check`, `status`, `down`: a node joins a cluster, the cluster is looked at, a node leaves it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcall.cli import Debug, Json, complain
+
+if TYPE_CHECKING:
+    from rollcall.cluster.check import Roster
+    from rollcall.cluster.state import NodeRecord
+
+Cluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="Which cluster; default: $ROLLCALL_CLUSTER, else `default`."),
+]
+
+
+def node(
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="This node's rank; 0 starts the head.")] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1, help="Nodes in the cluster.")] = None,
+    rendezvous: Annotated[
+        Path | None,
+        typer.Option("--rendezvous", metavar="DIR", help="Folder that all nodes share, to find the head in."),
+    ] = None,
+    head_address: Annotated[
+        str | None,
+        typer.Option("--head-address", metavar="HOST:PORT", help="Where rank 0 listens; needs ROLLCALL_TOKEN."),
+    ] = None,
+    master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
+    worker: Annotated[int | None, typer.Option("--worker", metavar="R", min=0, help="The same as --rank R.")] = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=1, help="Slots this node offers; default: its GPUs.")
+    ] = None,
+    node_ip: Annotated[str | None, typer.Option("--node-ip", help="This node's address; default: by route.")] = None,
+    interface: Annotated[str | None, typer.Option("--interface", help="Use the address of this interface.")] = None,
+    dashboard_host: Annotated[
+        str, typer.Option("--dashboard-host", help="Where rank 0's dashboard listens.")
+    ] = "127.0.0.1",
+    temp_dir: Annotated[
+        Path | None, typer.Option("--temp-dir", metavar="DIR", help="Ray's folder for sockets and logs; short, local.")
+    ] = None,
+    cluster: Cluster = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for rank 0.")] = 300.0,
+    block: Annotated[
+        bool, typer.Option("--block", help="Stay until Ray ends here, or stop it on SIGTERM or Ctrl-C.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Start Ray on this node as part of a cluster: rank 0 founds it, the others find it and join.
+
+    Without --rank, --master or --worker, the rank comes from RANK, NODE_RANK, SLURM_NODEID, SLURM_PROCID,
+    SKYPILOT_NODE_RANK or DSTACK_NODE_RANK, and the number of nodes from the variable beside it.
+
+    \b
+    Examples:
+      rollcall node --rank 0 --num-nodes 4 --rendezvous /shared/rollcall
+      rollcall node --rank 3 --num-nodes 4 --rendezvous /shared/rollcall --slots 8
+      ROLLCALL_TOKEN=... rollcall node --master --num-nodes 2 --head-address node0:6380
+      ROLLCALL_TOKEN=... rollcall node --worker 1 --head-address node0:6380
+    """
+    from rollcall.cluster.bootstrap import NodeRequest, start_node
+    from rollcall.cluster.foreground import hold
+    from rollcall.cluster.rank import find_identity
+    from rollcall.cluster.state import current_cluster
+
+    who = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ)
+    request = NodeRequest(
+        cluster=current_cluster(cluster),
+        rank=who.rank,
+        num_nodes=who.num_nodes,
+        rendezvous=rendezvous,
+        head_address=head_address,
+        node_ip=node_ip,
+        interface=interface,
+        slots=slots,
+        temp_dir=temp_dir,
+        dashboard_host=dashboard_host,
+        timeout_s=timeout,
+    )
+    started = start_node(request, say=complain)
+    _introduce(started.record, was_running=started.was_running)
+    if block:
+        hold(started.record, say=complain)
+
+
+def check(
+    num_slots: Annotated[int, typer.Argument(metavar="N", min=1, help="Accelerators in the whole cluster.")],
+    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for them.")] = 300.0,
+    cluster: Cluster = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Wait until exactly N accelerators have joined; say who is there and which rank is missing.
+
+    \b
+    Examples:
+      rollcall check 32
+      rollcall check 32 --timeout 60 --json
+    """
+    from rollcall.cluster.check import wait_for_slots
+    from rollcall.cluster.state import current_cluster
+
+    found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout, say=complain)
+    if as_json:
+        print(json.dumps(_as_json(found)))
+    else:
+        nodes = f"{len(found.alive)} node{'' if len(found.alive) == 1 else 's'}"
+        print(f"all {num_slots} accelerators are there, on {nodes}")
+
+
+def status(cluster: Cluster = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Show the nodes of this node's cluster: rank, host, address, slots, memory, alive or not.
+
+    \b
+    Examples:
+      rollcall status
+      rollcall status --cluster mine --json
+    """
+    from rollcall.cluster.check import list_nodes
+    from rollcall.cluster.state import current_cluster
+
+    found = list_nodes(current_cluster(cluster))
+    if as_json:
+        print(json.dumps(_as_json(found)))
+    else:
+        _show(found)
+
+
+def down(cluster: Cluster = None, debug: Debug = False) -> None:
+    """Stop what this cluster started on this node, and nothing else.
+
+    \b
+    Examples:
+      rollcall down
+      rollcall down --cluster mine
+    """
+    from rollcall.cluster.bootstrap import stop_node
+    from rollcall.cluster.state import current_cluster
+
+    name = current_cluster(cluster)
+    count = stop_node(name)
+    print(
+        f"stopped {count} processes of cluster {name!r}" if count else f"nothing of cluster {name!r} runs on this node"
+    )
+
+
+def _introduce(record: NodeRecord, *, was_running: bool) -> None:
+    slots = f"{record.slots} {'GPUs' if record.accelerator == 'gpu' else 'logical slots'}"
+    print("Ray is already running here, as part of this cluster" if was_running else "Ray started")
+    rows = [
+        ("cluster", f"{record.cluster} (id {record.cluster_id})"),
+        ("node", f"{record.node_ip}, rank {record.rank} of {record.num_nodes}, {slots}"),
+        ("head", record.head_address),
+        ("dashboard", record.dashboard_url or "on the head's loopback only"),
+        ("logs", f"{record.temp_dir}/session_latest/logs"),
+    ]
+    for label, value in rows:
+        print(f"  {label:<10} {value}", flush=True)
+
+
+def _show(found: Roster) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("rank", "host", "address", "slots", "memory", "state", box=None, padding=(0, 2, 0, 0))
+    for row in found.nodes:
+        state = ("alive, head" if row.is_head else "alive") if row.alive else "dead"
+        slots = f"{row.slots} {row.accelerator}"
+        table.add_row(
+            "?" if row.rank is None else str(row.rank), row.host, row.address, slots, f"{row.memory_gib:.1f} GiB", state
+        )
+    for rank in sorted(set(found.missing) - {row.rank for row in found.nodes}):
+        table.add_row(str(rank), "-", "-", "-", "-", "not joined")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"cluster {found.cluster} (id {found.cluster_id}), head {found.head_address}", markup=False)
+    console.print(table)
+    console.print(f"{found.num_slots} slots on {len(found.alive)} of {found.num_nodes} nodes", markup=False)
+
+
+def _as_json(found: Roster) -> dict[str, Any]:
+    return {**asdict(found), "num_slots": found.num_slots, "missing": found.missing}

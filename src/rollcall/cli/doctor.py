@@ -1,0 +1,52 @@
+"""`rollcall doctor`: what would break a run on this cluster, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollcall.cli import FAILED, Debug, Json, Overrides, complain
+from rollcall.cli.cluster import Cluster
+
+if TYPE_CHECKING:
+    from rollcall.cluster.doctor import Report
+
+
+def doctor(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Run file to examine the cluster for.")] = None,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Examine the cluster this node is part of: versions, clocks, disks, memory, shared folder, ports, GPUs, bandwidth.
+
+    Each finding names the node, what is wrong, why it matters and the command that mends it. With a run file, its
+    placement, run directory and model are examined too. Ends with status 1 if anything would break a run.
+
+    \b
+    Examples:
+      rollcall doctor
+      rollcall doctor run.yaml
+      rollcall doctor run.yaml run.dir=/shared/runs/x --json
+    """
+    from rollcall.cluster.doctor import examine
+    from rollcall.config import load_config
+
+    config = load_config(file, overrides or []) if file is not None else None
+    report = examine(cluster, config=config, say=complain)
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        _show(report)
+    if report.breaks:
+        raise typer.Exit(FAILED)
+
+
+def _show(report: Report) -> None:
+    from rollcall.cluster.doctor_show import show
+
+    show(report)

@@ -1,0 +1,270 @@
+"""`rollcall submit`, `rollcall job` and `rollcall env`: runs on a cluster, seen from anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcall.cli import FAILED, INTERRUPTED, Debug, Json, Overrides, RunFile, complain, reported, split_arguments
+
+if TYPE_CHECKING:
+    from rollcall.cluster.jobs import Job, Jobs, Reached
+    from rollcall.cluster.worker_view import NodeView
+
+Address = Annotated[
+    str | None, typer.Option("--address", metavar="URL", help="The cluster's dashboard; default: this node's cluster.")
+]
+Cluster = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help="Which of this node's clusters.")]
+Meeting = Annotated[
+    Path | None,
+    typer.Option(
+        "--rendezvous", metavar="DIR", help="Where the cluster's nodes meet; address and token are read there."
+    ),
+]
+JobId = Annotated[str, typer.Argument(metavar="[ID|latest]", help="A job; default: the newest.")]
+
+
+def submit(
+    file: RunFile = None,
+    overrides: Overrides = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
+    address: Address = None,
+    cluster: Cluster = None,
+    rendezvous: Meeting = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run a run file on a cluster: its driver runs there, and goes on when this machine leaves.
+
+    The code travels (this rollcall, the run file, modules of its rewards); data, weights and the run directory are the
+    cluster's, so their paths must be as its nodes see them. Variables reach the run by cluster.env and cluster.env_pass.
+    Follows the log and ends with the job's own status; Ctrl-C leaves the job running. From a machine that is not a node,
+    the token comes from ROLLCALL_TOKEN or from --rendezvous.
+
+    \b
+    Examples:
+      rollcall submit run.yaml
+      rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
+      rollcall submit run.yaml --address http://10.0.0.1:8265
+    """
+    from rollcall.config import load_config
+
+    config = load_config(*split_arguments(file, overrides))
+    reached = _reach(cluster, address, rendezvous)
+    jobs = reached.jobs
+    job = jobs.submit(config, folder=Path.cwd(), record=reached.record, environ=os.environ)
+    complain(f"submitted {job.id} to {jobs.where}")
+    if no_wait:
+        complain(f"follow it with `rollcall job logs --follow {job.id}`, stop it with `rollcall job stop {job.id}`")
+    else:
+        job = _follow(jobs, job.id, out=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(job.as_json()))
+    elif no_wait:
+        print(job.id)
+    if job.is_over:
+        _end_as(job)
+
+
+def job_list(
+    address: Address = None,
+    cluster: Cluster = None,
+    rendezvous: Meeting = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the cluster's jobs, the newest first.
+
+    \b
+    Examples:
+      rollcall job list
+      rollcall job list --json
+    """
+    jobs = _reach(cluster, address, rendezvous).jobs.jobs()
+    if as_json:
+        print(json.dumps({"jobs": [job.as_json() for job in jobs]}))
+        return
+    rows = [("ID", "RUN", "STATUS", "SUBMITTED", "TOOK", "BY")]
+    rows += [(job.id, job.run, job.status, _when(job), _took(job), job.submitter) for job in jobs]
+    _print_table(rows)
+
+
+def job_status(
+    job_id: JobId = "latest",
+    address: Address = None,
+    cluster: Cluster = None,
+    rendezvous: Meeting = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say how a job stands.
+
+    \b
+    Examples:
+      rollcall job status
+      rollcall job status rollcall-gsm8k-1115-093000-1f2e --json
+    """
+    job = _reach(cluster, address, rendezvous).jobs.find(job_id)
+    if as_json:
+        print(json.dumps(job.as_json()))
+        return
+    _print_table([
+        ("job", job.id), ("run", job.run), ("status", job.status), ("submitted", f"{_when(job)} by {job.submitter}"),
+        ("took", _took(job)), ("run dir", job.run_dir), ("Ray says", job.message),
+    ])  # fmt: skip
+
+
+def job_logs(
+    job_id: JobId = "latest",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    address: Address = None,
+    cluster: Cluster = None,
+    rendezvous: Meeting = None,
+    debug: Debug = False,
+) -> None:
+    """Print what a job's driver has printed.
+
+    \b
+    Examples:
+      rollcall job logs
+      rollcall job logs --follow latest
+    """
+    jobs = _reach(cluster, address, rendezvous).jobs
+    job = jobs.find(job_id)
+    if follow:
+        _end_as(_follow(jobs, job.id, out=sys.stdout))
+    else:
+        print(jobs.logs(job.id), end="")
+
+
+def job_stop(
+    job_id: JobId = "latest",
+    address: Address = None,
+    cluster: Cluster = None,
+    rendezvous: Meeting = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Stop a job; submitting the same run again goes on where it stands.
+
+    \b
+    Examples:
+      rollcall job stop
+      rollcall job stop rollcall-gsm8k-1115-093000-1f2e
+    """
+    jobs = _reach(cluster, address, rendezvous).jobs
+    job = jobs.stop(jobs.find(job_id).id, say=complain)
+    if as_json:
+        print(json.dumps(job.as_json()))
+    else:
+        print(f"{job.id} is {job.status}")
+
+
+def env(
+    file: RunFile = None,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what the workers of each node see: the run file's variables, where each comes from; secrets redacted.
+
+    Runs on a node of the cluster.
+
+    \b
+    Examples:
+      rollcall env run.yaml
+      rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
+    """
+    from rollcall.cluster.environment import submitted_env
+    from rollcall.cluster.state import current_cluster, require_record
+    from rollcall.cluster.worker_view import view_workers
+    from rollcall.config import load_config
+
+    section = load_config(*split_arguments(file, overrides)).cluster
+    submitted = submitted_env(section)
+    complain("asking a worker on each node")
+    views = view_workers(require_record(current_cluster(cluster)), section, submitted=submitted)
+    if as_json:
+        print(json.dumps({"nodes": [asdict(view) for view in views]}))
+    else:
+        _print_environment(views)
+    if any(seen.wanted is not None for view in views for seen in view.variables):
+        raise typer.Exit(FAILED)
+
+
+job = typer.Typer(
+    name="job", help="List, watch and stop the jobs of a cluster.", no_args_is_help=True, rich_markup_mode=None
+)
+for _name, _command in (("list", job_list), ("status", job_status), ("logs", job_logs), ("stop", job_stop)):
+    job.command(_name)(reported(_command))
+
+
+def _reach(cluster: str | None, address: str | None, rendezvous: Path | None) -> Reached:
+    from rollcall.cluster.jobs import reach
+    from rollcall.cluster.state import current_cluster
+
+    return reach(current_cluster(cluster), address=address, rendezvous=rendezvous)
+
+
+def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
+    """Wait for the job and show its log. Ctrl-C ends the watching, not the job."""
+
+    def write(text: str) -> None:
+        out.write(text)
+        out.flush()
+
+    try:
+        jobs.wait_started(job_id, say=complain)
+        return jobs.follow(job_id, write=write, say=complain)
+    except KeyboardInterrupt:
+        complain(
+            f"\n{job_id} goes on on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "
+            f"`rollcall job stop {job_id}`"
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _end_as(job: Job) -> None:
+    """This command's exit status is the job's."""
+    if job.status == "SUCCEEDED":
+        complain(f"{job.id} succeeded")
+        return
+    # Ray's message of a failed driver repeats the end of the log, which has just been shown.
+    why = f"with status {job.exit_code}" if job.exit_code else job.message
+    complain(f"error: {job.id} {job.status.lower()} {why}".rstrip())
+    raise typer.Exit(job.exit_code if job.exit_code and 0 < job.exit_code < 256 else FAILED)
+
+
+def _print_environment(views: list[NodeView]) -> None:
+    for view in views:
+        print(f"node {view.rank} ({view.address})")
+        rows = []
+        for seen in view.variables:
+            value = "not set" if seen.value is None else seen.value
+            wrong = f"   NOT AS DECLARED: {seen.wanted}" if seen.wanted is not None else ""
+            rows.append((f"  {seen.name}", seen.source, value + wrong))
+        _print_table(rows)
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _when(job: Job) -> str:
+    return job.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _took(job: Job) -> str:
+    from datetime import UTC, datetime
+
+    seconds = round(((job.ended or datetime.now(UTC)) - job.started).total_seconds())
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,65 @@
+"""`rollcall plan`: who sits on which slot, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, split_arguments
+
+
+def plan(
+    file: RunFile = None,
+    overrides: Overrides = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", min=1, help="GiB of one accelerator; default: 80.")
+    ] = None,
+    model_config: Annotated[
+        Path | None,
+        typer.Option("--model-config", help="The model's config.json, where model.path is not on this machine."),
+    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the plan into this file.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.
+
+    Ends with status 1, and says why, when the placement cannot work or does not fit the accelerator.
+
+    \b
+    Examples:
+      rollcall plan examples/cluster_4x8.yaml
+      rollcall plan run.yaml --gpu-memory 40 actor.tokens_per_microbatch=8192
+      rollcall plan run.yaml 'cluster.component_placement={rollout: 0-19, inference: 20-23, actor: 24-31}'
+      rollcall plan run.yaml --svg plan.svg
+      rollcall plan run.yaml --json
+    """
+    from rollcall.cluster.placement import PlacementError
+    from rollcall.cluster.run_plan import plan_run
+    from rollcall.config import load_config
+
+    config = load_config(*split_arguments(file, overrides))
+    try:
+        run = plan_run(config, card_gib=gpu_memory, model_config=model_config)
+    except PlacementError as error:
+        if as_json:
+            print(json.dumps({"ok": False, "problems": [str(error)]}))
+            raise typer.Exit(FAILED) from None
+        raise
+    if svg is not None:
+        from rollcall.cluster.draw_svg import draw_svg
+
+        svg.write_text(draw_svg(run))
+    if as_json:
+        print(json.dumps(run.as_json()))
+    else:
+        from rollcall.cluster.draw import draw_text, make_console
+
+        make_console().print(draw_text(run))
+        if svg is not None:
+            print(f"drawn in {svg}")
+    if run.problems:
+        raise typer.Exit(FAILED)

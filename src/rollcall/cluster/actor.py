@@ -1,0 +1,124 @@
+"""The process a worker lives in: takes its environment, makes the worker, calls it, tells what it raised.
+
+The class is imported after the environment is set, so that it may read RANK or see its accelerators while being imported.
+
+A port is leased by binding it: the kernel hands a port to one bind at a time, and gives no bound port to anyone who asks
+for any free one or to an outgoing connection. The lease does not listen and allows address reuse, so the group's
+rendezvous (torch's TCPStore, which allows it too) can listen on the port while it is held. It ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.dispatch import Drop, trim
+from rollcall.cluster.failures import RemoteFailureError
+
+MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start
+
+
+def lease_port() -> socket.socket:
+    """A bound socket that nobody listens on; its port is the lease."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    lease = socket.socket(family, socket.SOCK_STREAM)
+    lease.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        lease.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # holds the port for both families
+    lease.bind(("", 0))
+    return lease
+
+
+def load_class(target: str | type) -> type:
+    """The worker class; one that wears Ray's decorator is taken out of it."""
+    if isinstance(target, str):
+        module, _, name = target.rpartition(".")
+        found = getattr(importlib.import_module(module), name, None)
+        if found is None:
+            raise ValueError(f"module {module} has no {name}; write the worker as 'module.Class'")
+        target = found
+    metadata = getattr(target, "__ray_metadata__", None)
+    target = target if metadata is None else metadata.modified_class
+    if not isinstance(target, type):
+        raise ValueError(f"a worker is made from a class; {target!r} is a {type(target).__name__}")
+    return target
+
+
+def call_method(
+    worker: Any, method: str, args: Any, kwargs: Mapping[str, Any], *, loop: asyncio.AbstractEventLoop
+) -> Any:
+    """Run one method; a coroutine is run to its end."""
+    function = getattr(worker, method, None)
+    if not callable(function):
+        names = [name for name in dir(worker) if not name.startswith("_") and callable(getattr(worker, name))]
+        raise ValueError(f"{type(worker).__name__} has no method {method!r}; it has {', '.join(names) or 'none'}")
+    result = function(*args, **kwargs)
+    return loop.run_until_complete(result) if inspect.iscoroutine(result) else result
+
+
+class Host:
+    """Runs in the worker's process; its ``repr`` stands before every line that the worker prints."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._worker: Any = None
+        self._lease: socket.socket | None = None
+        self._loop = asyncio.new_event_loop()
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def lease_port(self) -> int:
+        self._lease = lease_port()
+        return self._lease.getsockname()[1]
+
+    def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
+        """Make the worker; returns this process's id."""
+        os.environ.update(env)
+        try:
+            self._worker = load_class(target)(*args, **kwargs)
+        except Exception as error:
+            raise RemoteFailureError.of(error) from None
+        return os.getpid()
+
+    def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return trim(call_method(self._worker, method, args, kwargs, loop=self._loop), drop)
+        except Exception as error:
+            raise RemoteFailureError.of(error) from None
+
+
+def end_group(mark: str, *, timeout_s: float) -> list[int]:
+    """Kill every process on this node that carries the group's mark; returns those still there at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while marked := [pid for pid in marked_processes(mark) if pid != os.getpid()]:
+        if time.monotonic() > deadline:
+            return marked
+        for pid in marked:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # ended by itself meanwhile
+        time.sleep(0.02)
+    return []
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Processes of the group on this node, zombies left out (they have no environment)."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if needle in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # gone meanwhile, or another user's
+    return found

@@ -1,0 +1,195 @@
+"""Addresses: which of a node's own the others can reach, how one is written, and which ports are free.
+
+Nothing is sent: a UDP socket that is connected asks the kernel for the route and learns the address it would use.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollcall.cluster.state import ClusterError
+
+# Documentation addresses (RFC 5737, RFC 3849): no one has them, so only a default route leads there.
+FAR_AWAY = ("198.51.100.1", "2001:db8::1")
+FIRST_PORT = 10_000
+LAST_PORT = 32_000  # below what kernels hand to outgoing connections, which could take a port between choice and use
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port``."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or (":" in host and not bracketed):
+        raise ClusterError(f"{text!r} is no address; write HOST:PORT, and [ADDRESS]:PORT for IPv6")
+    if not 0 < int(port) < 65536:
+        raise ClusterError(f"{text!r}: port {port} is not between 1 and 65535")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(host: str) -> str:
+    """The address of a host name; an address stays as it is."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror as error:
+        raise ClusterError(f"no address is known for host {host!r}: {error.strerror}") from None
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    return host in ("0.0.0.0", "::", "")
+
+
+def is_own(address: str) -> bool:
+    """Whether this node has that address."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def own_address(*, toward: str | None, node_ip: str | None, interface: str | None) -> str:
+    """The address of this node that the others can reach.
+
+    ``node_ip`` and ``interface`` are what the user asked for. Without them: the one that packets to ``toward`` leave
+    from; without that either, the one of the default route, else of the first interface that has one, else loopback.
+    """
+    if node_ip is not None:
+        try:
+            given = str(ipaddress.ip_address(node_ip.strip("[]")))
+        except ValueError:
+            raise ClusterError(f"--node-ip {node_ip} is no IP address") from None
+        if not is_own(given):
+            raise ClusterError(f"--node-ip {node_ip} is not an address of this node; it has {_listed()}")
+        return given
+    if interface is not None:
+        return _of_interface(interface, toward=toward)
+    if toward is not None:
+        found = _by_route(toward)
+        if found is None:
+            raise ClusterError(f"this node has no route to {toward}; it has {_listed()}")
+        return found
+    for far in FAR_AWAY:
+        found = _by_route(far)
+        if found is not None:
+            return found
+    for name in _interface_names():
+        for address in interface_addresses(name):
+            return address
+    return "127.0.0.1"
+
+
+def interface_addresses(name: str) -> list[str]:
+    """IPv4 first; link-local IPv6 is left out, since it means nothing without the interface's name."""
+    return [*_ipv4_of(name), *_ipv6_of(name)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nobody listens on, on any address."""
+    taken: list[int] = []
+    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
+        if len(taken) == count:
+            return taken
+        if is_free(port):
+            taken.append(port)
+    raise ClusterError(f"of the ports {FIRST_PORT} to {LAST_PORT}, fewer than {count} are free on this node")
+
+
+def is_free(port: int) -> bool:
+    for family, anywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # As the servers do: a connection that closed a moment ago does not keep its port.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((anywhere, port))
+        except OSError as error:
+            if error.errno in _NO_SUCH_FAMILY:
+                continue
+            return False
+    return True
+
+
+def listens(address: str, *, timeout_s: float) -> bool:
+    """Whether anyone accepts connections there."""
+    try:
+        with socket.create_connection(split_address(address), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+_NO_SUCH_FAMILY = (97, 99)  # EAFNOSUPPORT, EADDRNOTAVAIL: a kernel without IPv6
+_SIOCGIFADDR = 0x8915
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _by_route(host: str) -> str | None:
+    address = resolve(host)
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _of_interface(name: str, *, toward: str | None) -> str:
+    known = [known for _, known in socket.if_nameindex()]
+    if name not in known:
+        raise ClusterError(f"--interface {name} does not exist on this node; it has {', '.join(known)}")
+    addresses = interface_addresses(name)
+    if toward is not None:  # of a node with both, the kind the head has
+        family = _family(resolve(toward))
+        addresses = [address for address in addresses if _family(address) == family]
+    if not addresses:
+        raise ClusterError(f"--interface {name} has no address{f' that reaches {toward}' if toward else ''}")
+    return addresses[0]
+
+
+def _interface_names() -> list[str]:
+    return [name for _, name in socket.if_nameindex() if name != "lo"]
+
+
+def _listed() -> str:
+    found = [f"{address} ({name})" for name in [*_interface_names(), "lo"] for address in interface_addresses(name)]
+    return ", ".join(found) or "none"
+
+
+def _ipv4_of(name: str) -> Iterator[str]:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # an interface without an IPv4 address
+            return
+    yield socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_of(name: str) -> Iterator[str]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return
+    for line in table.read_text().splitlines():
+        digits, _, _, _, _, interface = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if interface == name and not address.is_link_local:
+            yield str(address)

@@ -1,0 +1,49 @@
+"""One question to a Ray head, in a process of its own: run as a script by `head.py`, which waits for it.
+
+Token on standard input, address as the only argument; one JSON object on standard output. Ray's client retries a dead
+address for minutes and then aborts its process, so it never runs inside a command.
+"""
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=sys.stdin.read().strip())
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    raylet: Any = importlib.import_module("ray._raylet")
+    gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
+    from ray.exceptions import AuthenticationError
+
+    try:
+        client = raylet.GcsClient(address=sys.argv[1])
+        nodes = client.get_all_node_info(timeout=30)
+        dashboard = client.internal_kv_get(b"dashboard", b"dashboard", timeout=30)
+    except AuthenticationError:
+        print(json.dumps({"refused": True}))
+        return
+    fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
+    agents = ("metrics_agent_port", "dashboard_agent_listen_port")
+    rows = [
+        {
+            "node_id": node_id.hex(),
+            "alive": node.state == gcs.GcsNodeInfo.GcsNodeState.ALIVE,
+            "is_head": node.is_head_node,
+            "address": node.node_manager_address,
+            "host": node.node_manager_hostname,
+            "started_ms": node.start_time_ms,
+            "temp_dir": node.temp_dir,
+            "labels": dict(node.labels),
+            "resources": dict(node.resources_total),
+            "ports": {name.removesuffix("_port"): getattr(node, name) for name in (*fields, *agents)},
+        }
+        for node_id, node in nodes.items()
+    ]
+    print(json.dumps({"nodes": rows, "dashboard": dashboard.decode() if dashboard else None}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""A node's life in a cluster: find or found it, start Ray, remember what was started, stop exactly that.
+
+Rank 0 starts the head, then publishes it. Every other rank waits for the published head, asks it who it is, and joins.
+`ray start` runs in a session of its own and returns; Ray's processes live on, and are found again by `processes.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rollcall.cluster.address import is_loopback, is_wildcard, join_address, split_address
+from rollcall.cluster.head import HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
+from rollcall.cluster.processes import GCS, RAYLET, command_names, find_processes, stop_processes
+from rollcall.cluster.ray_start import (
+    NodeRequest,
+    Say,
+    Start,
+    choose_temp_dir,
+    find_slots,
+    plan_head,
+    plan_worker,
+    ray_start,
+)
+from rollcall.cluster.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
+from rollcall.cluster.state import (
+    TOKEN,
+    ClusterError,
+    NodeRecord,
+    forget,
+    read_record,
+    sole_owner,
+    state_dir,
+    write_record,
+    write_token,
+)
+
+START_S = 180.0  # for Ray itself, once its head is known
+TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    record: NodeRecord
+    was_running: bool
+
+
+def start_node(request: NodeRequest, *, say: Say) -> Started:
+    """Make this node part of the cluster, or find that it is."""
+    if (request.rendezvous is None) == (request.head_address is None):
+        raise ClusterError(
+            "how do nodes find each other? give --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
+        )
+    slots, accelerator = find_slots(request.slots)
+    temp_dir = choose_temp_dir(request)
+    if running := _running(request, say=say):
+        return Started(record=running, was_running=True)
+    given = os.environ.get(TOKEN, "").strip() or None
+    if request.head_address is not None and given is None:
+        raise ClusterError(
+            f"with --head-address no shared folder carries the token: set {TOKEN} to the same long random text on every "
+            "node, such as the output of `openssl rand -hex 32`"
+        )
+    if request.rank == 0 and request.rendezvous is not None:
+        Rendezvous(request.rendezvous, request.cluster).prepare()
+    found = None if request.rank == 0 else _find(request, token=given, say=say)
+    with sole_owner(request.cluster):
+        if running := _running(request, say=say):  # another command was faster, or its head answers again
+            return Started(record=running, was_running=True)
+        _stop(request.cluster)
+        if found is None:
+            _refuse_second_head(request, token=given)
+            start = plan_head(request, slots=slots, accelerator=accelerator, temp_dir=temp_dir, token=given)
+        else:
+            found = _wait_for_rank(request, found, say=say)
+            start = plan_worker(request, found, slots=slots, accelerator=accelerator, temp_dir=temp_dir)
+        return Started(record=_launch(request, start, say=say), was_running=False)
+
+
+def stop_node(cluster: str) -> int:
+    """Stop what this cluster runs on this node, and remove what it wrote; returns how many processes there were."""
+    with sole_owner(cluster):
+        record = read_record(cluster)
+        count = _stop(cluster)
+        folder = state_dir(cluster)
+        if record is not None:  # a folder of the user's own may hold more than this session
+            shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
+        shutil.rmtree(folder / "ray", ignore_errors=True)
+        (folder / "start.log").unlink(missing_ok=True)
+        return count
+
+
+def is_running(record: NodeRecord) -> bool:
+    """Whether what makes a node (on rank 0: and a head) is alive here."""
+    needed = {RAYLET, GCS} if record.rank == 0 else {RAYLET}
+    return needed <= command_names(record.processes)
+
+
+def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
+    """The head to join, once it is up; what this node was told must fit what the head knows."""
+    if request.head_address is not None:
+        assert token is not None
+        found = wait_at(request.head_address, token=token, timeout_s=request.timeout_s, say=say)
+    else:
+        assert request.rendezvous is not None
+        rendezvous = Rendezvous(request.rendezvous, request.cluster)
+        found = wait_for_head(rendezvous, token=token, timeout_s=request.timeout_s, say=say)
+    head = found.answer.head
+    assert head is not None
+    if head.cluster != request.cluster:
+        raise ClusterError(
+            f"the head at {found.address} is of cluster {head.cluster!r}, not {request.cluster!r}; give --cluster {head.cluster}"
+        )
+    if request.num_nodes not in (None, head.num_nodes):
+        raise ClusterError(
+            f"--num-nodes {request.num_nodes} here, but rank 0 at {found.address} was started with {head.num_nodes}"
+        )
+    if head.num_nodes is not None and request.rank >= head.num_nodes:
+        raise ClusterError(f"rank {request.rank} does not exist among the {head.num_nodes} nodes of this cluster")
+    return found
+
+
+def _wait_for_rank(request: NodeRequest, found: Found, *, say: Say) -> Found:
+    """A node that died is listed as alive for some seconds; whoever holds the rank after that is alive."""
+    give_up = time.monotonic() + TAKEN_S
+    answer = found.answer
+    while holder := next((node for node in answer.alive if node.rank == request.rank), None):
+        if time.monotonic() > give_up:
+            raise ClusterError(_taken(holder))
+        say(f"rank {request.rank} is held by {holder.host} ({holder.address}); waiting to see whether it is alive")
+        time.sleep(3.0)
+        answer = ask_head(found.address, token=found.token)
+    return Found(address=found.address, token=found.token, answer=answer)
+
+
+def _taken(holder: NodeInfo) -> str:
+    return (
+        f"rank {holder.rank} is taken by {holder.host} ({holder.address}), which is alive; give this node another --rank, "
+        "or run `rollcall down` there first"
+    )
+
+
+def _running(request: NodeRequest, *, say: Say) -> NodeRecord | None:
+    """The record of this node if it is part of the cluster now; what is left of an earlier one does not count."""
+    record = read_record(request.cluster)
+    if record is None or not is_running(record):
+        return None
+    if record.rank != request.rank:
+        raise ClusterError(
+            f"this node is rank {record.rank} of cluster {request.cluster!r}, not rank {request.rank}; "
+            f"run `rollcall down --cluster {request.cluster}` first"
+        )
+    try:
+        answer = ask_own_head(request.cluster, head_address=record.head_address)
+    except (HeadUnreachable, HeadRefuses) as error:
+        say(f"this node runs Ray, but {error}; it will be started anew")
+        return None
+    if answer.cluster_id != record.cluster_id:
+        say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started anew")
+        return None
+    return record
+
+
+def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
+    """Start Ray, see that the head lists this node, remember it; or leave nothing behind."""
+    deadline = time.monotonic() + START_S
+    folder = state_dir(request.cluster)
+    if request.temp_dir is None:
+        shutil.rmtree(start.temp_dir, ignore_errors=True)  # sessions of earlier bring-ups
+    start.temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_token(request.cluster, start.token)
+    try:
+        ray_start(request, start, log=folder / "start.log", deadline=deadline, say=say)
+        # Ray opens its folders to everyone, and sockets of raylet and object store are in this one.
+        (start.temp_dir / "session_latest").resolve().chmod(0o700)
+        record = _joined(request, start, deadline=deadline)
+        write_record(record)
+        if request.rank == 0 and request.rendezvous is not None:
+            _publish(request, start, record)
+    except BaseException:
+        _stop(request.cluster)
+        raise
+    return record
+
+
+def _joined(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecord:
+    """This node as its head lists it."""
+    while True:
+        answer = ask_head(start.head_address, token=start.token)
+        mine = next(
+            (node for node in answer.alive if node.temp_dir == str(start.temp_dir) and node.rank == request.rank), None
+        )
+        if mine is not None:
+            break
+        if time.monotonic() > deadline:
+            raise ClusterError(f"the head at {start.head_address} does not list rank {request.rank} among its nodes")
+        time.sleep(0.5)
+    first = min((n for n in answer.alive if n.rank == request.rank), key=lambda node: (node.started_ms, node.node_id))
+    if first is not mine:  # two hosts of one rank came at the same moment
+        raise ClusterError(_taken(first))
+    return NodeRecord(
+        cluster=request.cluster,
+        cluster_id=start.cluster_id,
+        rank=request.rank,
+        num_nodes=start.num_nodes,
+        node_ip=start.node_ip,
+        slots=start.slots,
+        accelerator=start.accelerator,
+        head_address=start.head_address,
+        dashboard_url=_dashboard_url(answer.dashboard, node_ip=start.node_ip, head_address=start.head_address),
+        temp_dir=str(start.temp_dir),
+        rendezvous=None if request.rendezvous is None else str(request.rendezvous.absolute()),
+        processes=tuple(entry.process for entry in find_processes(state_dir(request.cluster))),
+        ports={**start.ports, **mine.ports},
+    )
+
+
+def _publish(request: NodeRequest, start: Start, record: NodeRecord) -> None:
+    assert request.rendezvous is not None
+    head = Head(
+        cluster=record.cluster,
+        cluster_id=record.cluster_id,
+        address=record.head_address,
+        host=socket.gethostname(),
+        dashboard=join_address(request.dashboard_host, record.ports["dashboard"]),
+        ports=record.ports,
+        num_nodes=record.num_nodes,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    token = start.token if start.publish_token else None
+    Rendezvous(request.rendezvous, request.cluster).publish(head, token=token)
+
+
+def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:
+    """A published head that answers as itself is alive, wherever it is. One that does not is replaced."""
+    if request.rendezvous is None:
+        return
+    rendezvous = Rendezvous(request.rendezvous, request.cluster)
+    for held in {token, None}:
+        found = look(rendezvous, token=held)
+        if isinstance(found, Found) and found.answer.head is not None:
+            raise ClusterError(_taken(found.answer.head))
+
+
+def _stop(cluster: str) -> int:
+    record = read_record(cluster)
+    count = stop_processes(state_dir(cluster), recorded=record.processes if record else ())
+    if record is not None and record.rank == 0 and record.rendezvous is not None:
+        Rendezvous(Path(record.rendezvous), cluster).withdraw(record.cluster_id)
+    forget(cluster)
+    return count
+
+
+def _dashboard_url(bound: str | None, *, node_ip: str, head_address: str) -> str | None:
+    if not bound:
+        return None
+    host, port = split_address(bound)
+    head_ip = split_address(head_address)[0]
+    if is_loopback(host):
+        return f"http://{join_address(host, port)}" if node_ip == head_ip else None
+    return f"http://{join_address(head_ip if is_wildcard(host) else host, port)}"

@@ -1,0 +1,125 @@
+"""Who is there: waiting for N accelerators, and the list of nodes. The head is asked anew each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollcall.cluster.address import split_address
+from rollcall.cluster.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
+from rollcall.cluster.state import ClusterError, NodeRecord, require_record
+
+ASK_EVERY_S = 1.0
+TELL_EVERY_S = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """The nodes of a cluster at one moment."""
+
+    cluster: str
+    cluster_id: str
+    head_address: str
+    dashboard_url: str | None
+    num_nodes: int
+    nodes: tuple[NodeInfo, ...]  # one per rank that ever joined: the living one, else the one that died last
+
+    @property
+    def alive(self) -> list[NodeInfo]:
+        return [node for node in self.nodes if node.alive]
+
+    @property
+    def num_slots(self) -> int:
+        return sum(node.slots for node in self.alive)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a living node."""
+        return sorted(set(range(self.num_nodes)) - {node.rank for node in self.alive if node.rank is not None})
+
+
+def list_nodes(cluster: str) -> Roster:
+    """As the head of this node's cluster knows them now."""
+    record = require_record(cluster)
+    answer = ask_own_head(cluster, head_address=record.head_address)
+    if answer.head is not None and answer.cluster_id != record.cluster_id:
+        raise ClusterError(
+            f"the head at {record.head_address} is of another bring-up than this node; run `rollcall node` here again"
+        )
+    return roster(record, answer)
+
+
+def roster(record: NodeRecord, answer: Answer) -> Roster:
+    newest: dict[object, NodeInfo] = {}
+    for node in sorted(answer.nodes, key=lambda node: (node.alive, node.started_ms)):
+        newest[node.node_id if node.rank is None else node.rank] = node
+    nodes = sorted(newest.values(), key=lambda node: (node.rank is None, node.rank or 0, node.node_id))
+    return Roster(
+        cluster=record.cluster,
+        cluster_id=record.cluster_id,
+        head_address=record.head_address,
+        dashboard_url=record.dashboard_url,
+        num_nodes=record.num_nodes,
+        nodes=tuple(nodes),
+    )
+
+
+def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Callable[[str], None]) -> Roster:
+    """Return once exactly ``num_slots`` have joined. More is an error at once, fewer when the time is over."""
+    record = require_record(cluster)
+    began = time.monotonic()
+    told = -TELL_EVERY_S
+    while True:
+        try:
+            found = list_nodes(cluster)
+            state = describe(found, num_slots=num_slots)
+        except HeadUnreachable as error:
+            found, state = None, str(error)
+        waited = time.monotonic() - began
+        if found is not None and found.num_slots == num_slots:
+            return found
+        if found is not None and found.num_slots > num_slots:
+            raise ClusterError(
+                f"{found.num_slots} accelerators have joined, {num_slots} were expected: {who(found.alive)}; stop what does "
+                f"not belong with `rollcall down` there, or ask for {found.num_slots}"
+            )
+        if waited >= timeout_s:
+            raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(record, found)}")
+        if waited - told >= TELL_EVERY_S:
+            say(f"{state} ({waited:.0f} s)")
+            told = waited
+        time.sleep(ASK_EVERY_S)
+
+
+def describe(found: Roster, *, num_slots: int) -> str:
+    """One line: how many there are, whose, and which ranks are missing."""
+    parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'nobody'}"]
+    if found.missing:
+        parts.append(f"missing: {_ranks(found.missing)}")
+    return "; ".join(parts)
+
+
+def who(nodes: Sequence[NodeInfo]) -> str:
+    return ", ".join(f"rank {'?' if n.rank is None else n.rank} {n.host} ({n.address}) {n.slots}" for n in nodes)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``ranks 1-3, 7``: a hundred nodes fit on a line."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+
+
+def _advice(record: NodeRecord, found: Roster | None) -> str:
+    if found is None:
+        return f"; run `rollcall status` on {split_address(record.head_address)[0]} to see whether it is up"
+    if found.missing:
+        where = f"--rendezvous {record.rendezvous}" if record.rendezvous else f"--head-address {record.head_address}"
+        return f"; on each of those run `rollcall node --rank R --num-nodes {found.num_nodes} {where}`"
+    return f"; all {found.num_nodes} nodes are there, so ask for {found.num_slots}, or start them with other --slots"

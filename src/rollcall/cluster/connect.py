@@ -1,0 +1,72 @@
+"""A driver's connection to the cluster that this node is part of: with its token, to its own raylet, or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+from rollcall.cluster.head import ask_own_head
+from rollcall.cluster.state import ClusterError, NodeRecord, auth_env, current_cluster, require_record
+
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
+
+
+def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_driver: bool = True) -> NodeRecord | None:
+    """Make this process a driver of the cluster: ``cluster``, else ``$ROLLCALL_CLUSTER``, else the default one.
+
+    Inside a submitted job, Ray has set address and token, and they win; the result is then None. A connection that
+    exists is kept. A `RAY_ADDRESS` outside a job is somebody else's and is ignored.
+    """
+    import ray
+
+    if os.environ.get("RAY_ADDRESS") and IN_A_JOB in os.environ:
+        if not ray.is_initialized():
+            ray.init(log_to_driver=log_to_driver, logging_level=logging.WARNING)
+        return None
+    record = require_record(current_cluster(cluster))
+    if ray.is_initialized():
+        _same_cluster(record)
+        return record
+    # Asked first: Ray itself retries a dead head for minutes, then ends the process.
+    answer = ask_own_head(record.cluster, head_address=record.head_address, timeout_s=timeout_s)
+    if answer.cluster_id != record.cluster_id:
+        raise ClusterError(
+            f"the head at {record.head_address} is of another bring-up than this node; run `rollcall node` here again"
+        )
+    _use_token(record.cluster)
+    try:
+        ray.init(
+            address=record.head_address,
+            _node_ip_address=record.node_ip,
+            _temp_dir=record.temp_dir,  # of several raylets on one host, this node's own
+            log_to_driver=log_to_driver,
+            logging_level=logging.WARNING,
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(
+            f"cannot join cluster {record.cluster!r} as a driver: its head at {record.head_address} answers, but Ray on this "
+            f"node ({record.node_ip}, rank {record.rank}) does not: {error}; run `rollcall node` here again"
+        ) from error
+    return record
+
+
+def _use_token(cluster: str) -> None:
+    """Ray reads mode and token once per process; one that spoke with another cluster must read them again."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # would win over the file
+    os.environ.update(auth_env(cluster))
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _same_cluster(record: NodeRecord) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    if address != record.head_address:
+        raise ClusterError(
+            f"this process is connected to the Ray at {address}, not to cluster {record.cluster!r} at {record.head_address}; "
+            "call ray.shutdown() first"
+        )

@@ -1,0 +1,204 @@
+"""Which worker gets which rows, and which result comes back. Pure: numpy only, tensors by what they can do.
+
+Rows are split as evenly as they go, in order: 10 rows over 4 workers are 3, 3, 2, 2. Fewer rows than workers leave the
+last ones an empty part, and they are still called: in a collective everyone has to take part.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from rollcall.cluster.sharding import NamedSharding
+
+# From this size on Ray keeps an argument in the object store instead of copying it into the call.
+INLINE_BYTES = 100 * 1024
+SETUP = "setup"  # in run_rank_0_only_axes: rank 0 alone
+
+# What a worker leaves out of its answer: nothing, some fields, or (None) all of it.
+Drop = tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One worker's part in a sharded call."""
+
+    rank: int
+    shard: int | None  # None: called without data, so that it can take part
+    drop: Drop
+
+
+@functools.lru_cache(maxsize=256)  # a group makes the same few calls again and again
+def routes(
+    sharding: NamedSharding,
+    *,
+    in_sharded_axes: tuple[str, ...],
+    replicate_on_axes: tuple[str, ...],
+    output_is_replicated: tuple[str, ...],
+    call_free_axes: bool,
+) -> tuple[Route, ...]:
+    """Who is called, by rank. An axis that is neither sharded nor replicated on is free: only its first place is called."""
+    sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
+    sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
+    both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
+    if both:
+        raise ValueError(f"axis {both[0]!r} is in in_sharded_axes and in replicate_on_axes; name it in one of them")
+    free = [axis for axis in sharding.names if axis not in in_sharded_axes and axis not in replicate_on_axes]
+    silent = [name for name in output_is_replicated if name in sharding.names]
+    result_fields = tuple(name for name in output_is_replicated if name not in sharding.names)
+    found: list[Route] = []
+    for rank in sharding.ranks:
+        coords = sharding.get_worker_coords(rank)
+        is_free = any(coords[axis] for axis in free)
+        if is_free and not call_free_axes:
+            continue
+        first = all(route.drop is None for route in found)
+        answers = not is_free and not any(coords[axis] for axis in silent)
+        found.append(
+            Route(
+                rank=rank,
+                shard=None if is_free else sharding.shard_index(rank, in_sharded_axes),
+                drop=None if not answers else () if first else result_fields,
+            )
+        )
+    return tuple(found)
+
+
+def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[int]:
+    """The ranks that are called when only the first place on these axes is."""
+    sharding.check_axes(rank_0_only_axes, argument="run_rank_0_only_axes", also=[SETUP])
+    if SETUP in rank_0_only_axes and SETUP not in sharding.names:
+        return sharding.ranks[:1]
+    return [
+        rank for rank in sharding.ranks if not any(sharding.get_worker_coords(rank)[axis] for axis in rank_0_only_axes)
+    ]
+
+
+def trim(result: Any, drop: Drop) -> Any:
+    """A worker's answer without what the caller does not want."""
+    if drop is None:
+        return None
+    if not drop or not isinstance(result, Mapping):
+        return result
+    return {name: value for name, value in result.items() if name not in drop}
+
+
+def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> None:
+    """Refuse names in ``output_is_replicated`` that are no field of the first worker's result."""
+    given = list(first) if isinstance(first, Mapping) else None
+    for name in names:
+        if given is None or name not in given:
+            has = (
+                f"the result's fields {_listed(given)}"
+                if given is not None
+                else f"a {type(first).__name__} has no fields"
+            )
+            raise ValueError(f"output_is_replicated: {name!r} is neither an axis ({_listed(axes)}) nor a field: {has}")
+
+
+def split_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, num_parts: int
+) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Each argument in ``num_parts`` parts; all of them need equally many rows, or rows would meet strangers."""
+    named = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
+    rows = {name: num_rows(value, name=name) for name, value in named.items()}
+    if len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{name} has {count}" for name, count in rows.items())
+        raise ValueError(f"arguments of different lengths cannot be split together: {sizes} rows; use common_kwargs for "
+                         "what every worker gets whole")  # fmt: skip
+    parts = {name: split_rows(value, num_parts=num_parts) for name, value in named.items()}
+    positional = [parts[f"argument {number}"] for number in range(len(args))]
+    return [
+        ([part[index] for part in positional], {name: parts[name][index] for name in kwargs})
+        for index in range(num_parts)
+    ]
+
+
+def num_rows(value: Any, *, name: str) -> int:
+    """Rows along the first dimension."""
+    if isinstance(value, Mapping):
+        rows = {key: num_rows(item, name=f"{name}[{key!r}]") for key, item in value.items()}
+        if len(set(rows.values())) > 1:
+            sizes = ", ".join(f"{key!r}: {count}" for key, count in rows.items())
+            raise ValueError(f"the fields of {name} have different numbers of rows ({sizes})")
+        return next(iter(rows.values()), 0)
+    if isinstance(value, str | bytes) or not hasattr(value, "__getitem__") or getattr(value, "shape", None) == ():
+        raise ValueError(
+            f"{name} is a {type(value).__name__} and cannot be split into rows; give a sequence, an array, a tensor or a dict "
+            "of those, or pass it in common_kwargs to give it to every worker"
+        )
+    return len(value)
+
+
+def split_rows(value: Any, *, num_parts: int) -> list[Any]:
+    """Consecutive parts whose sizes differ by at most one.
+
+    >>> split_rows([1, 2, 3, 4, 5], num_parts=3)
+    [[1, 2], [3, 4], [5]]
+    """
+    if isinstance(value, Mapping):
+        parts = {key: split_rows(item, num_parts=num_parts) for key, item in value.items()}
+        return [{key: part[index] for key, part in parts.items()} for index in range(num_parts)]
+    total = len(value)
+    small, more = divmod(total, num_parts)
+    edges = [index * small + min(index, more) for index in range(num_parts + 1)]
+    return [_rows(value, start, end) for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def _rows(value: Any, start: int, end: int) -> Any:
+    if start == 0 and end == len(value):
+        return value
+    try:
+        part = value[start:end]
+    except TypeError:  # a sequence without slices, such as a deque
+        return [value[index] for index in range(start, end)]
+    # Pickling a tensor that is a view writes all that it is a view of.
+    return part.clone() if hasattr(part, "untyped_storage") else part
+
+
+def is_large(value: Any) -> bool:
+    """Whether one shared copy is cheaper than a copy in each worker's call."""
+    size = _known_size(value, INLINE_BYTES)
+    if size is None:
+        from ray import cloudpickle  # what Ray would send it with
+
+        try:
+            size = len(cloudpickle.dumps(value))
+        except (pickle.PicklingError, TypeError):
+            return False  # the call itself says best what cannot be sent
+    return size > INLINE_BYTES
+
+
+def _known_size(value: Any, limit: int) -> int | None:
+    """Bytes, or any number above the limit; None where only pickling could tell."""
+    if value is None or isinstance(value, bool | int | float):
+        return 16
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int) and getattr(getattr(value, "dtype", None), "hasobject", False) is False:
+        return nbytes
+    if isinstance(value, Mapping):
+        items: Any = (part for pair in value.items() for part in pair)
+    elif isinstance(value, list | tuple):
+        items = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = (getattr(value, field.name) for field in fields(value))
+    else:
+        return None
+    total = 0
+    for item in items:
+        size = _known_size(item, limit - total)
+        if size is None:
+            return None
+        total += size
+        if total > limit:
+            break
+    return total
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(str, names)) or "none"

@@ -1,0 +1,396 @@
+"""`rollcall doctor`: examine the nodes of a cluster and say what would break a run, and how to mend it.
+
+One probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage until its
+deadline; a node that has not answered by then is a finding, and the examination goes on without it. What is wrong is
+judged by the pure functions of ``doctor_checks``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rollcall.cluster import doctor_checks as checks
+from rollcall.cluster import doctor_facts
+from rollcall.cluster.check import Roster, list_nodes
+from rollcall.cluster.connect import connect
+from rollcall.cluster.doctor_checks import Finding, NodeFacts, SharedFolder
+from rollcall.cluster.head import NodeInfo
+from rollcall.cluster.memory import GIB, SizesUnknown, element_size, read_sizes
+from rollcall.cluster.placement import PlacementError
+from rollcall.cluster.run_plan import plan_run
+from rollcall.cluster.state import ClusterError, current_cluster
+from rollcall.config import Config
+
+PROBE_S = 90.0  # for a probe to start and say what it knows
+REACH_S = 3.0  # for one connection
+STAGE_S = 30.0
+SHARED_S = 10.0  # until a file written on one node is seen on the others
+RENAME_S = 1.5
+MEASURE_S = 120.0  # importing torch on a busy node is most of it
+TELL_EVERY_S = 5.0
+MAX_PAIRS_NODES = 16  # up to here every node connects to every other
+PINGS = 5
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    cluster: str
+    nodes: tuple[NodeFacts, ...]
+    findings: tuple[Finding, ...]
+    skews: Mapping[int, tuple[float, float]]  # rank to seconds ahead of this node, and the doubt in it
+    shared: SharedFolder | None
+    backend: str | None  # of the all-reduce
+    bytes_per_s: float | None
+
+    @property
+    def breaks(self) -> bool:
+        return any(finding.severity == "breaks" for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": not self.breaks, **asdict(self)}
+
+
+def examine(cluster: str | None, *, config: Config | None, say: Say) -> Report:
+    import ray
+
+    name = current_cluster(cluster)
+    connect(name, log_to_driver=False)
+    try:
+        roster = list_nodes(name)
+        return _Examination(roster, config=config, say=say).run()
+    finally:
+        ray.shutdown()  # ends the probes as well
+
+
+class _Examination:
+    def __init__(self, roster: Roster, *, config: Config | None, say: Say) -> None:
+        self.roster, self.config, self.say = roster, config, say
+        self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
+        self.findings: list[Finding] = []
+        self.probes: dict[int, Any] = {}
+
+    def run(self) -> Report:
+        self.findings += _judge_roster(self.roster)
+        if self.config is not None:
+            self.findings += judge_slots(self.config, self.roster)
+        self._start_probes()
+        nodes = self._facts()
+        self.findings += checks.judge_nodes(nodes, checkpoint_bytes=checkpoint_bytes(self.config))
+        if self.config is not None:
+            self.findings += judge_plan(self.config, nodes)
+        skews = self._clocks(nodes)
+        self._ports(nodes)
+        shared = self._shared_folder(nodes)
+        backend, bytes_per_s = self._bandwidth(nodes)
+        order = {"breaks": 0, "warns": 1}
+        findings = sorted(self.findings, key=lambda one: (order[one.severity], one.node is None, one.node or 0))
+        return Report(
+            cluster=self.roster.cluster,
+            nodes=tuple(nodes),
+            findings=tuple(findings),
+            skews=skews,
+            shared=shared,
+            backend=backend,
+            bytes_per_s=bytes_per_s,
+        )
+
+    # Each stage: call the probes, wait, judge
+
+    def _start_probes(self) -> None:
+        import ray
+        from ray import cloudpickle
+
+        self.say(f"asking {len(self.infos)} nodes what they have")
+        cloudpickle.register_pickle_by_value(doctor_facts)
+        remote = ray.remote(num_cpus=0, max_restarts=0)(doctor_facts.Probe)
+        for rank in self.infos:
+            self.probes[rank] = remote.options(resources={f"rollcall_node_{rank}": 0.001}).remote()
+
+    def _facts(self) -> list[NodeFacts]:
+        folder = None if self.config is None else str(self.config.run.dir.absolute())
+        model = None if self.config is None else Path(self.config.model.path).expanduser()
+        calls = {}
+        for rank, info in self.infos.items():
+            ask = {
+                "packages": [*checks.MUST_AGREE, *checks.SHOULD_AGREE],
+                "disks": {**({"run.dir": folder} if folder else {}), "Ray's temporary folder": info.temp_dir},
+                "paths": [str(model.absolute())] if model is not None and model.is_dir() else [],
+                "address": info.address,
+            }
+            calls[rank] = self.probes[rank].facts.remote(ask)
+        answers = self._collect("say what it has", calls, timeout_s=PROBE_S)
+        for rank in set(self.probes) - set(answers):
+            del self.probes[rank]  # asked nothing more
+        known = TypeAdapter(NodeFacts)
+        return [
+            known.validate_python(
+                {
+                    **answers[rank],
+                    "rank": rank,
+                    "address": info.address,
+                    "slots": info.slots,
+                    "accelerator": info.accelerator,
+                    "is_head": info.is_head,
+                }
+            )
+            for rank, info in self.infos.items()
+            if rank in answers
+        ]
+
+    def _clocks(self, nodes: Sequence[NodeFacts]) -> dict[int, tuple[float, float]]:
+        """Each clock against this node's, in the middle of the fastest of a few round trips."""
+        import ray
+
+        skews: dict[int, tuple[float, float]] = {}
+        for rank, probe in self.probes.items():
+            for _ in range(PINGS):
+                sent = time.time()
+                try:
+                    theirs: Any = ray.get(probe.clock.remote(), timeout=REACH_S)
+                except Exception:  # a slow or dead node shows in the stages that need it
+                    break
+                doubt = (time.time() - sent) / 2
+                if rank not in skews or doubt < skews[rank][1]:
+                    skews[rank] = (theirs - (sent + doubt), doubt)
+        self.findings += checks.judge_clocks(nodes, skews=skews)
+        return skews
+
+    def _ports(self, nodes: Sequence[NodeFacts]) -> None:
+        listening = self._collect(
+            "listen on a port",
+            {rank: probe.listen.remote(self.infos[rank].address) for rank, probe in self.probes.items()},
+        )
+        calls = {}
+        for rank in self.probes:
+            targets = [
+                (other, self.infos[other].address, port)
+                for other in partners(rank, sorted(listening))
+                for port in listening[other]
+            ]
+            calls[rank] = self.probes[rank].reach.remote(targets, REACH_S)
+        failed = self._collect("connect to the others", calls, timeout_s=STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES)
+        self.findings += checks.judge_reach(nodes, failed=failed)
+
+    def _shared_folder(self, nodes: Sequence[NodeFacts]) -> SharedFolder | None:
+        folder = self._which_folder()
+        if folder is None or not nodes:
+            return None
+        self.say(f"writing, reading and renaming in {folder}")
+        token = uuid.uuid4().hex[:8]
+        names = {rank: f"rollcall-doctor-{token}-{rank}" for rank in self.probes}
+        text = "0" * doctor_facts.BODY * doctor_facts.COUNT
+        try:
+            wrote = self._collect(
+                f"write to {folder}",
+                {rank: probe.write.remote(folder, names[rank], text) for rank, probe in self.probes.items()},
+            )
+            unwritable = {rank: why for rank, why in wrote.items() if why}
+            writers = {names[rank]: rank for rank, why in wrote.items() if why is None}
+            expected = dict.fromkeys(writers, text)
+            seen = self._collect(
+                f"see what the others wrote in {folder}",
+                {rank: probe.see.remote(folder, expected, SHARED_S) for rank, probe in self.probes.items()},
+            )
+            unseen = {
+                rank: {writers[name]: why for name, why in answer["missing"].items()}
+                for rank, answer in seen.items()
+                if answer["missing"] and rank not in unwritable
+            }
+            torn, renames = self._renames(folder, names, writers=sorted(writers.values()), blind=set(unseen))
+        finally:
+            leftovers = [scratch for name in names.values() for scratch in (name, f".{name}", f".{name}-next")]
+            self._collect(
+                "clean up", {rank: probe.remove.remote(folder, leftovers) for rank, probe in self.probes.items()}
+            )
+        shared = SharedFolder(
+            path=folder,
+            unwritable=unwritable,
+            unseen=unseen,
+            seen_after_s=max((answer["seconds"] for answer in seen.values() if not answer["missing"]), default=0.0),
+            torn=torn,
+            num_renames=renames,
+        )
+        self.findings += checks.judge_shared(nodes, shared)
+        return shared
+
+    def _renames(
+        self, folder: str, names: Mapping[int, str], *, writers: list[int], blind: set[int]
+    ) -> tuple[dict[int, str], int]:
+        """One node replaces a file again and again, the others read it."""
+        readers = [rank for rank in self.probes if rank not in blind and writers and rank != writers[0]]
+        if not readers:
+            return {}, 0
+        writer = writers[0]
+        calls = {rank: self.probes[rank].watch.remote(folder, names[writer], RENAME_S) for rank in readers}
+        calls[writer] = self.probes[writer].replace_often.remote(folder, names[writer], RENAME_S)
+        answers = self._collect(f"rename and read in {folder}", calls)
+        torn = {rank: answers[rank]["torn"] for rank in readers if rank in answers and answers[rank]["torn"]}
+        return torn, answers.get(writer, 0)
+
+    def _which_folder(self) -> str | None:
+        if self.config is None:
+            from rollcall.cluster.state import require_record
+
+            return require_record(self.roster.cluster).rendezvous
+        folder = self.config.run.dir.absolute().parent
+        while not folder.exists():
+            folder = folder.parent
+        return str(folder)
+
+    def _bandwidth(self, nodes: Sequence[NodeFacts]) -> tuple[str | None, float | None]:
+        if len(nodes) < 2:
+            return None, None
+        backend = "nccl" if all(node.gpus and node.torch_cuda for node in nodes) else "gloo"
+        self.say(f"measuring an all-reduce between {len(nodes)} nodes")
+        ranks = sorted(node.rank for node in nodes)
+        first = ranks[0]
+        common = ["--world-size", str(len(ranks)), "--master", self.infos[first].address, "--backend", backend]
+        common += ["--timeout", str(MEASURE_S / 2)]
+
+        def start(rank: int, place: int, *extra: str) -> Any:
+            arguments = ["--rank", str(place), *common, *extra]
+            return self.probes[rank].start_measuring.remote(arguments, self.infos[rank].address, nccl=backend == "nccl")
+
+        port = self._collect("start an all-reduce", {first: start(first, 0)}, timeout_s=MEASURE_S).get(first)
+        if port is not None:
+            rest = {rank: start(rank, place, "--port", str(port)) for place, rank in enumerate(ranks) if place}
+            self._collect("join an all-reduce", rest)
+        else:
+            ranks = [first]
+        answers = self._collect(
+            "finish an all-reduce",
+            {rank: self.probes[rank].measured.remote(MEASURE_S) for rank in ranks},
+            timeout_s=MEASURE_S + STAGE_S,
+        )
+        errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
+        results = {rank: json.loads(answer["result"]) for rank, answer in answers.items() if "result" in answer}
+        errors |= {rank: "the sum is wrong" for rank, result in results.items() if not result["right"]}
+        bytes_per_s = min((result["bytes_per_s"] for result in results.values()), default=None)
+        self.findings += checks.judge_bandwidth(nodes, backend=backend, bytes_per_s=bytes_per_s, errors=errors)
+        return backend, bytes_per_s
+
+    def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
+        """Answers by rank; a node that fails or is late becomes a finding."""
+        import ray
+
+        began, told = time.monotonic(), time.monotonic()
+        waiting = {ref: rank for rank, ref in calls.items()}
+        answers: dict[int, Any] = {}
+        while waiting and time.monotonic() - began < timeout_s:
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=1.0)
+            for ref in ready:
+                rank = waiting.pop(ref)
+                try:
+                    answers[rank] = ray.get(ref)
+                except Exception as error:
+                    self._failed(rank, what, f"it failed: {_last_line(error)}")
+            if waiting and time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                ranks = ", ".join(str(rank) for rank in sorted(waiting.values()))
+                self.say(f"waiting for rank {ranks} to {what} ({told - began:.0f} s)")
+        for rank in waiting.values():
+            self._failed(rank, what, f"no answer after {timeout_s:.0f} s")
+        return answers
+
+    def _failed(self, rank: int, what: str, why_not: str) -> None:
+        info = self.infos[rank]
+        self.findings.append(
+            Finding(
+                node=rank, host=info.host, severity="breaks", what=f"could not {what}: {why_not}",
+                why="a worker placed there would fare no better",
+                fix=f"on {info.host}: rollcall down, then rollcall node --rank {rank} ... ; logs are in {info.temp_dir}/session_latest/logs",
+            )
+        )  # fmt: skip
+
+
+def partners(rank: int, ranks: Sequence[int]) -> list[int]:
+    """Whom a node connects to: everybody in a small cluster; in a large one its next four and rank 0."""
+    others = [other for other in ranks if other != rank]
+    if len(ranks) <= MAX_PAIRS_NODES:
+        return others
+    after = [other for other in others if other > rank] + [other for other in others if other < rank]
+    return sorted({*after[:4], others[0]})
+
+
+def _judge_roster(roster: Roster) -> list[Finding]:
+    if not roster.alive:
+        raise ClusterError(f"no node of cluster {roster.cluster!r} is alive; start them with `rollcall node`")
+    return [
+        Finding(
+            node=rank, host=None, severity="breaks", what=f"rank {rank} of {roster.num_nodes} has not joined, or has died",
+            why="its slots are missing",
+            fix=f"there: rollcall node --rank {rank} --num-nodes {roster.num_nodes} ...",
+        )
+        for rank in roster.missing
+    ]  # fmt: skip
+
+
+def judge_slots(config: Config, roster: Roster) -> list[Finding]:
+    """The run file's nodes against those that are there."""
+    if config.cluster is None:
+        return []
+    wanted = config.cluster.slots_per_node
+    found = [
+        Finding(
+            node=node.rank, host=node.host, severity="breaks",
+            what=f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}",
+            why="the placement numbers slots node by node",
+            fix=f"set cluster.nodes to what is there, or on {node.host}: rollcall down, then rollcall node ... --slots {wanted[node.rank]}",
+        )
+        for node in roster.alive
+        if node.rank is not None and node.rank < len(wanted) and node.slots != wanted[node.rank]
+    ]  # fmt: skip
+    if len(wanted) != roster.num_nodes:
+        found.append(
+            Finding(
+                node=None, host=None, severity="breaks",
+                what=f"the run file asks for {len(wanted)} nodes, the cluster has {roster.num_nodes}",
+                why="every slot of the run file must exist",
+                fix=f"set cluster.num_nodes={roster.num_nodes}, or bring the cluster up with --num-nodes {len(wanted)}",
+            )
+        )  # fmt: skip
+    return found
+
+
+def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """What `rollcall plan` says, with the cards that are really there."""
+    cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
+    try:
+        problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
+    except PlacementError as error:
+        problems = (str(error),)
+    return [
+        Finding(
+            node=None, host=None, severity="breaks", what=problem, why="the run cannot be placed",
+            fix="rollcall plan shows the placement; change the run file as said",
+        )
+        for problem in problems
+    ]  # fmt: skip
+
+
+def checkpoint_bytes(config: Config | None) -> int | None:
+    """Size of one checkpoint: weights, master weights, AdamW's two numbers; and those of a critic."""
+    if config is None:
+        return None
+    try:
+        sizes = read_sizes(config.model.path)
+    except SizesUnknown:
+        return None
+    width = element_size(config)
+    models = 2 if config.algorithm.name == "ppo" else 1
+    return models * sizes.num_parameters * (width + (12 if width == 2 else 8))
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,82 @@
+"""The doctor's report on a terminal: a line per node, then the findings, then the verdict."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from rollcall.cluster.doctor import Report
+from rollcall.cluster.doctor_checks import Finding, NodeFacts
+from rollcall.cluster.draw import make_console
+from rollcall.cluster.memory import GIB
+
+MAX_NODES = 16  # a longer table shows only nodes that have findings
+
+
+def show(report: Report) -> None:
+    console = make_console()
+    console.print(_nodes(report))
+    for text in _measured(report):
+        console.print(Text(text))
+    for finding in report.findings:
+        console.print(_finding(finding))
+    console.print(_verdict(report))
+
+
+def _nodes(report: Report) -> Table:
+    table = Table(
+        "rank", "host", "Python", "torch", "GPUs", "memory", "disk", "clock", "link", box=None, padding=(0, 2, 0, 0)
+    )
+    named = {finding.node for finding in report.findings}
+    shown = [node for node in report.nodes if len(report.nodes) <= MAX_NODES or node.rank in named]
+    for node in shown:
+        ahead, doubt = report.skews.get(node.rank, (0.0, 0.0))
+        table.add_row(
+            str(node.rank),
+            node.host,
+            node.python,
+            _torch(node),
+            f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else f"none, {node.slots} slots",
+            f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB",
+            f"{min(disk.free for disk in node.disks) / GIB:.1f} GiB free",
+            f"{1000 * ahead:+.0f} ± {1000 * doubt:.0f} ms" if node.rank in report.skews else "?",
+            f"{node.interface or '?'}" + (f" {node.link_mbit} Mbit/s" if node.link_mbit else ""),
+        )
+    if len(shown) < len(report.nodes):
+        table.add_row("...", f"{len(report.nodes) - len(shown)} more without a finding")
+    return table
+
+
+def _torch(node: NodeFacts) -> str:
+    build = f"CUDA {node.torch_cuda}" if node.torch_cuda else f"ROCm {node.torch_hip}" if node.torch_hip else "CPU"
+    return f"{node.packages.get('torch')} {build}" + (f", driver {node.driver}" if node.driver else "")
+
+
+def _measured(report: Report) -> list[str]:
+    lines = []
+    if report.shared is not None:
+        seen = f"seen everywhere after {report.shared.seen_after_s:.2f} s, {report.shared.num_renames} renames watched"
+        lines.append(f"shared folder {report.shared.path}: {seen}")
+    if report.bytes_per_s is not None:
+        lines.append(f"all-reduce between nodes ({report.backend}): {report.bytes_per_s / 1e9:.2f} GB/s")
+    return lines
+
+
+def _finding(finding: Finding) -> Text:
+    style = "bold red" if finding.severity == "breaks" else "yellow"
+    where = "cluster" if finding.node is None else f"rank {finding.node}" + (f" {finding.host}" if finding.host else "")
+    return Text.assemble(
+        (finding.severity, style),
+        f"  {where}: {finding.what}\n",
+        (f"        why: {finding.why}\n        fix: {finding.fix}", "dim"),
+    )
+
+
+def _verdict(report: Report) -> Text:
+    broken = sum(finding.severity == "breaks" for finding in report.findings)
+    warned = len(report.findings) - broken
+    if broken:
+        return Text(f"{broken} of these would break a run, {warned} are warnings", style="bold red")
+    if warned:
+        return Text(f"a run can start; {warned} warnings", style="yellow")
+    return Text("all is well", style="bold green")

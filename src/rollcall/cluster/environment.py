@@ -1,0 +1,228 @@
+"""What reaches the environment of a worker, and from where.
+
+A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from whoever submits) and
+``cluster.node_env`` (one node's own). Of one name, the node's value goes before the run file's, and that before the
+submitter's. Nothing else travels.
+
+A value goes to Ray as a variable of the job or of a worker, where its logs show it; secrets go in one sealed variable
+(seal.py), which is opened where it is needed: for a job's driver by ``run_opened``, in Ray's workers by ``SETUP_HOOK``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fnmatch
+import os
+import select
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.cluster.seal import SealError, seal, unseal
+from rollcall.cluster.state import TOKEN, ClusterError
+from rollcall.config import ClusterSection
+from rollcall.redact import REDACTED, Redactor, guard_streams, hides, redact_env, remember
+
+NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_OURS = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
+})  # fmt: skip
+SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
+SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
+QUIET_S = 1.0  # a line's beginning that waits for its rest is passed on after this
+SETUP_HOOK = (
+    "rollcall.cluster.environment.open_sealed"  # runtime_env["worker_process_setup_hook"], for ray.init or a job
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """A declared variable of one node's workers."""
+
+    name: str
+    value: str
+    source: str  # such as "cluster.env" or "cluster.env_pass NCCL_*"
+
+
+def check_environment(section: ClusterSection) -> None:
+    """Refuse what a run file may not set."""
+    for where, names in (
+        ("cluster.env", section.env),
+        ("cluster.env_pass", section.env_pass),
+        *((f"cluster.node_env.{rank}", values) for rank, values in section.node_env.items()),
+    ):
+        for name in names:
+            _check_name(name, where)
+    for rank, values in section.node_env.items():
+        if secret := next((name for name, value in values.items() if hides(name, value)), None):
+            raise ClusterError(
+                f"cluster.node_env.{rank}.{secret} is a secret, and secrets are the same on every node; name it in "
+                "cluster.env_pass"
+            )
+
+
+def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, Variable]:
+    """The variables of the workers on a node, by name; ``submitted`` is what ``submitted_env`` or a job gives."""
+    if section is None:
+        return {}
+    check_environment(section)
+    found: dict[str, Variable] = {}
+    for name, value in submitted.items():
+        if name not in section.env:  # a secret of cluster.env travels with the passed ones
+            found[name] = Variable(
+                name=name, value=value, source=f"cluster.env_pass {_passed_by(section, name)}".rstrip()
+            )
+    for name, value in section.env.items():
+        if value == REDACTED and name not in submitted:
+            raise ClusterError(
+                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better name it in "
+                "cluster.env_pass"
+            )
+        value = submitted[name] if value == REDACTED else value
+        found[name] = Variable(name=name, value=value, source="cluster.env")
+    for name, value in section.node_env.get(node_rank, {}).items():
+        found[name] = Variable(name=name, value=value, source=f"cluster.node_env.{node_rank}")
+    return found
+
+
+def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, str]:
+    """The declared variables of a worker on this node, secrets among them: give it to Ray through ``for_ray``."""
+    variables = declared(section, submitted=submitted, node_rank=node_rank)
+    return {name: variable.value for name, variable in variables.items()}
+
+
+def submitted_env(section: ClusterSection | None, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What whoever submits gives. In a job: what came with it; else this process is the submitter."""
+    environ = os.environ if environ is None else environ
+    if SUBMITTED in environ:
+        return {name: environ[name] for name in environ[SUBMITTED].split(",") if name in environ}
+    return passed(section, environ=environ)
+
+
+def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ``cluster.env_pass`` takes from ``environ``."""
+    found: dict[str, str] = {}
+    for pattern in section.env_pass if section is not None else ():
+        names = sorted(fnmatch.filter(environ, pattern)) if _is_pattern(pattern) else [pattern]
+        for name in names:
+            _check_name(name, f"cluster.env_pass {pattern}" if name != pattern else "cluster.env_pass")
+            if name not in environ:
+                raise ClusterError(
+                    f"cluster.env_pass names {name}, which is not set here; export {name}, or take it out of cluster.env_pass"
+                )
+            found[name] = environ[name]
+    return found
+
+
+def job_env(section: ClusterSection | None, *, environ: Mapping[str, str], token: str | None) -> dict[str, str]:
+    """The variables of a job: all that is declared for every node, as Ray may show it."""
+    if section is None:
+        return {}
+    check_environment(section)
+    submitted = passed(section, environ=environ)
+    everywhere = section.model_copy(update={"node_env": {}})
+    values = worker_env(everywhere, submitted=submitted, node_rank=0)
+    # What the driver cannot read in its run file: the submitter's values, and the secrets, which are redacted there.
+    names = [name for name, value in values.items() if name in submitted or hides(name, value)]
+    # Set even if it is empty: the head's own variables are not the submitter's.
+    return {**for_ray(values, token=token), SUBMITTED: ",".join(names)}
+
+
+def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
+    """The same variables as Ray may log them, for ``runtime_env["env_vars"]``: secrets in one sealed variable.
+
+    ``token`` is the cluster's; None: the one that this process uses.
+    """
+    secrets = {name: value for name, value in values.items() if hides(name, value)}
+    if not secrets:
+        return dict(values)
+    token = token or process_token()
+    if token is None:
+        raise ClusterError(
+            f"{', '.join(secrets)} must not reach Ray's logs, and without the cluster's token there is nothing to seal "
+            f"them with; set {TOKEN}"
+        )
+    remember(secrets.values())
+    public = {name: value for name, value in values.items() if name not in secrets}
+    return {**public, SEALED: seal(secrets, token)}
+
+
+def open_sealed() -> None:
+    """Turn this process's sealed variable, if it has one, into the variables themselves; what it prints is redacted."""
+    values = sealed_values(os.environ, token=process_token())
+    remember(values.values())
+    os.environ.update(values)
+    guard_streams()
+
+
+def run_opened(command: Sequence[str]) -> int:
+    """Run a command with this job's secrets as its variables, and pass on what it and its children print, redacted: Ray
+    keeps that in a file. Returns its exit status."""
+    open_sealed()
+    environ = {name: value for name, value in os.environ.items() if name != SEALED}
+    redactor, decoder = Redactor(), codecs.getincrementaldecoder("utf-8")("replace")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as child:
+        assert child.stdout is not None
+        pipe = child.stdout.fileno()
+        while True:
+            ready, _, _ = select.select([pipe], [], [], QUIET_S)
+            piece = os.read(pipe, 2**16) if ready else b""
+            text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
+            os.write(1, text.encode())
+            # Whoever the command left behind may hold the pipe open.
+            if not piece and (ready or child.poll() is not None):
+                break
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str, str]:
+    """The secrets in these variables."""
+    envelope = environ.get(SEALED)
+    if envelope is None:
+        return {}
+    if token is None:
+        raise ClusterError(
+            f"{SEALED} is set, but not the cluster's token (RAY_AUTH_TOKEN_PATH); was this job submitted?"
+        )
+    try:
+        return unseal(envelope, token)
+    except SealError as error:
+        raise ClusterError(f"the secrets of this job cannot be read: {error}; submit it again") from None
+
+
+def process_token(environ: Mapping[str, str] | None = None) -> str | None:
+    """The token that Ray uses in this process."""
+    environ = os.environ if environ is None else environ
+    if environ.get("RAY_AUTH_TOKEN"):
+        return environ["RAY_AUTH_TOKEN"]
+    path = environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(path).read_text().strip() if path and Path(path).exists() else None
+
+
+def seen_here(names: tuple[str, ...]) -> dict[str, str | None]:
+    """What a worker on this node sees: runs there. A secret does not leave the node, only whether it is set."""
+    open_sealed()
+    shown = redact_env({name: os.environ[name] for name in names if name in os.environ})
+    return {name: shown.get(name) for name in names}
+
+
+def _check_name(name: str, where: str) -> None:
+    if name in NODE_OWN:
+        raise ClusterError(
+            f"{where} has {name}, which stays each node's own: what is right on one node is missing on another; set it where "
+            "`rollcall node` is started"
+        )
+    if name in _OURS:
+        raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker itself; take it out")
+    if not name or "=" in name or "\0" in name or "," in name:
+        raise ClusterError(f"{where} has {name!r}, which is not the name of a variable")
+
+
+def _passed_by(section: ClusterSection, name: str) -> str:
+    return next((p for p in section.env_pass if _is_pattern(p) and fnmatch.fnmatchcase(name, p)), "")
+
+
+def _is_pattern(text: str) -> bool:
+    return any(character in text for character in "*?[")

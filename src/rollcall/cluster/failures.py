@@ -1,0 +1,84 @@
+"""What went wrong with a worker, told with its role, rank and node; and how a worker's own exception travels."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from rollcall.cluster.state import ClusterError
+
+_CARRIERS = ("rollcall.cluster.actor", "rollcall.cluster.inprocess")
+
+
+class WorkerError(ClusterError):
+    """A worker raised. The message has its role, rank, node and traceback; ``__cause__`` is the exception itself."""
+
+    def __init__(self, message: str, *, role: str, ranks: Sequence[int], node_ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.role = role
+        self.ranks = tuple(ranks)
+        self.node_ranks = tuple(node_ranks)
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process, or its node, is gone."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """Workers that have not answered by the deadline."""
+
+
+class RemoteFailureError(Exception):
+    """A worker's exception on its way to the caller: the text always, the object where it can be pickled."""
+
+    def __init__(self, text: str, pickled: bytes | None) -> None:
+        super().__init__(text, pickled)
+        self.text = text
+        self.pickled = pickled
+
+    def __str__(self) -> str:
+        return self.text.rstrip()
+
+    @classmethod
+    def of(cls, error: Exception) -> RemoteFailureError:
+        """The exception as the worker's author knows it: the frames that lead to the worker's code are left out."""
+        inner = error.__traceback__
+        while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_CARRIERS):
+            inner = inner.tb_next
+        text = "".join(traceback.format_exception(type(error), error, inner))
+        try:
+            pickled = pickle.dumps(error)
+        except Exception:  # an exception may hold anything, and pickling runs its code
+            pickled = None
+        return cls(text, pickled)
+
+    @property
+    def original(self) -> Exception | None:
+        if self.pickled is None:
+            return None
+        try:
+            return pickle.loads(self.pickled)
+        except Exception:  # its class may not exist here, or refuse its own arguments
+            return None
+
+
+class Progress:
+    """Says on stderr what is being waited for: first after ``first_s``, then every ``every_s``."""
+
+    def __init__(self, *, first_s: float = 2, every_s: float = 10) -> None:
+        self._started = time.monotonic()
+        self._next = self._started + first_s
+        self._every_s = every_s
+
+    @property
+    def due_in_s(self) -> float:
+        return max(self._next - time.monotonic(), 0)
+
+    def tell(self, text: str) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._every_s
+            print(f"{text} ({now - self._started:.0f} s)", file=sys.stderr, flush=True)

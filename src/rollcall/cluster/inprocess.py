@@ -1,0 +1,139 @@
+"""Slots and workers in this process: for a debugger, for tests, for one accelerator without Ray.
+
+Every worker is a plain object, and a call runs at once in the caller's thread, rank after rank, with that worker's
+environment in place. So workers that wait for each other (collectives) need Ray. Accelerators stay as the process sees
+them: CUDA reads which are visible once, so a process has one answer for all its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.cluster.actor import call_method, lease_port, load_class
+from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec
+from rollcall.cluster.dispatch import Drop, trim
+from rollcall.cluster.failures import RemoteFailureError, WorkerDiedError, WorkerError
+
+ADDRESS = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A call that has run."""
+
+    spec: WorkerSpec
+    result: Any
+    error: Exception | None
+
+
+class InProcessBackend:
+    def reserve(self, ask: Ask, *, timeout_s: float) -> InProcessReservation:
+        return InProcessReservation(ask)
+
+
+class InProcessReservation:
+    def __init__(self, ask: Ask) -> None:
+        ranks = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
+        self.nodes: Sequence[NodeSeats] = [
+            NodeSeats(
+                node_rank=rank,
+                node_id=f"in-process-{rank}",
+                address=ADDRESS,
+                bundles=tuple(range(count)),
+                devices=(),
+                visible_variable=None,
+            )
+            for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
+            if count
+        ]
+
+    def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> InProcessCrew:
+        return InProcessCrew(specs, recipe)
+
+    def release(self) -> None:
+        return None  # nothing is held
+
+
+class InProcessCrew:
+    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
+        self._lease: socket.socket | None = lease_port()
+        self._loop = asyncio.new_event_loop()
+        self.master_address = ADDRESS
+        self.master_port = self._lease.getsockname()[1]
+        self.pids: Sequence[int] = [os.getpid()] * len(specs)
+        self._specs = list(specs)
+        self._workers: list[Any] = []
+        made = [self._run(spec, lambda: load_class(recipe.target)(*recipe.args, **recipe.kwargs)) for spec in specs]
+        try:
+            self._workers = self.gather(made, timeout_s=0)
+        except WorkerError:
+            self.stop(timeout_s=0)
+            raise
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Done:
+        spec = self._specs[rank]
+        if not self.is_alive(rank):
+            return Done(
+                spec=spec, result=None, error=WorkerDiedError("shut down", role=spec.role, ranks=[], node_ranks=[])
+            )
+        worker = self._workers[rank]
+        return self._run(spec, lambda: trim(call_method(worker, method, args, kwargs, loop=self._loop), drop))
+
+    def _run(self, spec: WorkerSpec, function: Any) -> Done:
+        env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
+        with _environment({**spec.env, **env}):
+            try:
+                return Done(spec=spec, result=function(), error=None)
+            except Exception as error:
+                return Done(spec=spec, result=None, error=error)
+
+    def gather(self, futures: Sequence[Done], *, timeout_s: float) -> list[Any]:
+        failed = [done for done in futures if done.error is not None]
+        if failed:
+            first = failed[0]
+            assert first.error is not None
+            also = "".join(f"\nAlso failed: {done.spec.where}" for done in failed[1:])
+            named: dict[str, Any] = dict(
+                role=first.spec.role,
+                ranks=[done.spec.rank for done in failed],
+                node_ranks=sorted({done.spec.node.node_rank for done in failed}),
+            )
+            if isinstance(first.error, WorkerDiedError):
+                raise WorkerDiedError(f"{first.spec.where} is dead: {first.error}{also}", **named)
+            text = RemoteFailureError.of(first.error)
+            raise WorkerError(f"{first.spec.where} raised\n{text}{also}", **named) from first.error
+        return [done.result for done in futures]
+
+    def is_alive(self, rank: int) -> bool:
+        return rank < len(self._workers)
+
+    def stop(self, *, timeout_s: float) -> None:
+        self._workers = []
+        self._loop.close()
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables, and afterwards what was there before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,185 @@
+"""The ways to Ray's job API: HTTP to the dashboard, or through Ray to a dashboard that only its own node reaches.
+
+The dashboard listens on the head's loopback unless asked otherwise. A node of the cluster still gets there: an actor on the
+head node asks for it, and lives as long as the command that needs it. Every question has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from rollcall.cluster.connect import connect
+from rollcall.cluster.environment import process_token
+from rollcall.cluster.head import ask_own_head
+from rollcall.cluster.state import ClusterError, NodeRecord
+from rollcall.redact import redact, remember
+
+ANSWER_S = 20.0  # the head answers a question within this
+RELAY_S = 60.0  # the head node starts a process to answer for it
+LOOK_EVERY_S = 1.0
+
+
+class Unreachable(ClusterError):
+    """The head does not answer."""
+
+
+class Reply(NamedTuple):
+    status: int
+    text: str
+
+
+class Channel(Protocol):
+    where: str  # for messages
+
+    def ask(
+        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
+    ) -> Reply: ...
+
+    def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        """Pass on a log as it grows, past its first ``skip`` characters; returns why that broke off, "" at the log's end."""
+        ...
+
+
+class HttpChannel:
+    """Ray's own client (2.60) has no limits, and lets ``RAY_ADDRESS`` override the address it is given."""
+
+    def __init__(self, url: str, *, token: str, token_source: str) -> None:
+        self.where = url
+        self._token = token
+        self._token_source = token_source
+        remember([token])
+
+    def ask(
+        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
+    ) -> Reply:
+        import requests
+
+        try:
+            response = requests.request(
+                method, self.where + path, json=json, data=data, auth=self._authorize, timeout=(ANSWER_S, timeout_s),
+                allow_redirects=False,
+            )  # fmt: skip
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise Unreachable(
+                f"no answer from the cluster's head at {self.where} within {ANSWER_S:.0f} s ({_reason(error)}); is the cluster "
+                "up (`rollcall status` on a node), does its dashboard listen on that address, and does this machine reach it?"
+            ) from None
+        except requests.RequestException as error:
+            raise ClusterError(f"{self.where} is not the address of a cluster's dashboard: {_reason(error)}") from None
+        if response.status_code in (401, 403):
+            raise ClusterError(
+                f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's, or an older one"
+            )
+        return Reply(response.status_code, response.text)
+
+    def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        return asyncio.run(self._tail(job_id, skip=skip, take=take))
+
+    async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        import aiohttp
+
+        headers = {"Authorization": f"Bearer {self._token}"}
+        timeout = aiohttp.ClientTimeout(sock_connect=ANSWER_S)
+        url = f"{self.where}/api/jobs/{job_id}/logs/tail"
+        try:
+            async with (
+                aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+                session.ws_connect(url, heartbeat=ANSWER_S, max_msg_size=0) as socket,
+            ):
+                async for message in socket:
+                    if message.type != aiohttp.WSMsgType.TEXT:
+                        break
+                    if len(message.data) > skip:
+                        take(message.data[skip:])
+                    skip = max(0, skip - len(message.data))
+                return "" if socket.close_code in (1000, 1005) else f"closed with code {socket.close_code}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return redact(str(error) or type(error).__name__)
+
+    def _authorize(self, request: Any) -> Any:
+        """As an ``auth`` of its own, because requests would put a password from ~/.netrc over a header."""
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+class RelayChannel:
+    """From a node of the cluster, through Ray, to the dashboard on the head's loopback."""
+
+    def __init__(self, record: NodeRecord) -> None:
+        self.where = f"{record.head_address} (cluster {record.cluster})"
+        bound = ask_own_head(record.cluster, head_address=record.head_address).dashboard
+        if not bound:
+            raise ClusterError(f"the head at {record.head_address} has no dashboard, and so no jobs")
+        connect(record.cluster, log_to_driver=False)
+        import ray
+
+        self._ray: Any = ray
+        pinned = {"rollcall_node_0": 0.001}
+        self._relay: Any = ray.remote(AtHead).options(num_cpus=0, resources=pinned).remote(f"http://{bound}")
+
+    def ask(
+        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
+    ) -> Reply:
+        return Reply(*self._call(self._relay.ask, method, path, json, data, timeout_s, timeout_s=timeout_s))
+
+    def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        while True:
+            try:
+                text, is_over = self._call(self._relay.read, job_id, skip, timeout_s=ANSWER_S)
+            except Unreachable as error:
+                return str(error)
+            if text:
+                take(text)
+                skip += len(text)
+            if is_over:
+                return ""
+            time.sleep(LOOK_EVERY_S)
+
+    def _call(self, method: Any, *args: Any, timeout_s: float) -> tuple[Any, ...]:
+        try:
+            said, *rest = self._ray.get(method.remote(*args), timeout=timeout_s + RELAY_S)
+        except self._ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise Unreachable(
+                f"the head node of {self.where} does not answer within {timeout_s + RELAY_S:.0f} s: {reason}"
+            ) from None
+        if said:
+            raise ClusterError(said)
+        return tuple(rest)
+
+
+class AtHead:
+    """Runs on the head node. Every answer begins with what went wrong, "" when nothing did."""
+
+    def __init__(self, url: str) -> None:
+        self._channel = HttpChannel(url, token=process_token() or "", token_source="the head node")
+
+    def ask(self, method: str, path: str, json: Any, data: bytes | None, timeout_s: float) -> tuple[str, int, str]:
+        try:
+            reply = self._channel.ask(method, path, json=json, data=data, timeout_s=timeout_s)
+            return "", reply.status, reply.text
+        except ClusterError as error:
+            return str(error), 0, ""
+
+    def read(self, job_id: str, skip: int) -> tuple[str, str, bool]:
+        """The log past its first ``skip`` characters, and whether the job was over before it was read."""
+        from json import loads
+
+        wrong, _, details = self.ask("GET", f"/api/jobs/{job_id}", None, None, ANSWER_S)
+        wrong, status, text = (
+            (wrong, 0, "") if wrong else self.ask("GET", f"/api/jobs/{job_id}/logs", None, None, ANSWER_S)
+        )
+        if wrong or status != 200:
+            return wrong or f"the log of {job_id} cannot be read: {text[-200:]}", "", False
+        return "", loads(text)["logs"][skip:], loads(details)["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+def _reason(error: Exception) -> str:
+    """The innermost reason of a requests error, without the addresses it repeats."""
+    text = str(error)
+    found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
+    return (found[1] or found[2]).strip() if found else redact(text)[:200]

@@ -1,0 +1,334 @@
+"""Jobs over Ray's job API: the driver runs on the cluster's head, and whoever submitted it may leave.
+
+``ray job ...`` sees the same jobs; job_channel.py says how the API is reached. ``follow`` waits for the job, reading its log as it grows, and
+takes it up again where it was when the connection breaks; nothing waits for whoever follows.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import secrets
+import socket
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rollcall import __version__
+from rollcall.cluster.address import is_loopback, is_wildcard, join_address, split_address
+from rollcall.cluster.environment import SETUP_HOOK, job_env, sealed_values
+from rollcall.cluster.job_channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
+from rollcall.cluster.package import RUN_FILE, build_package
+from rollcall.cluster.paths import resolve_paths
+from rollcall.cluster.rendezvous import Head, Rendezvous
+from rollcall.cluster.state import TOKEN, ClusterError, NodeRecord, read_record, read_token, token_path
+from rollcall.config import Config, dump_config
+from rollcall.redact import Redactor, redact, remember
+
+PREFIX = "rollcall-"
+LATEST = "latest"
+UPLOAD_S = 120.0
+START_S = 180.0  # a submitted job starts within this
+STOP_S = 60.0  # a stopped one has ended
+LOST_S = 120.0  # while following: the head has not answered for so long
+TELL_EVERY_S = 5.0
+# `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
+ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall train {RUN_FILE}'
+
+
+class JobFailed(ClusterError):
+    """A job that did not succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    id: str  # Ray's submission id
+    run: str  # the run's name; "" when it was not submitted by rollcall
+    status: str  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
+    message: str
+    started: datetime  # when it was submitted
+    ended: datetime | None
+    exit_code: int | None
+    submitter: str  # user@host
+    run_dir: str
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "run": self.run,
+            "status": self.status,
+            "message": redact(self.message),
+            "started": self.started.isoformat(),
+            "ended": self.ended.isoformat() if self.ended else None,
+            "exit_code": self.exit_code,
+            "submitter": self.submitter,
+            "run_dir": self.run_dir,
+        }
+
+
+class Jobs:
+    """The jobs of one cluster."""
+
+    def __init__(self, channel: Channel, *, token: str) -> None:
+        self.where = channel.where
+        self._channel = channel
+        self._token = token  # opens what came sealed with a job
+        remember([token])
+
+    def submit(self, config: Config, *, folder: Path, record: NodeRecord | None, environ: Mapping[str, str]) -> Job:
+        """Send the run's code and start its driver; returns as soon as Ray has it."""
+        environment = job_env(config.cluster, environ=environ, token=self._token)
+        config = resolve_paths(config, folder=folder, record=record)
+        package = build_package(config, run_file=dump_config(config), folder=folder)
+        job_id = _new_id(config.run.name)
+        self.jobs()  # a refusal of the token, or no answer, before anything is sent
+        self._upload(package.uri, package.data)
+        self._ask(
+            "POST",
+            "/api/jobs/",
+            json={
+                "entrypoint": ENTRYPOINT,
+                "submission_id": job_id,
+                "runtime_env": {
+                    "working_dir": package.uri,
+                    "env_vars": environment,
+                    "worker_process_setup_hook": SETUP_HOOK,
+                },
+                "metadata": {
+                    "rollcall": __version__,
+                    "run": config.run.name,
+                    "run_dir": str(config.run.dir),
+                    "submitter": f"{getpass.getuser()}@{socket.gethostname()}",
+                },
+            },
+            timeout_s=UPLOAD_S,
+        )
+        return self.job(job_id)
+
+    def jobs(self) -> list[Job]:
+        """All submitted jobs, the newest first; those of ``ray job submit`` too."""
+        rows = json.loads(self._ask("GET", "/api/jobs/").text)
+        jobs = [_job(row) for row in rows if row["type"] == "SUBMISSION"]
+        return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
+
+    def find(self, job_id: str = LATEST) -> Job:
+        """The job of that id; ``latest`` is the newest that rollcall submitted."""
+        jobs = self.jobs()
+        wanted = [job for job in jobs if (job.id.startswith(PREFIX) if job_id == LATEST else job.id == job_id)]
+        if wanted:
+            return wanted[0]
+        if job_id == LATEST:
+            raise ClusterError(f"the cluster at {self.where} has no jobs yet; `rollcall submit run.yaml` starts one")
+        known = "\n".join(f"  {job.id}  {job.status}" for job in jobs) or "  none"
+        raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; it has:\n{known}")
+
+    def job(self, job_id: str) -> Job:
+        return _job(self._details(job_id))
+
+    def logs(self, job_id: str) -> str:
+        """All that the job's driver has printed so far, redacted."""
+        self._learn_secrets(job_id)
+        return redact(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs").text)["logs"])
+
+    def wait_started(self, job_id: str, *, say: Callable[[str], None], timeout_s: float = START_S) -> Job:
+        began = told = time.monotonic()
+        while (job := self.job(job_id)).status == "PENDING":
+            now = time.monotonic()
+            if now - began >= timeout_s:
+                raise ClusterError(
+                    f"job {job_id} has not started within {timeout_s:.0f} s. Ray says: {job.message}\nIt waits for the head "
+                    "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
+                    f"job stop {job_id}`"
+                )
+            if now - told >= TELL_EVERY_S:
+                say(f"waiting for the head node to start the driver ({now - began:.0f} s): {job.message}")
+                told = now
+            time.sleep(0.3)
+        return job
+
+    def follow(self, job_id: str, *, write: Callable[[str], None], say: Callable[[str], None]) -> Job:
+        """Write the job's log as it grows, until the job is over; returns the job as it ended."""
+        self._learn_secrets(job_id)
+        redactor = Redactor()
+        num_seen, heard = 0, time.monotonic()
+
+        def take(text: str) -> None:
+            nonlocal num_seen, heard
+            num_seen, heard = num_seen + len(text), time.monotonic()
+            write(redactor.feed(text))
+
+        while True:
+            lost = self._channel.tail(job_id, skip=num_seen, take=take)
+            try:
+                job = self.job(job_id)
+                if job.is_over:
+                    take(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs").text)["logs"][num_seen:])
+                    write(redactor.end())
+                    return job
+                heard = time.monotonic()
+            except Unreachable as error:
+                if time.monotonic() - heard >= LOST_S:
+                    raise ClusterError(
+                        f"{error}\nthe job may be going on; follow it again with `rollcall job logs --follow {job_id}`"
+                    ) from None
+                lost = lost or str(error)
+            if lost:
+                say(f"lost the connection to {self.where} ({lost}); trying again")
+                time.sleep(2.0)
+
+    def stop(self, job_id: str, *, say: Callable[[str], None], timeout_s: float = STOP_S) -> Job:
+        """Stop it and wait until it has ended; a job that is over stays as it is."""
+        job = self.job(job_id)
+        if job.is_over:
+            return job
+        began = told = time.monotonic()
+        asked = False
+        while not job.is_over:
+            # A job that Ray has not started yet has nobody to stop: ask again.
+            asked = asked or json.loads(self._ask("POST", f"/api/jobs/{job_id}/stop").text)["stopped"]
+            now = time.monotonic()
+            if now - began >= timeout_s:
+                raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
+            if now - told >= TELL_EVERY_S:
+                say(f"waiting for {job_id} to end ({now - began:.0f} s)")
+                told = now
+            time.sleep(0.3)
+            job = self.job(job_id)
+        return job
+
+    def _details(self, job_id: str) -> dict[str, Any]:
+        response = self._ask("GET", f"/api/jobs/{job_id}", fine=(404,))
+        if response.status == 404:
+            self.find(job_id)
+            raise ClusterError(f"the cluster at {self.where} does not know job {job_id}")
+        return json.loads(response.text)
+
+    def _learn_secrets(self, job_id: str) -> None:
+        """What came sealed with the job is redacted in its log here, too."""
+        variables = (self._details(job_id).get("runtime_env") or {}).get("env_vars") or {}
+        remember(sealed_values(variables, token=self._token).values())
+
+    def _upload(self, uri: str, data: bytes) -> None:
+        path = f"/api/packages/{uri.replace('://', '/')}"
+        if self._ask("GET", path, fine=(404,)).status == 404:
+            self._ask("PUT", path, data=data, timeout_s=UPLOAD_S)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        data: bytes | None = None,
+        timeout_s: float = ANSWER_S,
+        fine: tuple[int, ...] = (),
+    ) -> Reply:
+        reply = self._channel.ask(method, path, json=json, data=data, timeout_s=timeout_s)
+        if reply.status >= 300 and reply.status not in fine:
+            lines = redact(reply.text.strip()).splitlines()
+            raise ClusterError(f"the head at {self.where} answered {reply.status}: {lines[-1] if lines else ''}")
+        return reply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A cluster's jobs, and this node's part in it; None when this machine is not one of its nodes."""
+
+    jobs: Jobs
+    record: NodeRecord | None
+
+
+def reach(cluster: str, *, address: str | None, rendezvous: Path | None) -> Reached:
+    """The cluster that the user means: the one at ``address``, or the one whose node this is, or the rendezvous' one."""
+    record = read_record(cluster)
+    head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
+    if address is None and record is None and head is None:
+        if rendezvous is not None:
+            raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
+        raise ClusterError(
+            f"this machine is not a node of a cluster named {cluster!r}; from elsewhere give --address http://HEAD:PORT (the "
+            f"dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous DIR"
+        )
+    if head is not None and record is not None and record.cluster_id != head.cluster_id:
+        record = None  # this machine is a node of another cluster of that name
+    if address is not None:
+        url = _url(address)
+        record = record if record is not None and _is_its(record, url) else None
+    elif record is not None and record.dashboard_url is None:
+        return Reached(jobs=Jobs(RelayChannel(record), token=read_token(cluster)), record=record)
+    else:
+        url = _url(record.dashboard_url) if record is not None and record.dashboard_url else _published(head)
+    token, source = _token(cluster, record=record, rendezvous=rendezvous)
+    return Reached(jobs=Jobs(HttpChannel(url, token=token, token_source=source), token=token), record=record)
+
+
+def _is_its(record: NodeRecord, url: str) -> bool:
+    """Whether the address is of the cluster that this node is in: its token goes nowhere else."""
+    host = urllib.parse.urlsplit(url).hostname
+    return url == record.dashboard_url or host == split_address(record.head_address)[0]
+
+
+def _published(head: Head | None) -> str:
+    """The dashboard as other machines reach it."""
+    assert head is not None
+    host, port = split_address(head.dashboard) if head.dashboard else ("localhost", 0)
+    if is_loopback(host):
+        raise ClusterError(
+            f"the dashboard of cluster {head.cluster!r} listens on the loopback of its head ({head.host}) alone; run this "
+            "command on a node, or bring the cluster up with `rollcall node --dashboard-host`"
+        )
+    return _url(join_address(split_address(head.address)[0] if is_wildcard(host) else host, port))
+
+
+def _url(address: str) -> str:
+    url = address if "://" in address else f"http://{address}"
+    if not re.fullmatch(r"https?://[^/\s]+/?", url):
+        raise ClusterError(f"--address {address} is not the address of a dashboard; write http://HEAD:PORT")
+    return url.rstrip("/")
+
+
+def _token(cluster: str, *, record: NodeRecord | None, rendezvous: Path | None) -> tuple[str, str]:
+    """The token and where it comes from, in words."""
+    if record is not None:
+        return read_token(cluster), str(token_path(cluster))
+    if given := os.environ.get(TOKEN):
+        return given.strip(), TOKEN
+    if rendezvous is not None and (published := Rendezvous(rendezvous, cluster).read_token()):
+        return published, str(Rendezvous(rendezvous, cluster).token_file)
+    raise ClusterError(
+        f"no token for this cluster: set {TOKEN}, or give --rendezvous DIR, the folder that its nodes meet in"
+    )
+
+
+def _new_id(run_name: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", run_name).strip("-.")[:40] or "run"
+    return f"{PREFIX}{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _job(row: dict[str, Any]) -> Job:
+    metadata = row.get("metadata") or {}
+    return Job(
+        id=row["submission_id"],
+        run=metadata.get("run", ""),
+        status=row["status"],
+        message=row.get("message") or "",
+        started=_when(row["start_time"]),
+        ended=_when(row["end_time"]) if row.get("end_time") else None,
+        exit_code=row.get("driver_exit_code"),
+        submitter=metadata.get("submitter", ""),
+        run_dir=metadata.get("run_dir", ""),
+    )
+
+
+def _when(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)

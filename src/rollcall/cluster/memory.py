@@ -1,0 +1,323 @@
+"""How much memory each slot needs, by arithmetic on the model's sizes. Pure: no weights are loaded, no torch, no Ray.
+
+Held for the whole run: weights, optimizer state, KV cache. Held while a role works: gradients and activations. Roles in
+one process take turns, so a slot needs the sum of the first and the largest of the second.
+
+The learner's state is taken as sharded over all slots of its role, with one layer (and the next) and the embeddings
+gathered while it runs; rollout and inference hold one copy per tensor group; rollout in the actor's process has no weights
+of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.placement import Mesh, Plan, Role, RoleGroup, slot_text
+from rollcall.config import Config, OptimizerSection
+
+GIB = 1 << 30
+KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+RUNTIME = (
+    3 * GIB // 2
+)  # of a process on a GPU: the CUDA context, communication buffers, what the allocator cannot reuse
+LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
+FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
+KV_BLOCK = 64  # tokens
+REWARD_ROWS = 16  # completions that a reward model scores at once
+
+
+class SizesUnknown(ValueError):
+    """The model's sizes cannot be had here; the message says why and how to give them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """A decoder's sizes, under short names."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    positions: int
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, where: str) -> ModelSizes:
+        """From what transformers writes into config.json."""
+        kind = fields.get("model_type")
+        if kind not in KNOWN_TYPES:
+            raise SizesUnknown(
+                f"{where} is a model of type {kind}, whose memory is not known; known are {', '.join(KNOWN_TYPES)}"
+            )
+        try:
+            hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
+            return cls(
+                model_type=kind,
+                hidden=hidden,
+                intermediate=int(fields["intermediate_size"]),
+                layers=int(fields["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(fields.get("num_key_value_heads") or heads),
+                head_dim=int(fields.get("head_dim") or hidden // heads),
+                vocab=int(fields["vocab_size"]),
+                positions=int(fields["max_position_embeddings"]),
+                tied=bool(fields.get("tie_word_embeddings", False)),
+                qkv_bias=kind == "qwen2" or bool(fields.get("attention_bias")),
+                out_bias=kind in ("llama", "qwen3") and bool(fields.get("attention_bias")),
+                mlp_bias=kind == "llama" and bool(fields.get("mlp_bias")),
+                qk_norm=kind == "qwen3",
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise SizesUnknown(f"{where} does not hold a model's sizes: {type(error).__name__} {error}") from None
+
+    @property
+    def layer_parameters(self) -> int:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.hidden * (q + 2 * kv) + q * self.hidden + 3 * self.hidden * self.intermediate
+        biases = self.qkv_bias * (q + 2 * kv) + self.out_bias * self.hidden
+        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
+        return weights + biases + 2 * self.hidden + self.qk_norm * 2 * self.head_dim
+
+    @property
+    def body_parameters(self) -> int:
+        """Without the output head, as a critic has it."""
+        return self.layers * self.layer_parameters + self.vocab * self.hidden + self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        return self.body_parameters + (0 if self.tied else self.vocab * self.hidden)
+
+    def kv_elements(self, num_tokens: int) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * num_tokens
+
+    def kept_elements(self, tensor: int) -> int:
+        """Numbers that one layer keeps of one token for the backward pass."""
+        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return 4 * self.hidden + (attention + 3 * self.intermediate) // tensor
+
+    def working_elements(self, tensor: int) -> int:
+        """Numbers alive at once for one token in a forward pass without gradients."""
+        return 2 * self.hidden + max((self.heads + 2 * self.kv_heads) * self.head_dim, 3 * self.intermediate) // tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleMemory:
+    """Bytes that one role needs on one slot."""
+
+    role: Role
+    weights: int = 0
+    optimizer: int = 0
+    kv: int = 0
+    gradients: int = 0
+    activations: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.optimizer + self.kv
+
+    @property
+    def working(self) -> int:
+        return self.gradients + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMemory:
+    """Bytes on each slot of one group of roles."""
+
+    slots: str  # as text: 0-19
+    roles: tuple[RoleMemory, ...]
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        return self.runtime + sum(role.held for role in self.roles) + max(role.working for role in self.roles)
+
+
+def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
+    """Sizes of ``model.path``: an embedded model, a directory, a hub name in the local cache, or the given config.json."""
+    if model_config is not None:
+        return _read(model_config / "config.json" if model_config.is_dir() else model_config)
+    if path == "builtin:arithmetic":
+        from rollcall.tiny import ALPHABET, SHAPE, SPECIAL
+
+        fields = {"model_type": "llama", "vocab_size": len(SPECIAL) + len(ALPHABET), **SHAPE}
+        return ModelSizes.of(fields, where=path)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _read(local / "config.json")
+    cached = _in_hub_cache(path)
+    if cached is None:
+        raise SizesUnknown(
+            f"model.path={path} is not on this machine, so its sizes are not known; download it, or give its "
+            "config.json with --model-config FILE"
+        )
+    return _read(cached)
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    if name.count("/") > 1 or name.startswith(("/", ".", "~", "builtin:")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _read(path: Path) -> ModelSizes:
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise SizesUnknown(f"{path} cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise SizesUnknown(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise SizesUnknown(f"{path} is not a model's config.json")
+    return ModelSizes.of(fields, where=str(path))
+
+
+def slot_memory(
+    plan: Plan, config: Config, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
+) -> tuple[SlotMemory, ...]:
+    """One entry per group of the plan. ``card``: bytes of an accelerator; None: slots are logical seats on a CPU."""
+    on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
+    job = _Job(config=config, sizes=sizes, width=element_size(config), card=card, reward_sizes=reward_sizes)
+    return tuple(
+        SlotMemory(
+            slots=slot_text(slot for process in group.processes for slot in process.slots),
+            roles=tuple(job.role(role, plan.meshes[role], group) for role in group.roles),
+            runtime=RUNTIME if on_gpu else 0,
+        )
+        for group in plan.groups
+    )
+
+
+def element_size(config: Config) -> int:
+    on_cpu = config.model.device == "cpu" or (config.cluster is not None and config.cluster.accelerator == "cpu")
+    dtype = config.model.dtype
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and not on_cpu) else 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    config: Config
+    sizes: ModelSizes
+    width: int  # bytes of a weight
+    card: int | None
+    reward_sizes: ModelSizes | None
+
+    def role(self, role: Role, mesh: Mesh, group: RoleGroup) -> RoleMemory:
+        match role:
+            case Role.ACTOR:
+                return self._trained(role, self.config.actor, mesh, num_parameters=self.sizes.num_parameters, head=True)
+            case Role.CRITIC:
+                return self._trained(
+                    role, self.config.critic, mesh, num_parameters=self.sizes.body_parameters, head=False
+                )
+            case Role.REFERENCE:
+                return self._frozen(role, mesh, shards=mesh.data * mesh.tensor)
+            case Role.INFERENCE:
+                return self._frozen(role, mesh, shards=mesh.tensor)
+            case Role.ROLLOUT:
+                return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles)
+            case Role.REWARD:
+                return self._reward(mesh)
+
+    def _trained(
+        self, role: Role, section: OptimizerSection, mesh: Mesh, *, num_parameters: int, head: bool
+    ) -> RoleMemory:
+        shards, width = mesh.data * mesh.tensor, self.width
+        gathered = self._gathered(mesh)
+        masters = width == 2 and section.master_weights
+        # Sums in float32 beside the gradients of one backward; AdamW holds two numbers per weight.
+        gradients = num_parameters * (4 + width) // shards + gathered
+        optimizer = num_parameters * (4 + 8 if masters else 2 * width) // shards
+        tokens, kept = section.tokens_per_microbatch, self.sizes.kept_elements(mesh.tensor)
+        if section.activation_checkpointing:
+            activations = tokens * (self.sizes.layers * self.sizes.hidden + kept) * width
+        else:
+            activations = tokens * self.sizes.layers * kept * width
+        if head:
+            activations += self._logits(tokens, mesh) + 4 * self.sizes.vocab * self.sizes.hidden // mesh.tensor
+        weights = num_parameters * width // shards + gathered
+        return RoleMemory(role=role, weights=weights, gradients=gradients, optimizer=optimizer, activations=activations)
+
+    def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:
+        tokens = self.config.actor.tokens_per_microbatch
+        weights = self.sizes.num_parameters * self.width // shards
+        if shards > mesh.tensor:
+            weights += self._gathered(mesh)
+        working = tokens * self.sizes.working_elements(mesh.tensor) * self.width
+        return RoleMemory(role=role, weights=weights, activations=working + self._logits(tokens, mesh))
+
+    def _rollout(self, mesh: Mesh, *, shares_weights: bool) -> RoleMemory:
+        rollout, sizes = self.config.rollout, self.sizes
+        weights = 0 if shares_weights else sizes.num_parameters * self.width // mesh.tensor
+        fill = min(FILL_TOKENS, rollout.max_running * self.config.data.max_prompt_tokens)
+        working = fill * sizes.working_elements(mesh.tensor) * self.width + rollout.max_running * sizes.vocab * 4
+        return RoleMemory(role=Role.ROLLOUT, weights=weights, kv=self._kv(mesh), activations=working)
+
+    def _kv(self, mesh: Mesh) -> int:
+        rollout, data = self.config.rollout, self.config.data
+        per_token = self.sizes.kv_elements(1) * self.width // mesh.tensor
+        if rollout.kv_tokens is not None:
+            return rollout.kv_tokens * per_token
+        if self.card is None:
+            return rollout.max_running * (data.max_prompt_tokens + rollout.max_response_tokens) * per_token
+        most = rollout.max_running * -(-self.sizes.positions // KV_BLOCK) * KV_BLOCK * per_token
+        return min(int(self.card * rollout.kv_memory_fraction), most)
+
+    def _reward(self, mesh: Mesh) -> RoleMemory:
+        sizes = self.reward_sizes
+        if sizes is None:
+            return RoleMemory(role=Role.REWARD)
+        longest = max((reward.max_tokens for reward in self.config.reward if reward.type == "model"), default=0)
+        tokens = REWARD_ROWS * longest
+        return RoleMemory(
+            role=Role.REWARD,
+            weights=sizes.body_parameters * self.width // mesh.tensor,
+            activations=tokens * sizes.working_elements(mesh.tensor) * self.width,
+        )
+
+    def _gathered(self, mesh: Mesh) -> int:
+        """Bytes of whole layers that a sharded model has in hand while it runs."""
+        if mesh.data == 1:
+            return 0
+        embeddings = self.sizes.vocab * self.sizes.hidden
+        return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
+
+    def _logits(self, tokens: int, mesh: Mesh) -> int:
+        return min(tokens * self.sizes.vocab, LOGITS_AT_ONCE) * (4 + self.width) // mesh.tensor
+
+
+def lever(role: RoleMemory) -> str:
+    """What to change when this role is the one that does not fit."""
+    name = "critic" if role.role is Role.CRITIC else "actor"
+    largest = max(("weights", "optimizer", "kv", "gradients", "activations"), key=lambda part: getattr(role, part))
+    match largest:
+        case "kv":
+            return "lower rollout.kv_memory_fraction, or set rollout.kv_tokens"
+        case "activations" if role.role is Role.ROLLOUT:
+            return "lower rollout.max_running"
+        case "activations" if role.role is Role.REWARD:
+            return "lower the reward's max_tokens"
+        case "activations" if role.role in (Role.ACTOR, Role.CRITIC):
+            return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
+        case "activations":
+            return "lower actor.tokens_per_microbatch"
+    return f"give {role.role} more slots"

@@ -1,0 +1,163 @@
+"""The code that travels with a job: this ``rollcall``, the run file, and the modules that the run file names.
+
+Data, weights and version control stay where they are. The package is a zip archive, the same bytes for the same content,
+which Ray unpacks on each node as the job's working directory; modules in it come before those installed there.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.machinery
+import io
+import os
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rollcall
+from rollcall.cluster.state import ClusterError
+from rollcall.config import Config, FunctionReward
+
+RUN_FILE = "run.yaml"
+MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
+NUM_NAMED = 5  # files named in a refusal
+
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5")
+_DATA = (
+    ".parquet",
+    ".arrow",
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".db",
+    ".sqlite",
+    ".log",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".mp4",
+    ".pdf",
+)
+_ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".whl")
+_NOT_CODE = frozenset((*_WEIGHTS, *_DATA, *_ARCHIVES, ".pyc"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    data: bytes  # the archive
+    sizes: dict[str, int]  # bytes by name in it
+
+    @property
+    def uri(self) -> str:
+        """By content, in the form that Ray gives its own packages."""
+        return f"gcs://_ray_pkg_{hashlib.sha256(self.data).hexdigest()[:16]}.zip"
+
+
+def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
+    """What the run needs on the cluster. ``folder``: where the run file's modules are looked for, before ``sys.path``."""
+    root = Path(rollcall.__file__).parent
+    files = {f"rollcall/{path.relative_to(root)}": path for path in _code_files(root)}
+    for index, reward in enumerate(config.reward):
+        if isinstance(reward, FunctionReward):
+            module = reward.path.partition(":")[0]
+            files.update(_module_files(module, folder=folder, asked=f"reward.{index}.path={reward.path}"))
+    contents = {RUN_FILE: run_file.encode()}
+    sizes = {name: path.stat().st_size for name, path in files.items()} | {RUN_FILE: len(contents[RUN_FILE])}
+    _check_size(sizes, files)
+    contents.update({name: path.read_bytes() for name, path in files.items()})
+    return Package(data=_archive(contents), sizes=sizes)
+
+
+def _check_size(sizes: dict[str, int], files: dict[str, Path]) -> None:
+    total = sum(sizes.values())
+    if total <= MAX_BYTES:
+        return
+    biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_NAMED]
+    named = "\n".join(f"  {_mib(sizes[name]):>10}  {files.get(name, name)}" for name in biggest)
+    raise ClusterError(
+        f"the code of this run is {_mib(total)}, at most {_mib(MAX_BYTES)} travel with a job; the biggest files:\n{named}\n"
+        "keep data and weights in a folder that all nodes see, outside the modules that the run file names"
+    )
+
+
+def _code_files(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and Path(name).suffix.lower() not in _NOT_CODE:
+                yield Path(folder) / name
+
+
+def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
+    """The user's own modules behind ``module``: itself, and those beside it that it imports, and so on."""
+    search = [str(folder), *(entry for entry in sys.path if entry)]
+    found: dict[str, Path] = {}
+    waiting, seen = [module.partition(".")[0]], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name == "rollcall" or name in sys.stdlib_module_names:
+            continue
+        seen.add(name)
+        origin = _find(name, search)
+        if origin is None and len(seen) == 1:
+            raise ClusterError(
+                f"{asked}: there is no module {name!r} in {folder}; submit from the directory that holds it"
+            )
+        if origin is None or _is_installed(origin):
+            continue
+        files = list(_code_files(origin)) if origin.is_dir() else [origin]
+        found.update({str(path.relative_to(origin.parent)): path for path in files})
+        for path in files:
+            waiting += _imported(path) if path.suffix == ".py" else []
+    return found
+
+
+def _find(name: str, search: Sequence[str]) -> Path | None:
+    """The file of a module, or the folder of a package."""
+    spec = importlib.machinery.PathFinder.find_spec(name, search)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin else None
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether it came with a distribution, so that the cluster's nodes have theirs."""
+    places = (sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
+    return any(path.is_relative_to(place) for place in places if place)
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level names that a source file imports from outside its package."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise ClusterError(f"{path}, line {error.lineno}: {error.msg}") from None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def _archive(contents: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(contents):
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))  # the same content, the same bytes
+            entry.external_attr = 0o644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, contents[name])
+    return buffer.getvalue()
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

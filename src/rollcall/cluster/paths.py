@@ -1,0 +1,74 @@
+"""The paths of a run file that is submitted: they mean the cluster's side.
+
+An absolute path, a built-in task and a hub name stay as they are. A relative path is taken from the folder of whoever submits,
+and made absolute, if the nodes see that folder at the same place: the submitter is a node, and the folder is on the same
+mount as the cluster's rendezvous folder (or there is only this node). Elsewhere it is refused: what it names is not there,
+and a run directory inside Ray's own folders would be lost with the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.state import ClusterError, NodeRecord
+from rollcall.config import Config, parse_config
+
+
+def resolve_paths(config: Config, *, folder: Path, record: NodeRecord | None) -> Config:
+    """The run with absolute paths; ``record`` is this node's, None when the submitter is not a node of the cluster."""
+    run = config.model_dump(mode="json")
+    relative = [(key, place, name) for key, place, name in _paths(run) if _is_relative(place[name], key, folder)]
+    if not relative:
+        return config
+    if not _nodes_see(folder, record):
+        wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
+        key, place, name = relative[0]
+        raise ClusterError(
+            f"{wrong}: relative to {folder}, which the cluster's nodes do not see; write paths as they are there, such as "
+            f"{key}=/SHARED/{place[name]}"
+        )
+    for _, place, name in relative:
+        place[name] = str(folder / place[name])
+    # The dump is in JSON's terms and holds the secrets of cluster.env.
+    return parse_config(run)
+
+
+def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """Each path with its key in the run file and the place that holds it."""
+    found = [("run.dir", run["run"], "dir"), ("model.path", run["model"], "path")]
+    found += [(f"data.{split}", run["data"], split) for split in ("train", "val") if run["data"][split]]
+    models = [(index, reward) for index, reward in enumerate(run["reward"]) if reward["type"] == "model"]
+    return found + [(f"reward.{index}.path", reward, "path") for index, reward in models]
+
+
+def _is_relative(text: str, key: str, folder: Path) -> bool:
+    if text.startswith("builtin:") or Path(text).is_absolute():
+        return False
+    # A model is a folder here, or else the name of one on a hub.
+    return not key.endswith(".path") or text.startswith(".") or (folder / text).exists()
+
+
+def _nodes_see(folder: Path, record: NodeRecord | None) -> bool:
+    if record is None:
+        return False
+    if record.num_nodes == 1:
+        return True
+    return record.rendezvous is not None and mount_of(folder) == mount_of(Path(record.rendezvous))
+
+
+def mount_of(path: Path) -> Path:
+    """The mount point that a path lies under."""
+    path = path.resolve()
+    points = _mount_points()
+    return next(place for place in (path, *path.parents) if place in points or os.path.ismount(place))
+
+
+def _mount_points() -> set[Path]:
+    """By the kernel's list: ``ismount`` does not know a folder that is bound from the same file system."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except FileNotFoundError:  # not Linux
+        return set()
+    return {Path(line.split()[4].replace("\\040", " ")) for line in lines}

@@ -1,0 +1,134 @@
+"""Which processes on this node belong to a cluster, and stopping exactly those.
+
+A cluster's processes carry its folder in their environment (``MARK``). Ray's workers overwrite theirs when they set
+their title, so everything in the session of a marked or recorded process counts too, and every descendant of those.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.cluster.state import ClusterError, Process
+
+MARK = "ROLLCALL_NODE_DIR"
+RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
+GRACE_S = 5.0  # for a raylet to leave its cluster and take its workers along; one without a head would never
+KILL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One row of the process table."""
+
+    process: Process
+    name: str
+    parent: int
+    session: int
+    marked: bool
+
+
+def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Entry]:
+    """All living processes of the cluster with that folder, this one left out."""
+    table = {entry.process.pid: entry for entry in _table(folder)}
+    started = set(recorded)
+    ours = {pid for pid, entry in table.items() if entry.marked or entry.process in started}
+    sessions = {table[pid].session for pid in ours}
+    ours |= {pid for pid, entry in table.items() if entry.session in sessions}
+    while True:
+        more = {pid for pid, entry in table.items() if entry.parent in ours} - ours
+        if not more:
+            break
+        ours |= more
+    return [table[pid] for pid in sorted(ours - {os.getpid()})]
+
+
+def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
+    """Stop them all and return how many there were. The raylet first, so that its head learns of it at once."""
+    recorded = tuple(recorded)
+    known: dict[int, Process] = {}  # whoever was seen stays known: orphans lose the parent they are recognised by
+
+    def remaining() -> list[Process]:
+        known.update(
+            {entry.process.pid: entry.process for entry in find_processes(folder, recorded=known.values() or recorded)}
+        )
+        return [process for process in known.values() if process.is_alive()]
+
+    found = find_processes(folder, recorded=recorded)
+    known.update({entry.process.pid: entry.process for entry in found})
+    raylets = [entry.process for entry in found if entry.name == RAYLET]
+    _signal(raylets, signal.SIGTERM)
+    _wait(lambda: [process for process in raylets if process.is_alive()], seconds=GRACE_S)
+    _signal(remaining(), signal.SIGTERM)
+    _wait(remaining, seconds=2.0)
+    deadline = time.monotonic() + KILL_S
+    while left := remaining():
+        _signal(left, signal.SIGKILL)
+        _wait(remaining, seconds=1.0)
+        if time.monotonic() > deadline:
+            named = ", ".join(f"{process.pid} ({_command(process.pid)})" for process in left)
+            raise ClusterError(f"these processes do not end, even when killed: {named}")
+    return len(known)
+
+
+def command_names(processes: Iterable[Process]) -> set[str]:
+    """The names of those that are alive."""
+    return {_name(process.pid) for process in processes if process.is_alive()}
+
+
+def _signal(processes: Iterable[Process], number: int) -> None:
+    for process in processes:
+        try:
+            if process.is_alive():
+                os.kill(process.pid, number)
+        except ProcessLookupError:
+            continue  # ended in between, which is what was wanted
+
+
+def _wait(remaining: Callable[[], list[Process]], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while remaining() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _table(folder: Path) -> Iterable[Entry]:
+    mark = f"{MARK}={folder}".encode()
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        try:
+            if path.stat().st_uid != os.getuid():
+                continue
+            head, _, tail = (path / "stat").read_text().rpartition(")")
+            environment = (path / "environ").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or runs as someone else in part
+        fields = tail.split()
+        if fields[0] == "Z":
+            continue
+        yield Entry(
+            process=Process(pid=int(path.name), started=int(fields[19])),
+            name=head.partition("(")[2],
+            parent=int(fields[1]),
+            session=int(fields[3]),
+            marked=mark in environment.split(b"\0"),
+        )
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return words[:80]

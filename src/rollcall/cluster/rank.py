@@ -1,0 +1,74 @@
+"""Which node this is: from the options, else from what a launcher puts into the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollcall.cluster.state import ClusterError
+
+# The variable of the node's rank, and those that hold the number of nodes beside it, in the order they are looked at.
+LAUNCHERS = (
+    ("RANK", ("WORLD_SIZE",)),
+    ("NODE_RANK", ("NNODES", "NUM_NODES")),
+    ("SLURM_NODEID", ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    ("SLURM_PROCID", ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    ("SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
+    ("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
+)
+# Where the rank comes from an option, WORLD_SIZE may count processes rather than nodes.
+COUNTS = ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A node's place in its cluster."""
+
+    rank: int
+    num_nodes: int | None  # None: whatever the head says
+
+    def __post_init__(self) -> None:
+        if self.num_nodes is not None and not 0 <= self.rank < self.num_nodes:
+            raise ClusterError(
+                f"rank {self.rank} does not exist among {self.num_nodes} nodes; ranks are 0 to {self.num_nodes - 1}"
+            )
+        if self.rank < 0:
+            raise ClusterError(f"rank {self.rank} is negative; ranks start at 0")
+        if self.rank == 0 and self.num_nodes is None:
+            raise ClusterError(
+                f"rank 0 must know how many nodes there will be: give --num-nodes N, or set one of {', '.join(COUNTS)}"
+            )
+
+
+def find_identity(
+    *, rank: int | None, master: bool, worker: int | None, num_nodes: int | None, environ: Mapping[str, str]
+) -> Identity:
+    """Options first, then the launchers' variables; an empty variable counts as absent."""
+    asked = {"--rank": rank, "--master": 0 if master else None, "--worker": worker}
+    given = {option: value for option, value in asked.items() if value is not None}
+    if len(given) > 1:
+        raise ClusterError(f"{' and '.join(given)} say the same thing; give one of them")
+    if given:
+        (option, value), *_ = given.items()
+        if option == "--worker" and value == 0:
+            raise ClusterError("--worker 0 would be the master; workers are 1 and up (--master is rank 0)")
+        return Identity(rank=value, num_nodes=num_nodes or _first(COUNTS, environ))
+    for name, counts in LAUNCHERS:
+        found = _integer(name, environ)
+        if found is not None:
+            return Identity(rank=found, num_nodes=num_nodes or _first(counts, environ))
+    names = ", ".join(name for name, _ in LAUNCHERS)
+    raise ClusterError(f"which node is this? give --rank R (or --master, or --worker R), or set one of {names}")
+
+
+def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    return next((value for name in names if (value := _integer(name, environ)) is not None), None)
+
+
+def _integer(name: str, environ: Mapping[str, str]) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ClusterError(f"{name}={text!r} in the environment is no rank or number of nodes")
+    return int(text)

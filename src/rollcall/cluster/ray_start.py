@@ -1,0 +1,263 @@
+"""One `ray start`: what it is told, in which environment, and what it says when it fails.
+
+It runs in a session of its own and returns; Ray's processes live on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollcall.cluster.address import (
+    free_ports,
+    is_free,
+    is_loopback,
+    is_own,
+    is_wildcard,
+    join_address,
+    own_address,
+    resolve,
+    split_address,
+)
+from rollcall.cluster.head import LABEL
+from rollcall.cluster.processes import MARK
+from rollcall.cluster.rendezvous import Found
+from rollcall.cluster.state import TOKEN, ClusterError, auth_env, state_dir
+
+Accelerator = Literal["gpu", "cpu"]
+Say = Callable[[str], None]
+
+SOCKET_LIMIT = 107  # bytes of a Unix socket's path
+# What Ray puts behind its temporary folder, with the longest process number Linux has.
+LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
+TUNED = {
+    # A dead node is noticed in 3 to 5 s rather than in 12 (killed) or 63 (power loss); a cut of 1.5 s is not noticed.
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+# What would lead Ray to another cluster, or carry the token where only its file's name belongs.
+UNWANTED = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", TOKEN, "RAY_TMPDIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """What `rollcall node` was asked for."""
+
+    cluster: str
+    rank: int
+    num_nodes: int | None  # None: as the head says
+    rendezvous: Path | None = None
+    head_address: str | None = None  # HOST:PORT
+    node_ip: str | None = None
+    interface: str | None = None
+    slots: int | None = None  # None: the GPUs that are found
+    temp_dir: Path | None = None  # None: in the cluster's folder
+    dashboard_host: str = "127.0.0.1"
+    object_store_gib: float | None = None  # None: Ray's choice, a third of the memory
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One `ray start`: what it is told, and what is known of the cluster before it runs."""
+
+    arguments: list[str]
+    env: dict[str, str]
+    cluster_id: str
+    num_nodes: int
+    node_ip: str
+    head_address: str
+    token: str
+    publish_token: bool
+    slots: int
+    accelerator: Accelerator
+    temp_dir: Path
+    ports: dict[str, int]
+
+
+def find_slots(asked: int | None) -> tuple[int, Accelerator]:
+    """How many slots this node offers, and what they are."""
+    num_gpus = _count_gpus()
+    if asked is None:
+        if num_gpus == 0:
+            raise ClusterError("no GPU was found on this node; for logical slots on the CPU, give --slots N")
+        return num_gpus, "gpu"
+    if num_gpus and asked > num_gpus:
+        raise ClusterError(
+            f"--slots {asked} on a node with {num_gpus} GPUs; give at most {num_gpus}, or hide the GPUs to get logical slots "
+            'on the CPU (CUDA_VISIBLE_DEVICES="")'
+        )
+    return asked, "gpu" if num_gpus else "cpu"
+
+
+def choose_temp_dir(request: NodeRequest) -> Path:
+    folder = (request.temp_dir or state_dir(request.cluster) / "ray").absolute()
+    room = SOCKET_LIMIT - len(LONGEST_SOCKET)
+    if len(os.fsencode(folder)) > room:
+        raise ClusterError(
+            f"{folder} has {len(os.fsencode(folder))} characters, and Ray's sockets in it leave room for {room}; "
+            "give a shorter --temp-dir"
+        )
+    return folder
+
+
+def plan_head(
+    request: NodeRequest, *, slots: int, accelerator: Accelerator, temp_dir: Path, token: str | None
+) -> Start:
+    assert request.num_nodes is not None
+    host, port = split_address(request.head_address) if request.head_address else (None, None)
+    node_ip = _head_ip(host, request)
+    if port is not None and not is_free(port):
+        raise ClusterError(
+            f"port {port} of --head-address {request.head_address} is in use on this node; choose another"
+        )
+    gcs, client, dashboard, metrics, scaler = free_ports(5)
+    ports = {"gcs": port or gcs, "client": client, "dashboard": dashboard}
+    cluster_id = secrets.token_hex(8)
+    arguments = [
+        "--head",
+        f"--port={ports['gcs']}",
+        f"--ray-client-server-port={client}",
+        "--include-dashboard=true",
+        f"--dashboard-host={request.dashboard_host}",
+        f"--dashboard-port={dashboard}",
+        "--disable-usage-stats",
+    ]
+    return Start(
+        arguments=arguments,
+        # Ray's own choices for these two are the same for every cluster of a host.
+        env={"DASHBOARD_METRIC_PORT": str(metrics), "AUTOSCALER_METRIC_PORT": str(scaler)},
+        cluster_id=cluster_id,
+        num_nodes=request.num_nodes,
+        node_ip=node_ip,
+        head_address=join_address(node_ip, ports["gcs"]),
+        token=token or secrets.token_hex(32),
+        publish_token=token is None,
+        slots=slots,
+        accelerator=accelerator,
+        temp_dir=temp_dir,
+        ports=ports,
+    )
+
+
+def plan_worker(request: NodeRequest, found: Found, *, slots: int, accelerator: Accelerator, temp_dir: Path) -> Start:
+    head = found.answer.head
+    assert head is not None and head.cluster_id is not None
+    host, port = split_address(found.address)
+    address = join_address(resolve(host), port)
+    return Start(
+        arguments=[f"--address={address}"],
+        env={},
+        cluster_id=head.cluster_id,
+        num_nodes=head.num_nodes or request.num_nodes or 0,
+        node_ip=own_address(toward=host, node_ip=request.node_ip, interface=request.interface),
+        head_address=address,
+        token=found.token,
+        publish_token=False,
+        slots=slots,
+        accelerator=accelerator,
+        temp_dir=temp_dir,
+        ports={},
+    )
+
+
+def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float, say: Say) -> None:
+    labels = {
+        "rank": request.rank,
+        "cluster": request.cluster,
+        "cluster-id": start.cluster_id,
+        "num-nodes": start.num_nodes,
+        "accelerator": start.accelerator,
+    }
+    cores = len(os.sched_getaffinity(0))
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", *start.arguments),
+        f"--node-ip-address={start.node_ip}",
+        f"--num-gpus={start.slots}",
+        # Logical slots may be more than cores; whoever sits on one needs a CPU in Ray's books.
+        f"--num-cpus={max(cores, start.slots) if start.accelerator == 'cpu' else cores}",
+        f"--temp-dir={start.temp_dir}",
+        "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
+        f"--resources={json.dumps({f'rollcall_node_{request.rank}': 1000})}",
+        # 0: the kernel chooses when the port is bound, so no one can come between; _joined() reads what it chose.
+        *(f"--{name}-port=0" for name in ("node-manager", "object-manager", "runtime-env-agent", "metrics-export")),
+        *(
+            f"--{name}-port=0"
+            for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "min-worker", "max-worker")
+        ),
+    ]
+    if request.object_store_gib is not None:
+        command.append(f"--object-store-memory={int(request.object_store_gib * 2**30)}")
+    kept = {name: value for name, value in os.environ.items() if name not in UNWANTED}
+    # The interpreter is for the drivers of jobs: a shell on this node may find another one first.
+    ours = {**auth_env(request.cluster), MARK: str(state_dir(request.cluster)), "ROLLCALL_PYTHON": sys.executable}
+    if start.accelerator == "cpu":
+        kept |= _logical_ids(start.slots)
+    env = {**TUNED, **kept, **start.env, **ours}
+    began = told = time.monotonic()
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    while child.poll() is None:
+        now = time.monotonic()
+        if now > deadline:
+            raise ClusterError(f"`ray start` is not done after {now - began:.0f} s (all of it in {log}):\n{_tail(log)}")
+        if now - told > 5.0:
+            say(f"starting Ray on {start.node_ip} ({now - began:.0f} s)")
+            told = now
+        time.sleep(0.1)
+    if child.returncode:
+        raise ClusterError(f"Ray did not start on {start.node_ip} (all of it in {log}):\n{_tail(log)}")
+
+
+def _head_ip(host: str | None, request: NodeRequest) -> str:
+    """Where the head listens: at the host of --head-address, if that is this node."""
+    chosen = own_address(toward=None, node_ip=request.node_ip, interface=request.interface)
+    if host is None or request.node_ip is not None or request.interface is not None or is_wildcard(host):
+        return chosen
+    address = resolve(host)
+    if not is_own(address):
+        raise ClusterError(
+            f"--head-address {request.head_address} is {address}, which is not an address of this node, and rank 0 must be "
+            "there; if others reach this node by it all the same, give --node-ip"
+        )
+    # Many systems give their own host name a loopback address, where no other node gets through.
+    return chosen if is_loopback(address) and host != address else address
+
+
+def _logical_ids(count: int) -> dict[str, str]:
+    """Ray counts the ids in this variable. Where the user hides GPUs with it, ids that no GPU has keep them hidden."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(1000 + index) for index in range(count))}
+
+
+def _count_gpus() -> int:
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    if manager is None:
+        return 0
+    visible = manager.get_current_process_visible_accelerator_ids()
+    count = manager.get_current_node_num_accelerators()
+    return count if visible is None else min(count, len(visible))
+
+
+def _tail(log: Path, *, lines: int = 12) -> str:
+    """The end of Ray's own output, without its colours."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-lines:])

@@ -1,0 +1,183 @@
+"""The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and the token beside it.
+
+Rank 0 publishes once its head answers; the others read, ask the head who it is, and join only if it is the one that
+wrote the file. A file whose head is gone, or is another, is waited past: rank 0 replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollcall.cluster.head import Answer, HeadRefuses, HeadUnreachable, ask_head
+from rollcall.cluster.state import TOKEN, ClusterError, write_private
+
+ASK_EVERY_S = 1.0
+TELL_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What rank 0 publishes."""
+
+    cluster: str
+    cluster_id: str
+    address: str  # HOST:PORT of Ray's GCS
+    host: str
+    dashboard: str | None  # HOST:PORT, as it is bound
+    ports: dict[str, int]
+    num_nodes: int
+    started_at: str  # ISO 8601
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A head that is alive and is the one it was said to be."""
+
+    address: str
+    token: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """One cluster's folder among those that share ``root``."""
+
+    root: Path
+    cluster: str
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.cluster
+
+    @property
+    def head_file(self) -> Path:
+        return self.folder / "head.json"
+
+    @property
+    def token_file(self) -> Path:
+        return self.folder / "token"
+
+    def publish(self, head: Head, *, token: str | None) -> None:
+        """The token first: who sees the new address sees its token. None: every node has it from its environment."""
+        self.prepare()
+        if token is None:
+            self.token_file.unlink(missing_ok=True)
+        else:
+            write_private(self.token_file, token)
+            if stat.S_IMODE(self.token_file.stat().st_mode) & 0o077:
+                self.token_file.unlink()
+                raise ClusterError(
+                    f"{self.folder} keeps no file permissions, so others could read the token; "
+                    f"set {TOKEN} on every node instead"
+                )
+        write_private(self.head_file, json.dumps(asdict(head), indent=1))
+
+    def read(self) -> Head | None:
+        """None when nothing is published that can be read. A file that is not ours to trust is an error."""
+        try:
+            os.listdir(self.folder)  # an NFS client that remembers the file as absent looks again
+            owner = self.head_file.stat().st_uid
+            text = self.head_file.read_text()
+        except FileNotFoundError:
+            return None
+        if owner not in (os.getuid(), 0):
+            raise ClusterError(
+                f"{self.head_file} was written by user {owner}, not by you; use another --rendezvous or --cluster"
+            )
+        try:
+            return Head(**json.loads(text))
+        except (TypeError, ValueError):  # of another version; rank 0 replaces it
+            return None
+
+    def read_token(self) -> str | None:
+        try:
+            return self.token_file.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def withdraw(self, cluster_id: str) -> bool:
+        """Remove what that bring-up published; what another one published stays."""
+        head = self.read()
+        if head is None or head.cluster_id != cluster_id:
+            return False
+        self.head_file.unlink(missing_ok=True)
+        self.token_file.unlink(missing_ok=True)
+        return True
+
+    def prepare(self) -> None:
+        """The folder, for its owner alone."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            owner = self.folder.stat().st_uid
+            if owner != os.getuid():
+                raise ClusterError(
+                    f"{self.folder} belongs to user {owner}, not to you; use another --rendezvous or --cluster"
+                )
+            self.folder.chmod(0o700)
+        except PermissionError as error:
+            raise ClusterError(f"cannot make {self.folder} for the rendezvous: {error.strerror}") from None
+
+
+def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
+    """The published head if it is alive and itself; otherwise, in words, what is waited for."""
+    head = rendezvous.read()
+    if head is None:
+        exists = "" if rendezvous.root.is_dir() else f" ({rendezvous.root} does not exist on this node)"
+        return f"rank 0 to publish {rendezvous.head_file}{exists}"
+    said = f"{rendezvous.head_file} names a head at {head.address} (host {head.host}, started {head.started_at})"
+    held = token or rendezvous.read_token()
+    if held is None:
+        return f"a token: {said}, and that folder has none; if rank 0 has it from {TOKEN}, set it here too"
+    try:
+        answer = ask_head(head.address, token=held)
+    except HeadUnreachable:
+        return f"rank 0 to publish a fresh address: {said}, and nobody answers there"
+    except HeadRefuses:
+        whose = f"{TOKEN} of this node" if token else f"token in {rendezvous.folder}"
+        return f"rank 0 to publish a fresh address: {said}, which refuses the {whose}"
+    if answer.cluster_id != head.cluster_id:
+        return f"rank 0 to publish a fresh address: {said}, where another cluster answers now"
+    return Found(address=head.address, token=held, answer=answer)
+
+
+def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float, say: Callable[[str], None]) -> Found:
+    return _poll(lambda: look(rendezvous, token=token), timeout_s=timeout_s, say=say)
+
+
+def wait_at(address: str, *, token: str, timeout_s: float, say: Callable[[str], None]) -> Found:
+    """The head at an address that the user gave, once it is up."""
+
+    def ask() -> Found | str:
+        try:
+            answer = ask_head(address, token=token)
+        except HeadUnreachable:
+            return f"rank 0 to start the head at {address}"
+        if answer.head is None:
+            return f"the head at {address} to finish starting"
+        if answer.cluster_id is None:
+            raise ClusterError(f"the Ray at {address} was not started by `rollcall node`; it is not joined")
+        return Found(address=address, token=token, answer=answer)
+
+    return _poll(ask, timeout_s=timeout_s, say=say)
+
+
+def _poll(look: Callable[[], Found | str], *, timeout_s: float, say: Callable[[str], None]) -> Found:
+    began = time.monotonic()
+    told = -TELL_EVERY_S
+    while True:
+        found = look()
+        if isinstance(found, Found):
+            return found
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
+            raise ClusterError(f"rank 0 is missing after {timeout_s:.0f} s (--timeout): still waiting for {found}")
+        if waited - told >= TELL_EVERY_S:
+            say(f"waiting for {found} ({waited:.0f} s)")
+            told = waited
+        time.sleep(min(ASK_EVERY_S, timeout_s - waited))

@@ -1,0 +1,181 @@
+"""A run file as `rollcall plan` shows it: the placement, the memory it needs, and what speaks against it. No Ray, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.memory import (
+    GIB,
+    ModelSizes,
+    SizesUnknown,
+    SlotMemory,
+    element_size,
+    lever,
+    read_sizes,
+    slot_memory,
+)
+from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.config import ClusterSection, Config
+
+DEFAULT_CARD_GIB = 80.0
+TIGHT = 0.92  # share of the card from which a plan is called tight: the estimate is not that exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    config: Config
+    cluster: ClusterSection
+    plan: Plan
+    sizes: ModelSizes | None
+    memory: tuple[SlotMemory, ...]  # by group of the plan; empty when it cannot be estimated
+    card: int | None  # bytes
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]  # why it cannot work; none: it can
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ok": not self.problems,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "run": self.config.run.name,
+            "accelerator": self.cluster.accelerator,
+            "nodes": [{"rank": rank, "slots": size} for rank, size in enumerate(self.plan.slots_per_node)],
+            "slots": [
+                {"slot": slot.index, "node": slot.node_rank, "local": slot.local, "roles": list(slot.roles)}
+                for slot in self.plan.slots
+            ],
+            "processes": {
+                role: [
+                    {"rank": one.rank, "slots": list(one.slots), "node": one.node_rank, "local_rank": one.local_rank}
+                    for one in processes
+                ]
+                for role, processes in self.plan.processes.items()
+            },
+            "groups": [
+                {"roles": list(group.roles), "slots": _slots_of(group.processes), "processes": len(group.processes)}
+                for group in self.plan.groups
+            ],
+            "meshes": {role: {"data": mesh.data, "tensor": mesh.tensor} for role, mesh in self.plan.meshes.items()},
+            "parameters": self.sizes.num_parameters if self.sizes else None,
+            "card_bytes": self.card,
+            "memory": [_memory_json(entry) for entry in self.memory],
+        }
+
+
+def plan_run(config: Config, *, card_gib: float | None = None, model_config: Path | None = None) -> RunPlan:
+    """Raises PlacementError where no plan can be drawn at all; other reasons are in ``problems``."""
+    notes: list[str] = []
+    problems: list[str] = []
+    if config.cluster is None:
+        notes.append("the run file has no cluster section: everything runs in one process on one slot")
+    cluster = config.cluster or ClusterSection()
+    plan = plan_placement(cluster, needs=needs_of(config))
+    notes += plan.notes
+    card = _card(cluster, card_gib)
+    sizes, memory = None, ()
+    try:
+        sizes = read_sizes(config.model.path, model_config=model_config)
+        reward_sizes = _reward_sizes(config, plan, notes)
+        memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
+        problems += _indivisible(plan, sizes)
+    except SizesUnknown as error:
+        if model_config is not None:
+            raise
+        notes.append(f"memory is not estimated: {error}")
+    _judge_memory(memory, card, notes=notes, problems=problems)
+    _judge_batch(config, plan, notes)
+    return RunPlan(
+        config=config,
+        cluster=cluster,
+        plan=plan,
+        sizes=sizes,
+        memory=memory,
+        card=card,
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
+
+
+def _card(cluster: ClusterSection, card_gib: float | None) -> int | None:
+    if card_gib is None and cluster.accelerator == "cpu":
+        return None
+    return int((card_gib if card_gib is not None else DEFAULT_CARD_GIB) * GIB)
+
+
+def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | None:
+    """Of the largest reward model."""
+    found: list[ModelSizes] = []
+    for reward in config.reward if Role.REWARD in plan.processes else []:
+        if reward.type == "model":
+            try:
+                found.append(read_sizes(reward.path))
+            except SizesUnknown:
+                notes.append(f"the reward model {reward.path} is not on this machine; its memory is counted as 0")
+    return max(found, key=lambda sizes: sizes.num_parameters, default=None)
+
+
+def _indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
+    return [
+        f"{role} splits the model over {mesh.tensor} slots, but it has {count} {what}: {count} = {mesh.tensor} x "
+        f"{count // mesh.tensor} + {count % mesh.tensor}; use slots per process (or tensor_parallel_size) that divide {count}"
+        for role, mesh in plan.meshes.items()
+        for what, count in (("attention heads", sizes.heads), ("key/value heads", sizes.kv_heads))
+        if count % mesh.tensor
+    ]
+
+
+def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: list[str], problems: list[str]) -> None:
+    for entry in memory if card is not None else ():
+        assert card is not None
+        who = f"{'slots' if set(entry.slots) & set(',-') else 'slot'} {entry.slots} ({', '.join(role.role for role in entry.roles)})"
+        if entry.total > card:
+            largest = max(entry.roles, key=lambda role: role.held + role.working)
+            problems.append(
+                f"{who}: {gib(entry.total)} needed, the card has {gib(card)}, so {gib(entry.total - card)} too much; most of it is "
+                f"{largest.role}'s: {lever(largest)}"
+            )
+        elif entry.total > TIGHT * card:
+            notes.append(f"{who}: {gib(entry.total)} of {gib(card)} is tight, since this is an estimate")
+
+
+def _judge_batch(config: Config, plan: Plan, notes: list[str]) -> None:
+    rows = config.completions_per_step // config.actor.minibatches
+    data = plan.meshes[Role.ACTOR].data
+    if rows < data:
+        notes.append(
+            f"an update has {config.completions_per_step} / {config.actor.minibatches} = {rows} completions for {data} actor "
+            f"data ranks, so {data - rows} have nothing to do; raise data.prompts_per_step"
+        )
+
+
+def gib(count: int) -> str:
+    """
+    >>> gib(3 << 29)
+    '1.5 GiB'
+    """
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / (1 << 20):.1f} MiB"
+
+
+def describe_model(run: RunPlan) -> str:
+    if run.sizes is None:
+        return run.config.model.path
+    dtype = {2: "bfloat16", 4: "float32"}[element_size(run.config)]
+    count = run.sizes.num_parameters
+    shown = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+    return f"{run.config.model.path} ({run.sizes.model_type}, {shown} parameters, {dtype})"
+
+
+def _slots_of(processes: Any) -> str:
+    return slot_text(slot for process in processes for slot in process.slots)
+
+
+def _memory_json(entry: SlotMemory) -> dict[str, Any]:
+    parts = ("weights", "gradients", "optimizer", "activations", "kv")
+    return {
+        "slots": entry.slots,
+        "roles": {role.role: {part: getattr(role, part) for part in parts} for role in entry.roles},
+        "runtime": entry.runtime,
+        "total": entry.total,
+    }

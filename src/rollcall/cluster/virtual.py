@@ -1,0 +1,188 @@
+"""VirtualCluster: slots on nodes, reserved for worker groups; ``init_ray``: which Ray, or none.
+
+Slots are in (node rank, slot) order. The node rank is the node's own (``rollcall node --rank``); on a Ray that was
+started otherwise, nodes are ranked by address.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollcall.cluster.backend import Ask, Backend, Crew, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
+from rollcall.cluster.state import CLUSTER, DEFAULT_CLUSTER, ClusterError, read_record
+
+if TYPE_CHECKING:
+    from rollcall.cluster.workers import WorkerGroup
+
+BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
+PLACE_DEADLINE_S = 180.0
+BackendName = Literal["ray", "local"]
+_chosen: BackendName | None = None
+
+
+def init_ray(*, num_gpus: int | None = None, backend: BackendName | None = None) -> None:
+    """Connect to the cluster this node belongs to, or start a Ray of this node alone.
+
+    Inside a job, Ray says which cluster; else the record of ``rollcall node`` does; a connection that exists is kept.
+    ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the accelerators.
+    ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
+    """
+    global _chosen
+    name = backend or os.environ.get(BACKEND) or "ray"
+    if name not in ("ray", "local"):
+        raise ValueError(f"{BACKEND}={name!r} is not a backend; use ray or local")
+    _chosen = name
+    if name == "local":
+        return
+    import ray
+
+    from rollcall.cluster.connect import IN_A_JOB, connect
+
+    if ray.is_initialized():
+        return
+    # A cluster that is named but not here is an error, which connect() words.
+    if IN_A_JOB in os.environ or CLUSTER in os.environ or read_record(DEFAULT_CLUSTER) is not None:
+        connect()
+        return
+    # By name: without one, Ray joins whatever else runs on this machine.
+    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
+
+
+def _backend() -> Backend:
+    if _chosen == "local":
+        from rollcall.cluster.inprocess import InProcessBackend
+
+        return InProcessBackend()
+    import ray
+
+    if not ray.is_initialized():
+        raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
+    from rollcall.cluster.on_ray import RayBackend
+
+    return RayBackend()
+
+
+class VirtualCluster:
+    """Slots for worker groups, held until ``shutdown``.
+
+    ``bundle_ct_per_node_list`` has an entry per node: how many slots to take there; 0 leaves a node out. Entries take
+    nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``max_colocated_worker_groups`` is
+    how many groups may share each slot.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        *,
+        num_gpus_per_node: int = 8,
+        use_gpus: bool = True,
+        max_colocated_worker_groups: int = 1,
+        name: str = "rollcall",
+        node_ranks: Sequence[int] | None = None,
+        timeout_s: float = PLACE_DEADLINE_S,
+    ) -> None:
+        counts = tuple(bundle_ct_per_node_list)
+        if not counts or min(counts) < 0 or sum(counts) == 0:
+            raise ValueError(
+                f"bundle_ct_per_node_list={list(counts)} has no slot; give each node's number of slots, as [8, 8]"
+            )
+        if use_gpus and max(counts) > num_gpus_per_node:
+            raise ValueError(
+                f"bundle_ct_per_node_list={list(counts)} takes {max(counts)} slots of a node with "
+                f"num_gpus_per_node={num_gpus_per_node}; lower the one or raise the other"
+            )
+        if max_colocated_worker_groups < 1:
+            raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups} leaves no room; use 1 or more")
+        if node_ranks is not None and (len(node_ranks) != len(counts) or len(set(node_ranks)) != len(counts)):
+            raise ValueError(f"node_ranks={list(node_ranks)} does not name a node for each entry of {list(counts)}")
+        self._counts = counts
+        self._use_gpus = use_gpus
+        self._num_colocated = max_colocated_worker_groups
+        ask = Ask(
+            name=name,
+            slots_per_node=counts,
+            use_gpus=use_gpus,
+            num_colocated=max_colocated_worker_groups,
+            node_ranks=None if node_ranks is None else tuple(node_ranks),
+        )
+        self._reservation: Reservation | None = _backend().reserve(ask, timeout_s=timeout_s)
+        self._nodes = {node.node_rank: node for node in self._reservation.nodes}
+        self._groups: list[WorkerGroup] = []
+
+    @property
+    def nodes(self) -> list[NodeSeats]:
+        """The nodes that have slots here, by rank."""
+        return list(self._nodes.values())
+
+    def world_size(self) -> int:
+        """Slots."""
+        return sum(self._counts)
+
+    def node_count(self) -> int:
+        """Nodes with slots."""
+        return len(self._nodes)
+
+    def node(self, node_rank: int) -> NodeSeats:
+        if node_rank not in self._nodes:
+            raise ValueError(
+                f"node {node_rank} has no slot in this cluster; nodes {', '.join(map(str, self._nodes))} have"
+            )
+        return self._nodes[node_rank]
+
+    def check_room(self, seats: Sequence[Seat]) -> None:
+        """Refuse seats that do not exist or are taken: Ray would wait for them for ever."""
+        taken: dict[tuple[int, int], list[str]] = {}
+        for group in self._groups:
+            for seat in {(spec.node.node_rank, slot) for spec in group.specs for slot in spec.slots}:
+                taken.setdefault(seat, []).append(group.name_prefix)
+        for seat in seats:
+            size = len(self.node(seat.node_rank).bundles)
+            for slot in seat.slots:
+                if not 0 <= slot < size:
+                    raise ValueError(
+                        f"node {seat.node_rank} has slots 0 to {size - 1} in this cluster, and no slot {slot}"
+                    )
+                holders = taken.get((seat.node_rank, slot), [])
+                if len(holders) >= self._num_colocated:
+                    raise ClusterError(
+                        f"slot {slot} of node {seat.node_rank} is taken by {', '.join(holders)}; shut that down, use other "
+                        f"slots, or make the cluster with max_colocated_worker_groups={len(holders) + 1}"
+                    )
+
+    def share_of_slot(self, *, num_workers: int) -> float:
+        """What Ray is asked for by each of a group's workers on one slot, so that the other groups fit beside them."""
+        whole = 1 if self._use_gpus else self._num_colocated
+        # Rounded down to what Ray counts in, or several shares would exceed the slot.
+        return int(10_000 * whole / (self._num_colocated * num_workers)) / 10_000
+
+    def launch(self, group: WorkerGroup, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
+        if self._reservation is None:
+            raise ClusterError("this cluster has been shut down; make a new one")
+        crew = self._reservation.launch(specs, recipe, timeout_s=timeout_s)
+        self._groups.append(group)
+        return crew
+
+    def forget(self, group: WorkerGroup) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+
+    def shutdown(self) -> None:
+        """End the groups that live here and give the slots back."""
+        for group in list(self._groups):
+            group.shutdown()
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
+
+    def __enter__(self) -> VirtualCluster:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+
+RayVirtualCluster = VirtualCluster

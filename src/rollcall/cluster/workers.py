@@ -1,0 +1,393 @@
+"""Worker groups: one class in many processes, called together.
+
+A WorkerBuilder says what a worker is, a WorkerGroup makes one in each of its seats and calls them, a MultiWorkerFuture
+stands for the answers. Run methods return at once; ``get_all_worker_results`` waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from rollcall.cluster.backend import GROUP_VARIABLES, Crew, Recipe, Seat, WorkerSpec
+from rollcall.cluster.dispatch import check_fields, leaders, routes, split_arguments
+from rollcall.cluster.failures import Progress, WorkerError
+from rollcall.cluster.sharding import NamedSharding
+from rollcall.cluster.state import ClusterError
+from rollcall.cluster.virtual import VirtualCluster
+
+START_DEADLINE_S = 900.0
+RESULT_DEADLINE_S = 3600.0
+STOP_DEADLINE_S = 30.0
+DATA_AXES = ("batch", "data_parallel")  # what dp_size counts, in a layout that has one of them
+
+
+class WorkerMetadata(TypedDict):
+    """Who a worker is and where."""
+
+    name: str  # role and rank, such as policy-3
+    global_rank: int
+    local_rank: int  # among the group's workers on its node
+    node_idx: int  # its node's place among the cluster's nodes
+    node_rank: int
+    address: str
+    bundle_indices: tuple[int, ...]  # its slots
+    devices: tuple[str, ...]  # its accelerators
+    dp_shard_idx: int  # which part of the data it gets
+    pid: int
+
+
+class WorkerBuilder:
+    """A worker class, by name (``"module.Class"``, imported in the worker only) or itself, and its arguments."""
+
+    def __init__(self, ray_actor_class_fqn: str | type, *args: Any, **kwargs: Any) -> None:
+        if isinstance(ray_actor_class_fqn, str):
+            parts = ray_actor_class_fqn.split(".")
+            if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+                raise ValueError(f"{ray_actor_class_fqn!r} does not name a worker class; write 'module.Class'")
+        self.recipe = Recipe(target=ray_actor_class_fqn, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiWorkerFuture:
+    """The answers of several workers."""
+
+    futures: Sequence[Any]
+    called_workers: Sequence[int] | None = None  # the rank behind each future
+    return_from_workers: Sequence[int] | None = None  # the ranks whose answers count; None: all
+    replicated_fields: Sequence[str] = ()  # fields that only the first answer has
+
+    def get_results(self, worker_group: WorkerGroup, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
+        return worker_group.get_all_worker_results(self, timeout_s=timeout_s)
+
+    def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
+        """Of one result per future, those that count."""
+        if self.return_from_workers is not None and self.called_workers is not None:
+            place = {rank: index for index, rank in enumerate(self.called_workers)}
+            results = [results[place[rank]] for rank in self.return_from_workers]
+        if results:
+            check_fields(results[0], self.replicated_fields, axes=axes)
+        return results
+
+
+class Worker:
+    """One worker as the group's owner sees it."""
+
+    def __init__(self, crew: Crew, metadata: WorkerMetadata) -> None:
+        self._crew = crew
+        self.metadata = metadata
+
+    def is_alive(self) -> bool:
+        return self._crew.is_alive(self.metadata["global_rank"])
+
+    def __repr__(self) -> str:
+        return f"Worker({self.metadata['name']} on node {self.metadata['node_rank']})"
+
+
+class WorkerGroup:
+    """One worker per seat, with ranks in (node rank, slot) order.
+
+    ``workers_per_node`` (a number, or one for each node) takes that many of a node's slots, one worker each; a multiple of
+    the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
+    the accelerators of all those slots. ``seats`` is the same by node rank. Without any of them each slot has a worker.
+    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) those of one node.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: VirtualCluster,
+        remote_worker_builder: WorkerBuilder,
+        workers_per_node: int | Sequence[int] | None = None,
+        name_prefix: str = "worker",
+        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
+        seats: Sequence[Seat] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        node_env_vars: Mapping[int, Mapping[str, str]] | None = None,
+        timeout_s: float = START_DEADLINE_S,
+    ) -> None:
+        given = [value for value in (workers_per_node, bundle_indices_list, seats) if value is not None]
+        if len(given) > 1:
+            raise ValueError(
+                "workers_per_node, bundle_indices_list and seats each say where workers sit; give one of them"
+            )
+        if seats is None and bundle_indices_list is not None:
+            seats = _seats_of_bundles(cluster, bundle_indices_list)
+        elif seats is None:
+            seats = _seats_per_node(cluster, workers_per_node)
+        seats = sorted(seats, key=lambda seat: (seat.node_rank, seat.slots))
+        if not seats:
+            raise ValueError("a worker group needs at least one worker")
+        cluster.check_room(seats)
+        self.name_prefix = name_prefix or "worker"
+        self.cluster = cluster
+        self.sharding = sharding_annotations or NamedSharding.default(len(seats))
+        if self.sharding.ranks != list(range(len(seats))):
+            raise ValueError(
+                f"the sharding lays out ranks {self.sharding.ranks}, and the group has ranks 0 to {len(seats) - 1}"
+            )
+        self.specs = _specs(
+            seats, cluster=cluster, role=self.name_prefix, env=env_vars or {}, node_env=node_env_vars or {}
+        )
+        self._crew: Crew | None = cluster.launch(self, self.specs, remote_worker_builder.recipe, timeout_s=timeout_s)
+        self.workers = [Worker(self._crew, self._metadata(spec)) for spec in self.specs]
+
+    @property
+    def worker_metadata(self) -> list[WorkerMetadata]:
+        return [worker.metadata for worker in self.workers]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.specs)
+
+    @property
+    def dp_size(self) -> int:
+        """Parts that sharded data is split into."""
+        axis = self._data_axis()
+        return self.world_size if axis is None else self.sharding.get_axis_size(axis)
+
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Call one worker."""
+        if not 0 <= worker_idx < self.world_size:
+            raise ValueError(
+                f"worker_idx={worker_idx} is outside; {self.name_prefix} has workers 0 to {self.world_size - 1}"
+            )
+        return self._running.call(worker_idx, method_name, (), args, kwargs)
+
+    def run_all_workers_single_data(
+        self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call all workers with the same arguments; on ``run_rank_0_only_axes`` the first of each axis alone."""
+        crew, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
+        if len(ranks) > 1:
+            args = tuple(crew.share(value) for value in args)
+            kwargs = {name: crew.share(value) for name, value in kwargs.items()}
+        return [crew.call(rank, method_name, (), args, kwargs) for rank in ranks]
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *args: Sequence[Any],
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> list[Any]:
+        """Call worker i with the i-th element of each argument."""
+        crew, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
+        for name, values in [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]:
+            if len(values) != len(ranks):
+                raise ValueError(f"{name} has {len(values)} elements for {len(ranks)} workers; give one for each")
+        shared = {name: crew.share(value) for name, value in (common_kwargs or {}).items()}
+        return [
+            crew.call(
+                rank,
+                method_name,
+                (),
+                [value[index] for value in args],
+                {name: value[index] for name, value in kwargs.items()} | shared,
+            )
+            for index, rank in enumerate(ranks)
+        ]
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *args: Any,
+        in_sharded_axes: Sequence[str] | None = None,
+        replicate_on_axes: Sequence[str] | None = None,
+        output_is_replicated: Sequence[str] | None = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Split each argument's rows over ``in_sharded_axes`` and call the workers with their parts.
+
+        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first place is called
+        (``make_dummy_calls_to_free_axes``: the others too, with None as data). ``output_is_replicated`` names axes whose
+        first place alone answers, or fields of the result that are taken from the first worker alone. ``common_kwargs``
+        go whole to everyone.
+        """
+        crew, axes = self._running, tuple(in_sharded_axes or ())
+        called = routes(
+            self.sharding,
+            in_sharded_axes=axes,
+            replicate_on_axes=tuple(replicate_on_axes or ()),
+            output_is_replicated=tuple(output_is_replicated or ()),
+            call_free_axes=make_dummy_calls_to_free_axes,
+        )
+        both = sorted(set(kwargs) & set(common_kwargs or ()))
+        if both:
+            raise ValueError(f"{both[0]} is given to be split and in common_kwargs; give it once")
+        parts = split_arguments(args, kwargs, num_parts=self.sharding.num_shards(axes))
+        readers = Counter(route.shard for route in called)
+        parts = [
+            ([crew.share(value) for value in part], {name: crew.share(value) for name, value in named.items()})
+            if readers[index] > 1
+            else (part, named)
+            for index, (part, named) in enumerate(parts)
+        ]
+        shared = {name: crew.share(value) for name, value in (common_kwargs or {}).items()}
+        nothing = ([None] * len(args), dict.fromkeys(kwargs))
+        futures = []
+        for route in called:
+            part, named = nothing if route.shard is None else parts[route.shard]
+            futures.append(crew.call(route.rank, method_name, route.drop, part, {**named, **shared}))
+        return MultiWorkerFuture(
+            futures=futures,
+            called_workers=[route.rank for route in called],
+            return_from_workers=[route.rank for route in called if route.drop is not None],
+            replicated_fields=[name for name in output_is_replicated or () if name not in self.sharding.names],
+        )
+
+    def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
+        """Wait for what a run method returned, or for a list of such; raises as soon as one worker fails or dies.
+
+        One future gives a list of one result, a list gives a result (or a list of them) for each element.
+        """
+        entries = list(futures) if isinstance(futures, list | tuple) else [futures]
+        flat = [future for entry in entries for future in _futures(entry)]
+        results = iter(self._running.gather(flat, timeout_s=timeout_s))
+        axes = self.sharding.names
+        if isinstance(futures, MultiWorkerFuture):
+            return futures.select(list(results), axes=axes)
+        return [_arrange(entry, results, axes=axes) for entry in entries]
+
+    def shutdown(
+        self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
+    ) -> bool:
+        """End every worker, and all that they started, on every node; False if ``cleanup_method`` failed on the way.
+
+        ``cleanup_method`` is called on the workers before; ``force`` leaves it out. A second shutdown does nothing.
+        """
+        crew, self._crew = self._crew, None
+        if crew is None:
+            return True
+        clean = True
+        if cleanup_method is not None and not force:
+            calls = [crew.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
+            try:
+                crew.gather(calls, timeout_s=timeout_s)
+            except WorkerError as error:
+                Progress(first_s=0).tell(
+                    f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}"
+                )
+                clean = False
+        crew.stop(timeout_s=timeout_s)
+        self.cluster.forget(self)
+        return clean
+
+    @property
+    def _running(self) -> Crew:
+        if self._crew is None:
+            raise ClusterError(f"{self.name_prefix} has been shut down; make a new group")
+        return self._crew
+
+    def _data_axis(self) -> str | None:
+        return next((axis for axis in DATA_AXES if axis in self.sharding.names), None)
+
+    def _metadata(self, spec: WorkerSpec) -> WorkerMetadata:
+        axis, nodes = self._data_axis(), [node.node_rank for node in self.cluster.nodes]
+        return WorkerMetadata(
+            name=f"{spec.role}-{spec.rank}",
+            global_rank=spec.rank,
+            local_rank=spec.local_rank,
+            node_idx=nodes.index(spec.node.node_rank),
+            node_rank=spec.node.node_rank,
+            address=spec.node.address,
+            bundle_indices=spec.slots,
+            devices=spec.devices,
+            dp_shard_idx=spec.rank if axis is None else self.sharding.get_worker_coords(spec.rank)[axis],
+            pid=self._running.pids[spec.rank],
+        )
+
+
+def _futures(entry: Any) -> list[Any]:
+    if isinstance(entry, MultiWorkerFuture):
+        return list(entry.futures)
+    return list(entry) if isinstance(entry, list | tuple) else [entry]
+
+
+def _arrange(entry: Any, results: Any, *, axes: Sequence[str]) -> Any:
+    """The entry with its futures replaced by their results."""
+    if isinstance(entry, MultiWorkerFuture):
+        return entry.select([next(results) for _ in entry.futures], axes=axes)
+    if isinstance(entry, list | tuple):
+        return [next(results) for _ in entry]
+    return next(results)
+
+
+def _seats_per_node(cluster: VirtualCluster, workers_per_node: int | Sequence[int] | None) -> list[Seat]:
+    nodes = cluster.nodes
+    if workers_per_node is None:
+        counts = [len(node.bundles) for node in nodes]
+    elif isinstance(workers_per_node, int):
+        counts = [workers_per_node] * len(nodes)
+    else:
+        counts = list(workers_per_node)
+    if len(counts) != len(nodes) or min(counts) < 0:
+        raise ValueError(f"workers_per_node={counts} needs one number for each of the cluster's {len(nodes)} nodes")
+    seats = []
+    for node, count in zip(nodes, counts, strict=True):
+        slots = len(node.bundles)
+        if count > slots and count % slots:
+            raise ValueError(
+                f"{count} workers on the {slots} slots of node {node.node_rank} do not share them evenly; use up to {slots}, "
+                f"or a multiple of {slots}"
+            )
+        each = max(count // slots, 1)
+        seats += [Seat(node_rank=node.node_rank, slots=(number // each,)) for number in range(count)]
+    return seats
+
+
+def _seats_of_bundles(cluster: VirtualCluster, entries: Sequence[tuple[int, Sequence[int]]]) -> list[Seat]:
+    nodes = cluster.nodes
+    for node, slots in entries:
+        if not 0 <= node < len(nodes):
+            raise ValueError(f"bundle_indices_list names node {node}; the cluster has nodes 0 to {len(nodes) - 1}")
+        if not slots:
+            raise ValueError(f"bundle_indices_list has an entry of node {node} without a slot")
+    return [Seat(node_rank=nodes[node].node_rank, slots=tuple(slots)) for node, slots in entries]
+
+
+def _specs(
+    seats: Sequence[Seat],
+    *,
+    cluster: VirtualCluster,
+    role: str,
+    env: Mapping[str, str],
+    node_env: Mapping[int, Mapping[str, str]],
+) -> list[WorkerSpec]:
+    """The processes in rank order."""
+    for name in (name for variables in (env, *node_env.values()) for name in variables):
+        if name in GROUP_VARIABLES:
+            raise ValueError(
+                f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
+            )
+    for node_rank in node_env:
+        cluster.node(node_rank)
+    per_slot: dict[tuple[int, int], int] = {}
+    for seat in seats:
+        for slot in seat.slots:
+            per_slot[seat.node_rank, slot] = per_slot.get((seat.node_rank, slot), 0) + 1
+    on_node = [seat.node_rank for seat in seats]
+    return [
+        WorkerSpec(
+            role=role,
+            rank=rank,
+            world_size=len(seats),
+            local_rank=on_node[:rank].count(seat.node_rank),
+            local_world_size=on_node.count(seat.node_rank),
+            node=cluster.node(seat.node_rank),
+            slots=seat.slots,
+            share=cluster.share_of_slot(num_workers=max(per_slot[seat.node_rank, slot] for slot in seat.slots)),
+            env={**env, **node_env.get(seat.node_rank, {})},
+        )
+        for rank, seat in enumerate(seats)
+    ]
+
+
+RayWorkerBuilder = WorkerBuilder
+RayWorkerGroup = WorkerGroup

@@ -1,0 +1,434 @@
+"""Bring-up on this host, with real Ray: a node is whoever has a state folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_check import make_record
+
+from rollcall.cluster import bootstrap, foreground, ray_start
+from rollcall.cluster.bootstrap import start_node, stop_node
+from rollcall.cluster.head import HeadRefuses, ask_head
+from rollcall.cluster.processes import MARK, find_processes, stop_processes
+from rollcall.cluster.rank import LAUNCHERS, find_identity
+from rollcall.cluster.ray_start import NodeRequest, find_slots
+from rollcall.cluster.rendezvous import Rendezvous
+from rollcall.cluster.state import ClusterError, NodeRecord, Process, read_record, read_token, state_dir, write_record
+
+ROOT = Path(__file__).parents[1]
+WAIT_S = 180.0
+LAUNCHER_VARIABLES = {name for rank, counts in LAUNCHERS for name in (rank, *counts)}
+
+
+class Node:
+    """A pretended node: the command line with a state folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = folder
+        kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        extra = {"ROLLCALL_STATE_DIR": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        self.env = {**kept, **extra, "RAY_ADDRESS": "203.0.113.9:6379"}  # somebody else's; nothing may follow it
+
+    def rollcall(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rollcall", *arguments]
+        return subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=WAIT_S)
+
+    def record(self, monkeypatch: pytest.MonkeyPatch, cluster: str = "default") -> NodeRecord:
+        monkeypatch.setenv("ROLLCALL_STATE_DIR", str(self.state))
+        record = read_record(cluster)
+        assert record is not None
+        return record
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Short, since Ray keeps sockets in it; pytest's own folders are too long."""
+    path = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path) -> Iterator[Node]:
+    """Rank 0 of 2, with four slots."""
+    node = Node(folder / "n0")
+    started = node.rollcall(
+        "node", "--rank", "0", "--num-nodes", "2", "--rendezvous", str(folder / "shared"), "--slots", "4"
+    )
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.startswith("Ray started\n")
+    yield node
+    assert node.rollcall("down").returncode == 0
+
+
+def join(folder: Path, *, rank: int = 1, **changes: Any) -> NodeRequest:
+    request = NodeRequest(
+        cluster="default", rank=rank, num_nodes=2, rendezvous=folder / "shared", slots=2, timeout_s=60.0
+    )
+    return replace(request, **changes)
+
+
+def quiet(text: str) -> None:
+    return None
+
+
+@pytest.mark.chaos
+def test_a_second_start_on_the_same_node_says_so(head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = head.record(monkeypatch)
+    again = head.rollcall(
+        "node", "--master", "--num-nodes", "2", "--rendezvous", str(folder / "shared"), "--slots", "4"
+    )
+    assert again.returncode == 0 and "already running" in again.stdout and before.head_address in again.stdout
+    assert head.record(monkeypatch) == before
+
+
+def test_another_rank_on_the_same_node_is_refused(head: Node, folder: Path) -> None:
+    refused = head.rollcall("node", "--worker", "1", "--rendezvous", str(folder / "shared"), "--slots", "4")
+    assert refused.returncode == 1 and "this node is rank 0 of cluster 'default', not rank 1" in refused.stderr
+
+
+def test_ports_are_recorded_and_the_dashboard_listens_on_loopback(head: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = head.record(monkeypatch)
+    assert record.dashboard_url == f"http://127.0.0.1:{record.ports['dashboard']}"
+    assert {"gcs", "dashboard", "client", "node_manager", "object_manager", "runtime_env_agent"} <= set(record.ports)
+    assert len(set(record.ports.values())) == len(record.ports)
+
+
+def test_without_the_token_there_is_no_answer_no_join_and_no_dashboard(
+    head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = head.record(monkeypatch)
+    with pytest.raises(HeadRefuses):
+        ask_head(record.head_address, token="0" * 64)
+    for headers in ({}, {"Authorization": f"Bearer {'0' * 64}"}):
+        request = urllib.request.Request(f"{record.dashboard_url}/api/jobs/", headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=20)
+        assert refused.value.code in (401, 403)
+    plain = {name: value for name, value in head.env.items() if not name.startswith("RAY_")}
+    stranger = folder / "stranger"
+    command = [*(sys.executable, "-m", "ray.scripts.scripts", "start"), f"--address={record.head_address}"]
+    joined = subprocess.run(
+        [*command, f"--temp-dir={stranger}"],
+        env={**plain, "HOME": str(folder), MARK: str(stranger)}, capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    assert joined.returncode != 0 and find_processes(stranger) == []
+    assert [node.rank for node in ask_head(record.head_address, token=read_token("default")).nodes] == [0]
+
+
+def test_the_token_is_in_no_log_and_no_process_list(head: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = head.record(monkeypatch)
+    token = read_token("default").encode()
+    holders = [path for path in head.state.rglob("*") if path.is_file() and token in path.read_bytes()]
+    assert holders == [head.state / "default" / "token"]
+    entries = find_processes(state_dir("default"), recorded=record.processes)
+    assert len(entries) > 5
+    for entry in entries:
+        for name in ("cmdline", "environ"):
+            assert token not in Path(f"/proc/{entry.process.pid}/{name}").read_bytes(), (entry.name, name)
+
+
+def test_check_and_status_tell_who_is_missing(head: Node) -> None:
+    missing = head.rollcall("check", "6", "--timeout", "1")
+    assert missing.returncode == 1 and "4 of 6" in missing.stderr and "missing: rank 1" in missing.stderr
+    assert head.rollcall("check", "3").returncode == 1
+    status = json.loads(head.rollcall("status", "--json").stdout)
+    assert (status["num_slots"], status["missing"], status["nodes"][0]["rank"]) == (4, [1], 0)
+    assert "not joined" in head.rollcall("status").stdout
+
+
+def test_a_file_with_another_id_at_a_living_head_is_not_joined(
+    head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = Rendezvous(folder / "shared", "default")
+    genuine = published.read()
+    assert genuine is not None
+    forged = Rendezvous(folder / "forged", "default")
+    forged.publish(replace(genuine, cluster_id="0" * 16), token=published.read_token())
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n1"))
+    with pytest.raises(ClusterError, match="another cluster answers now"):
+        start_node(join(folder, rendezvous=folder / "forged", timeout_s=1.0), say=quiet)
+    assert read_record("default") is None
+
+
+def test_a_number_of_nodes_or_a_rank_that_does_not_fit_is_refused(
+    head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n1"))
+    with pytest.raises(ClusterError, match="--num-nodes 3 here, but rank 0 at .* was started with 2"):
+        start_node(join(folder, num_nodes=3), say=quiet)
+    with pytest.raises(ClusterError, match="rank 2 does not exist among the 2 nodes"):
+        start_node(join(folder, rank=2, num_nodes=None), say=quiet)
+    monkeypatch.setattr(bootstrap, "TAKEN_S", 0.0)
+    with pytest.raises(ClusterError, match="rank 0 is taken by .* which is alive"):
+        start_node(join(folder, rank=0), say=quiet)
+
+
+DRIVER = """
+import os, subprocess, sys, time
+import ray
+from rollcall.cluster.connect import connect
+
+record = connect()
+
+@ray.remote(num_gpus=1, resources={f"rollcall_node_{record.rank}": 1})
+class Worker:
+    def start_a_child_that_hides(self):
+        return subprocess.Popen(["sleep", "600"], start_new_session=True, env={}).pid
+
+    def where(self):
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+worker = Worker.remote()
+node_id, slot = ray.get(worker.where.remote())
+assert node_id == ray.get_runtime_context().get_node_id(), "the driver is not on its own node"
+print(record.rank, slot, ray.get(worker.start_a_child_that_hides.remote()), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.chaos
+def test_a_worker_joins_takes_work_and_leaves_nothing_when_it_goes_down(
+    head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(folder / "n1")
+    started = node.rollcall("node", "--rendezvous", str(folder / "shared"), "--slots", "2", NODE_RANK="1")
+    assert started.returncode == 0, started.stderr
+    record = node.record(monkeypatch)
+    assert (record.rank, record.num_nodes) == (1, 2)
+    assert head.rollcall("check", "6").returncode == 0
+    with pytest.raises(ClusterError, match="rank 1 is taken"):
+        monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n2"))
+        monkeypatch.setattr(bootstrap, "TAKEN_S", 0.0)
+        start_node(join(folder), say=quiet)
+
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], env=node.env, stdout=subprocess.PIPE, text=True)
+    reader = subprocess.Popen(
+        ["tail", "-f", f"{record.temp_dir}/session_latest/logs/raylet.out"], stdout=subprocess.DEVNULL
+    )
+    try:
+        assert driver.stdout is not None
+        rank, slot, child = driver.stdout.readline().split()
+        assert (rank, slot) in (("1", "0"), ("1", "1")) and Path(f"/proc/{child}").exists()
+        stopped = node.rollcall("down")
+        assert stopped.returncode == 0 and "stopped" in stopped.stdout
+        monkeypatch.setenv("ROLLCALL_STATE_DIR", str(node.state))
+        assert find_processes(state_dir("default"), recorded=record.processes) == []
+        assert not is_living(int(child))
+        assert reader.poll() is None, "a process that only reads the logs is not the cluster's"
+    finally:
+        for process in (driver, reader):
+            process.kill()
+            process.wait()
+    assert read_record("default") is None and not (state_dir("default") / "token").exists()
+    assert "nothing of cluster" in node.rollcall("down").stdout
+    assert head.rollcall("check", "4").returncode == 0
+
+
+def is_living(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.chaos
+def test_a_second_cluster_lives_beside_the_first_and_ends_alone(
+    head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = head.record(monkeypatch)
+    options = ["--cluster", "other", "--num-nodes", "1", "--head-address", "127.0.0.1:26379", "--slots", "3", "--block"]
+    command = [sys.executable, "-m", "rollcall", "node", "--master", *options]
+    env = {**head.env, "ROLLCALL_TOKEN": "b" * 64}
+    second = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert second.stdout is not None and second.stdout.readline() == "Ray started\n"
+        record = wait_for_record("other")
+        assert record.head_address == "127.0.0.1:26379"
+        assert not set(record.ports.values()) & set(first.ports.values())
+        assert head.rollcall("check", "3", "--cluster", "other").returncode == 0
+        assert head.rollcall("check", "4").returncode == 0
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=WAIT_S) == 0
+    finally:
+        second.kill()
+        second.wait()
+        stop_node("other")
+    assert read_record("other") is None
+    assert head.rollcall("check", "4").returncode == 0 and head.record(monkeypatch) == first
+
+
+def wait_for_record(cluster: str) -> NodeRecord:
+    deadline = time.monotonic() + 30
+    while (record := read_record(cluster)) is None:
+        assert time.monotonic() < deadline, f"no record of cluster {cluster}"
+        time.sleep(0.1)
+    return record
+
+
+def test_the_head_withdraws_what_it_published_when_it_goes_down(head: Node, folder: Path) -> None:
+    """The last of those that use the head; the fixture's own `down` then finds nothing to do."""
+    assert Rendezvous(folder / "shared", "default").read() is not None
+    assert head.rollcall("down").returncode == 0
+    assert list((folder / "shared" / "default").iterdir()) == []
+    gone = head.rollcall("status")
+    assert gone.returncode == 1 and "part of no cluster 'default'" in gone.stderr
+
+
+def identity(*, rank=None, master=False, worker=None, num_nodes=None, **environ: str):
+    found = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=environ)
+    return found.rank, found.num_nodes
+
+
+def test_the_rank_comes_from_options_first_and_then_from_the_launchers_in_order() -> None:
+    assert identity(rank=2, num_nodes=4, RANK="1", WORLD_SIZE="8") == (2, 4)
+    assert identity(rank=2, RANK="1", WORLD_SIZE="8") == (2, None)
+    assert identity(master=True, num_nodes=2) == (0, 2) and identity(worker=3) == (3, None)
+    assert identity(RANK="1", WORLD_SIZE="3", NODE_RANK="2", NNODES="4") == (1, 3)
+    assert identity(NODE_RANK="2", NNODES="4", SLURM_NODEID="0") == (2, 4)
+    assert identity(SLURM_NODEID="1", SLURM_NNODES="2", SLURM_PROCID="7") == (1, 2)
+    assert identity(SLURM_PROCID="1", SLURM_NNODES="2") == (1, 2)
+    assert identity(SKYPILOT_NODE_RANK="1", SKYPILOT_NUM_NODES="2") == (1, 2)
+    assert identity(DSTACK_NODE_RANK="1", DSTACK_NODES_NUM="2") == (1, 2)
+    assert identity(RANK="", NODE_RANK="1") == (1, None)
+    assert identity(master=True, SLURM_NNODES="6") == (0, 6)
+
+
+def test_no_rank_anywhere_lists_where_it_could_come_from() -> None:
+    with pytest.raises(ClusterError) as error:
+        identity()
+    for name in ("--rank", "--master", "--worker", *(name for name, _ in LAUNCHERS)):
+        assert name in str(error.value)
+
+
+def test_ranks_that_contradict_themselves_are_refused() -> None:
+    for wrong, words in (
+        (dict(rank=1, master=True), "say the same thing"),
+        (dict(rank=4, num_nodes=4), "ranks are 0 to 3"),
+        (dict(worker=0), "workers are 1 and up"),
+        (dict(rank=0), "give --num-nodes"),
+        (dict(RANK="one"), "RANK='one'"),
+    ):
+        with pytest.raises(ClusterError, match=words):
+            identity(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_slots_are_the_gpus_or_what_was_asked_on_a_node_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_start, "_count_gpus", lambda: 0)
+    assert find_slots(8) == (8, "cpu")
+    with pytest.raises(ClusterError, match="--slots N"):
+        find_slots(None)
+    monkeypatch.setattr(ray_start, "_count_gpus", lambda: 8)
+    assert find_slots(None) == (8, "gpu") and find_slots(4) == (4, "gpu")
+    with pytest.raises(ClusterError, match="give at most 8"):
+        find_slots(16)
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
+    monkeypatch.delenv("ROLLCALL_TOKEN", raising=False)
+    short = Path("/tmp/rc")
+    for changes, words in (
+        (dict(rendezvous=None), "--rendezvous DIR .* or --head-address"),
+        (dict(temp_dir=Path("/tmp") / ("x" * 60)), "give a shorter --temp-dir"),
+        (dict(temp_dir=short, rendezvous=None, head_address="node0:1234"), "set ROLLCALL_TOKEN"),
+        (dict(temp_dir=short, cluster="my cluster"), "cannot be a cluster's name"),
+        (dict(temp_dir=short, cluster="../escape"), "cannot be a cluster's name"),
+    ):
+        with pytest.raises(ClusterError, match=words):
+            start_node(replace(join(tmp_path), **changes), say=quiet)
+
+
+def test_a_ray_that_fails_to_start_shows_its_own_words_and_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    temp_dir = folder / "t"
+    request = NodeRequest(
+        cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path / "shared", slots=1, temp_dir=temp_dir,
+        dashboard_host="not an address",
+    )  # fmt: skip
+    with pytest.raises(ClusterError, match="Ray did not start on"):
+        start_node(request, say=quiet)
+    assert read_record("default") is None and find_processes(state_dir("default")) == []
+    assert not (tmp_path / "shared" / "default" / "head.json").exists()
+
+
+@pytest.mark.chaos
+def test_processes_are_found_by_their_mark_session_or_parent_and_only_those_are_stopped(tmp_path: Path) -> None:
+    script = "sleep 600 & env -i setsid sleep 601 & exec env -i sleep 602"  # a child, one that hides, one unmarked
+    ours = subprocess.Popen(["bash", "-c", script], env={**os.environ, MARK: str(tmp_path)}, start_new_session=True)
+    other = subprocess.Popen(["sleep", "603"], env={**os.environ, MARK: str(tmp_path / "other")})
+    try:
+        found = wait_for_processes(tmp_path, count=3, recorded=Process.of(ours.pid))
+        assert other.pid not in found
+        assert stop_processes(tmp_path, recorded=[started for pid in found if (started := Process.of(pid))]) == 3
+        ours.wait(timeout=WAIT_S)
+        assert find_processes(tmp_path) == [] and other.poll() is None
+        assert stop_processes(tmp_path) == 0
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.wait()
+
+
+def wait_for_processes(folder: Path, *, count: int, recorded: Process | None) -> list[int]:
+    assert recorded is not None
+    deadline = time.monotonic() + 30
+    while len(found := find_processes(folder, recorded=[recorded])) != count or "bash" in {e.name for e in found}:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return [entry.process.pid for entry in found]
+
+
+def test_a_process_number_that_was_given_out_again_is_not_taken_for_the_old_process(tmp_path: Path) -> None:
+    mine = Process.of(os.getpid())
+    assert mine is not None and mine.is_alive()
+    earlier = Process(pid=os.getppid(), started=1)
+    assert not earlier.is_alive()
+    assert find_processes(tmp_path, recorded=[earlier]) == []
+
+
+def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(foreground, "LOOK_EVERY_S", 0.01)
+    write_record(make_record())
+    with pytest.raises(ClusterError, match="rank 0 of cluster 'default'.* has ended by itself; its logs are in"):
+        foreground.hold(make_record(), say=quiet)
+    assert read_record("default") is None
+    foreground.hold(make_record(), say=quiet)  # taken down by another command, which is no error
+
+
+@pytest.mark.parametrize(
+    ("bound", "node_ip", "url"),
+    [
+        ("127.0.0.1:8265", "10.0.0.1", "http://127.0.0.1:8265"),
+        ("127.0.0.1:8265", "10.0.0.2", None),
+        ("0.0.0.0:8265", "10.0.0.2", "http://10.0.0.1:8265"),
+        ("10.9.0.1:8265", "10.0.0.2", "http://10.9.0.1:8265"),
+        (None, "10.0.0.1", None),
+    ],
+)
+def test_a_node_is_told_a_dashboard_it_can_reach(bound: str | None, node_ip: str, url: str | None) -> None:
+    assert bootstrap._dashboard_url(bound, node_ip=node_ip, head_address="10.0.0.1:6379") == url
+
+
+def test_gpus_that_the_user_hides_stay_hidden_behind_logical_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert ray_start._logical_ids(2) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert ray_start._logical_ids(2) == {"CUDA_VISIBLE_DEVICES": "1000,1001"}

@@ -1,0 +1,158 @@
+"""Waiting for accelerators: who is there, who is missing, and when there are too many. The head's answers are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollcall.cluster import check
+from rollcall.cluster.check import list_nodes, roster, wait_for_slots
+from rollcall.cluster.head import Answer, HeadUnreachable, NodeInfo
+from rollcall.cluster.state import ClusterError, NodeRecord, write_record
+
+
+def make_node(rank: int | None, *, slots: int = 8, alive: bool = True, started_ms: int = 1, host: str = "") -> NodeInfo:
+    return NodeInfo(
+        rank=rank,
+        host=host or f"node{rank}",
+        address=f"10.0.0.{rank or 0}",
+        slots=slots,
+        accelerator="gpu",
+        memory_gib=100.0,
+        alive=alive,
+        is_head=rank == 0,
+        cluster="default",
+        cluster_id="id-1",
+        num_nodes=4,
+        node_id=f"{rank}-{started_ms}",
+        started_ms=started_ms,
+        temp_dir="/tmp/x",
+        ports={},
+    )
+
+
+def make_record(*, num_nodes: int = 4) -> NodeRecord:
+    return NodeRecord(
+        cluster="default",
+        cluster_id="id-1",
+        rank=0,
+        num_nodes=num_nodes,
+        node_ip="10.0.0.0",
+        slots=8,
+        accelerator="gpu",
+        head_address="10.0.0.0:6379",
+        dashboard_url=None,
+        temp_dir="/tmp/x",
+        rendezvous="/shared",
+        processes=(),
+    )
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Answer | Exception]:
+    """What the head answers, one after the other; the last answer stays."""
+    answers: list[Answer | Exception] = []
+
+    def ask(cluster: str, *, head_address: str) -> Answer:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(check, "ask_own_head", ask)
+    monkeypatch.setattr(check, "ASK_EVERY_S", 0.01)
+    write_record(make_record())
+    return answers
+
+
+def answer(*nodes: NodeInfo) -> Answer:
+    return Answer(nodes=nodes, dashboard=None)
+
+
+def wait(num_slots: int, *, timeout_s: float = 30.0) -> tuple[check.Roster, list[str]]:
+    said: list[str] = []
+    return wait_for_slots("default", num_slots=num_slots, timeout_s=timeout_s, say=said.append), said
+
+
+def test_it_waits_until_all_have_joined_and_says_who_is_missing(head: list) -> None:
+    head += [answer(make_node(0)), answer(*map(make_node, range(3))), answer(*map(make_node, range(4)))]
+    found, said = wait(32)
+    assert [node.rank for node in found.alive] == [0, 1, 2, 3] and found.missing == []
+    assert "8 of 32" in said[0] and "rank 0 node0 (10.0.0.0) 8" in said[0] and "missing: ranks 1-3" in said[0]
+
+
+def test_a_deadline_names_the_missing_rank_and_how_to_start_it(head: list) -> None:
+    head += [answer(make_node(0), make_node(1), make_node(2))]
+    with pytest.raises(ClusterError, match=r"24 of 32 .*missing: rank 3; .*--num-nodes 4 --rendezvous /shared"):
+        wait(32, timeout_s=0.05)
+
+
+def test_ranks_that_are_missing_are_told_in_spans(head: list) -> None:
+    write_record(make_record(num_nodes=10))
+    head += [answer(make_node(0), make_node(4))]
+    with pytest.raises(ClusterError, match=r"missing: ranks 1-3, 5-9;"):
+        wait(80, timeout_s=0.0)
+
+
+def test_more_than_expected_is_an_error_with_the_list(head: list) -> None:
+    head += [answer(*(make_node(rank, slots=10) for rank in range(4)))]
+    with pytest.raises(
+        ClusterError, match=r"40 accelerators have joined, 32 were expected: .*rank 3 node3 \(10.0.0.3\) 10"
+    ):
+        wait(32)
+
+
+def test_too_few_slots_with_every_node_there_asks_for_another_number(head: list) -> None:
+    head += [answer(*(make_node(rank, slots=4) for rank in range(4)))]
+    with pytest.raises(ClusterError, match="all 4 nodes are there, so ask for 16"):
+        wait(32, timeout_s=0.0)
+
+
+def test_a_head_that_does_not_answer_is_waited_for_and_named(head: list) -> None:
+    gone = HeadUnreachable("nobody answers at the head's address 10.0.0.0:6379")
+    head += [gone, answer(make_node(0, slots=32))]
+    found, said = wait(32)
+    assert found.num_slots == 32 and "10.0.0.0:6379" in said[0]
+    head[:] = [gone]
+    with pytest.raises(ClusterError, match=r"10.0.0.0:6379; run `rollcall status` on 10.0.0.0 "):
+        wait(32, timeout_s=0.0)
+
+
+def test_a_dead_node_does_not_count_and_its_replacement_stands_for_its_rank() -> None:
+    dead = make_node(1, alive=False, started_ms=1, host="old")
+    replaced = roster(make_record(), answer(make_node(0), dead, make_node(1, started_ms=2, host="new")))
+    assert [node.host for node in replaced.nodes] == ["node0", "new"]
+    lost = roster(make_record(), answer(make_node(0), dead))
+    assert (lost.num_slots, lost.missing, [node.alive for node in lost.nodes]) == (8, [1, 2, 3], [True, False])
+
+
+def test_a_dead_node_that_started_later_does_not_hide_a_living_one() -> None:
+    found = roster(make_record(), answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2)))
+    assert found.nodes[0].alive
+
+
+def test_a_node_that_was_not_started_by_us_counts_and_has_no_rank(head: list) -> None:
+    head += [answer(make_node(0, slots=4), make_node(None, slots=4, host="stranger"))]
+    found, _ = wait(8)
+    assert [node.host for node in found.nodes] == ["node0", "stranger"]
+
+
+def test_a_head_of_another_bring_up_is_not_taken_for_this_one(head: list) -> None:
+    write_record(make_record())
+    other = answer(make_node(0))
+    head += [Answer(nodes=tuple(_with_id(node, "id-2") for node in other.nodes), dashboard=None)]
+    with pytest.raises(ClusterError, match="another bring-up"):
+        list_nodes("default")
+
+
+def test_a_node_without_a_cluster_is_told_how_to_join_and_which_it_has(head: list) -> None:
+    with pytest.raises(ClusterError, match="part of no cluster 'mine'; it is part of default"):
+        list_nodes("mine")
+
+
+def _with_id(node: NodeInfo, cluster_id: str) -> NodeInfo:
+    from dataclasses import replace
+
+    return replace(node, cluster_id=cluster_id)

@@ -1,0 +1,353 @@
+"""The doctor: facts are gathered without Ray, judged by pure functions, and a sick node of a real cluster is found."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab.cluster import LabCluster, rollcall
+
+from rollcall.cluster import doctor_checks as checks
+from rollcall.cluster import doctor_facts
+from rollcall.cluster.check import Roster
+from rollcall.cluster.doctor import checkpoint_bytes, judge_plan, judge_slots, partners
+from rollcall.cluster.doctor_checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
+from rollcall.cluster.doctor_facts import Probe
+from rollcall.cluster.head import NodeInfo
+from rollcall.config import parse_config
+
+VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "numpy": "2.4.6"}
+
+
+def make_node(rank: int, **changes: Any) -> NodeFacts:
+    """A node with nothing wrong."""
+    healthy = NodeFacts(
+        rank=rank, host=f"node{rank}", address=f"10.0.0.{rank + 1}", slots=8, accelerator="cpu", is_head=rank == 0,
+        python="3.11.7", executable="/env/bin/python", packages=VERSIONS, torch_cuda=None, torch_hip=None, driver=None,
+        rocm=None, disks=(Disk(purpose="Ray's temporary folder", path="/tmp/ray", free=100 * GIB, total=200 * GIB),),
+        memory_total=64 * GIB, memory_available=60 * GIB, open_files=65536, shm_total=32 * GIB, gpus=(), interface="eth0",
+        link_mbit=10000, missing_paths=(), errors=(),
+    )  # fmt: skip
+    return replace(healthy, **changes)
+
+
+def make_gpu(index: int = 0, **changes: Any) -> Gpu:
+    card = Gpu(
+        index=index, name="H200", memory_total=140 * GIB, memory_used=0, ecc_uncorrected=0, temperature=40, slowed_by=()
+    )
+    return replace(card, **changes)
+
+
+def make_info(rank: int, *, slots: int = 8) -> NodeInfo:
+    return NodeInfo(
+        rank=rank, host=f"node{rank}", address=f"10.0.0.{rank + 1}", slots=slots, accelerator="cpu", memory_gib=1.0,
+        alive=True, is_head=rank == 0, cluster="default", cluster_id="x", num_nodes=2, node_id=f"id{rank}", started_ms=0,
+        temp_dir="/tmp/ray", ports={},
+    )  # fmt: skip
+
+
+def make_roster(*slots: int, num_nodes: int | None = None) -> Roster:
+    nodes = tuple(make_info(rank, slots=size) for rank, size in enumerate(slots))
+    return Roster(
+        cluster="default", cluster_id="x", head_address="10.0.0.1:6379", dashboard_url=None,
+        num_nodes=num_nodes or len(nodes), nodes=nodes,
+    )  # fmt: skip
+
+
+def cluster_of(*nodes: NodeFacts) -> list[NodeFacts]:
+    """These beside enough healthy ones that they are the odd ones out."""
+    taken = {node.rank for node in nodes}
+    return sorted([*nodes, *(make_node(rank) for rank in range(4) if rank not in taken)], key=lambda node: node.rank)
+
+
+def judged(*nodes: NodeFacts) -> list[Finding]:
+    return checks.judge_nodes(cluster_of(*nodes), checkpoint_bytes=None)
+
+
+def test_healthy_nodes_have_no_findings() -> None:
+    assert judged() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "what", "fix"),
+    [
+        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "breaks", "transformers 4.9, the others have 5.19.0",
+         "/env/bin/python -m pip install 'transformers==5.19.0'"),
+        ({"packages": {**VERSIONS, "torch": None}}, "breaks", "torch is not installed", "'torch==2.13.0'"),
+        ({"packages": {**VERSIONS, "numpy": "1.26"}}, "warns", "numpy 1.26, the others have 2.4.6", "'numpy==2.4.6'"),
+        ({"python": "3.12.1"}, "breaks", "Python 3.12.1, the others have 3.11.7", "3.11.7"),
+        ({"python": "3.11.9"}, "warns", "Python 3.11.9, the others have 3.11.7", "3.11.7"),
+        ({"torch_cuda": "13.0"}, "breaks", "torch is built for CUDA 13.0, elsewhere for the CPU", "pip install"),
+        ({"link_mbit": 1000}, "warns", "interface eth0 runs at 1000 Mbit/s, the others' at 10000", "--interface"),
+        ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "breaks", "0.5 GiB free", "du -xh"),
+        ({"disks": (Disk(purpose="temp", path="/x", free=4 * GIB, total=100 * GIB),)}, "warns", "96% of it is used",
+         "--temp-dir"),
+        ({"memory_available": 2 * GIB}, "breaks", "only 2.0 of 64.0 GiB of memory are available", "ps aux"),
+        ({"open_files": 1024}, "warns", "ulimit -n is 1024", "ulimit -n 65536"),
+        ({"shm_total": 64 << 20}, "warns", "/dev/shm holds 64 MiB", "--shm-size"),
+        ({"missing_paths": ("/models/x",)}, "breaks", "/models/x does not exist here", "rsync -a /models/x/ node2"),
+        ({"errors": ("nvidia-smi fails: no devices",)}, "breaks", "nvidia-smi fails", "dmesg"),
+    ],
+)  # fmt: skip
+def test_the_odd_node_out_is_named_with_a_command_that_mends_it(
+    changes: dict[str, Any], severity: str, what: str, fix: str
+) -> None:
+    (finding,) = judged(make_node(2, **changes))
+    assert (finding.node, finding.host, finding.severity) == (2, "node2", severity)
+    assert what in finding.what and fix in finding.fix and finding.why
+
+
+@pytest.mark.parametrize(
+    ("card", "severity", "what"),
+    [
+        ({"ecc_uncorrected": 3}, "breaks", "GPU 1 (H200) has 3 uncorrected memory errors"),
+        ({"slowed_by": ("hardware thermal",), "temperature": 92}, "warns", "slowed down by hardware thermal at 92 C"),
+        ({"memory_used": 20 * GIB}, "warns", "GPU 1 (H200) has 20.0 GiB in use"),
+    ],
+)
+def test_a_sick_card_is_named(card: dict[str, Any], severity: str, what: str) -> None:
+    node = make_node(0, accelerator="gpu", slots=2, gpus=(make_gpu(0), make_gpu(1, **card)))
+    (finding,) = checks.judge_gpus(node)
+    assert finding.severity == severity and what in finding.what
+
+
+def test_fewer_cards_than_slots_break_the_run() -> None:
+    (finding,) = checks.judge_gpus(make_node(1, accelerator="gpu", slots=8, gpus=(make_gpu(),), driver="580"))
+    assert finding.severity == "breaks" and "8 slots are offered, nvidia-smi lists 1 cards" in finding.what
+
+
+def test_an_unlike_driver_is_a_warning_on_the_node_that_has_it() -> None:
+    nodes = [make_node(rank, gpus=(make_gpu(),), driver="570" if rank == 3 else "580") for rank in range(4)]
+    (finding,) = checks.judge_gpu_software(nodes)
+    assert (finding.node, finding.severity, finding.what) == (3, "warns", "driver 570, the others have 580")
+
+
+def test_in_a_tie_the_head_is_right() -> None:
+    nodes = [make_node(0), make_node(1, python="3.12.1")]
+    (finding,) = checks.judge_python(nodes)
+    assert finding.node == 1
+    nodes = [make_node(1, is_head=True), make_node(0, python="3.12.1", is_head=False)]
+    assert [finding.node for finding in checks.judge_python(nodes)] == [0]
+
+
+def test_a_disk_without_room_for_one_checkpoint_breaks_the_run() -> None:
+    node = make_node(0, disks=(Disk(purpose="run.dir", path="/x", free=5 * GIB, total=100 * GIB),))
+    (finding,) = checks.judge_disks(node, checkpoint_bytes=7 * GIB)
+    assert finding.severity == "breaks" and "one checkpoint of this run takes 7.0 GiB" in finding.what
+    assert checks.judge_disks(node, checkpoint_bytes=4 * GIB) == []
+
+
+def test_the_size_of_a_checkpoint_is_counted_from_the_model() -> None:
+    run = {"cluster": {"accelerator": "cpu"}, "model": {"path": "builtin:arithmetic"}}
+    grpo, ppo = parse_config(run), parse_config({**run, "algorithm": {"name": "ppo"}})
+    one = checkpoint_bytes(grpo)
+    assert one is not None and one % 12 == 0 and checkpoint_bytes(ppo) == 2 * one  # float32 and AdamW's two numbers
+    assert checkpoint_bytes(parse_config({"model": {"path": "not/here"}})) is None
+
+
+def test_a_clock_is_wrong_only_beyond_the_doubt_of_the_measurement() -> None:
+    nodes = [make_node(0), make_node(1), make_node(2)]
+    (finding,) = checks.judge_clocks(nodes, skews={0: (0.0, 0.01), 1: (-75.0, 0.1), 2: (3.0, 2.5)})
+    assert (finding.node, finding.what) == (1, "its clock is 75.0 s behind")
+
+
+def test_a_closed_port_names_both_ends() -> None:
+    (finding,) = checks.judge_reach([make_node(0), make_node(1)], failed={0: [(1, 10001, "timed out")], 1: []})
+    assert finding.node == 0 and "cannot connect to rank 1 (10.0.0.2) at port 10001: timed out" in finding.what
+    assert finding.fix.startswith("on node1: sudo ufw allow")
+
+
+def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
+    nodes = [make_node(rank) for rank in range(4)]
+    shared = SharedFolder(
+        path="/shared", unwritable={1: "Read-only file system (EROFS)"}, unseen={2: {0: "No such file"}},
+        torn={3: "it was not there"}, seen_after_s=30.0, num_renames=9,
+    )  # fmt: skip
+    found = {finding.node: finding for finding in checks.judge_shared(nodes, shared)}
+    assert "cannot write to the shared folder /shared: Read-only" in found[1].what and "remount,rw" in found[1].fix
+    assert "does not see in /shared what rank 0 wrote there" in found[2].what
+    assert "saw a rename in /shared half done" in found[3].what
+    assert found[None].severity == "warns" and "only after 30.0 s" in found[None].what
+
+
+def test_an_all_reduce_that_fails_breaks_and_a_slow_one_warns() -> None:
+    nodes = [make_node(0), make_node(1)]
+    (finding,) = checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=None, errors={1: "timed out"})
+    assert (finding.node, finding.severity) == (1, "breaks") and "interface eth0: timed out" in finding.what
+    (finding,) = checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e6, errors={})
+    assert finding.severity == "warns"
+    assert checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e9, errors={}) == []
+
+
+def test_the_run_files_slots_are_held_against_the_nodes() -> None:
+    config = parse_config({"cluster": {"nodes": [{"gpus": 8}, {"gpus": 4}, {"gpus": 4}]}})
+    found = judge_slots(config, make_roster(8, 8))
+    assert [(finding.node, finding.severity) for finding in found] == [(1, "breaks"), (None, "breaks")]
+    assert "offers 8 slots, the run file has 4 for node 1" in found[0].what
+    assert "asks for 3 nodes, the cluster has 2" in found[1].what
+    assert judge_slots(parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": 8}}), make_roster(8, 8)) == []
+
+
+def test_a_placement_that_cannot_work_is_a_finding() -> None:
+    config = parse_config({"cluster": {"num_gpus_per_node": 2, "component_placement": {"actor": 0, "rollout": 0}}})
+    (finding,) = judge_plan(config, [make_node(0)])
+    assert finding.severity == "breaks" and "leaves slot 1 without a role" in finding.what
+
+
+def test_in_a_large_cluster_a_node_connects_to_a_few() -> None:
+    assert partners(1, range(4)) == [0, 2, 3]
+    assert partners(98, range(100)) == [0, 1, 2, 99]
+    assert all(len(partners(rank, range(100))) <= 5 for rank in range(100))
+
+
+# The probe, in this process
+
+
+def test_a_probe_says_what_this_machine_has(tmp_path: Path) -> None:
+    ask = {
+        "packages": ["torch", "no-such-package"], "disks": {"run.dir": str(tmp_path / "not/yet")},
+        "paths": [str(tmp_path), str(tmp_path / "absent")], "address": "127.0.0.1",
+    }  # fmt: skip
+    facts = Probe().facts(ask)
+    assert facts["packages"] == {"torch": importlib.metadata.version("torch"), "no-such-package": None}
+    assert facts["python"] == sys.version.split()[0] and facts["interface"] == "lo"
+    assert facts["missing_paths"] == [str(tmp_path / "absent")]
+    assert 0 < facts["memory_available"] <= facts["memory_total"] and facts["disks"][0]["free"] > 0
+    json.dumps(facts)
+
+
+def test_torchs_build_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert doctor_facts.torch_build() == {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip}
+
+
+def test_a_row_of_nvidia_smi_is_read() -> None:
+    row = ["3", "NVIDIA H200", "580.1", "143771", "512", "0", "41"]
+    gpu = doctor_facts.parse_gpu(row, "0x0000000000000028")
+    assert gpu["slowed_by"] == ["hardware slowdown", "software thermal"]
+    assert (gpu["index"], gpu["memory_used"], gpu["ecc_uncorrected"]) == (3, 512 << 20, 0)
+    assert doctor_facts.parse_gpu([*row[:5], "[N/A]", "[N/A]"], "[N/A]")["ecc_uncorrected"] is None
+
+
+def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_cards_and_driver_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """case "$1" in
+      *clocks_event*) exit 2;;
+      *clocks_throttle*) echo "0, 0x0000000000000040";;
+      *) echo "0, NVIDIA H200, 580.1, 143771, 0, 0, 41";;
+    esac"""
+    fake_smi(tmp_path, script, monkeypatch)
+    (gpu,), driver, complaint = doctor_facts.read_gpus()
+    assert (driver, complaint) == ("580.1", None) and gpu["slowed_by"] == ["hardware thermal"]
+
+
+def test_an_nvidia_smi_that_fails_is_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(tmp_path, "echo 'Unable to determine the device handle: GPU is lost'; exit 15", monkeypatch)
+    gpus, driver, complaint = doctor_facts.read_gpus()
+    assert (gpus, driver) == ([], None)
+    assert complaint == "nvidia-smi fails: Unable to determine the device handle: GPU is lost"
+
+
+def test_probes_reach_each_other_and_say_what_they_cannot_reach() -> None:
+    listening = Probe().listen("127.0.0.1")
+    assert len(listening) == 2 and 10_000 <= listening[0] < 32_000
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        targets = [(1, "127.0.0.1", listening[0]), (1, "127.0.0.1", listening[1]), (2, "127.0.0.1", port)]
+        failed = Probe().reach(targets, 2.0)
+    assert [(rank, number) for rank, number, _ in failed] == [(2, port)] and "refused" in failed[0][2]
+
+
+def test_a_file_is_written_seen_and_removed(tmp_path: Path) -> None:
+    probe = Probe()
+    assert probe.write(str(tmp_path), "a", "text") is None
+    assert probe.see(str(tmp_path), {"a": "text"}, 1.0)["missing"] == {}
+    missing = probe.see(str(tmp_path), {"a": "other", "b": "text"}, 0.05)["missing"]
+    assert missing == {"a": "it has another text", "b": "No such file or directory (ENOENT)"}
+    probe.remove(str(tmp_path), ["a", "b"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Probe().write(str(tmp_path / "file"), "a", "text") == "Not a directory (ENOTDIR)"
+
+
+def test_renames_on_this_machine_are_whole(tmp_path: Path) -> None:
+    probe = Probe()
+    probe.write(str(tmp_path), "a", "0" * doctor_facts.BODY * doctor_facts.COUNT)
+    writer = threading.Thread(target=probe.replace_often, args=(str(tmp_path), "a", 0.4))
+    writer.start()
+    answer = Probe().watch(str(tmp_path), "a", 0.3)
+    writer.join()
+    assert answer["torn"] is None and answer["reads"] > 1
+
+
+@pytest.mark.parametrize(("text", "what"), [("12345", "half of it was there (5 bytes)"), (None, "it was not there")])
+def test_a_rename_that_is_not_whole_is_seen(tmp_path: Path, text: str | None, what: str) -> None:
+    if text is not None:
+        (tmp_path / "a").write_text(text)
+    assert what in Probe().watch(str(tmp_path), "a", 0.02)["torn"]
+
+
+# On four hosts
+
+
+def test_a_healthy_cluster_is_well(lab_cluster: LabCluster) -> None:
+    result = rollcall(lab_cluster.head, "doctor", timeout_s=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all-reduce between nodes (gloo): " in result.stdout
+    assert f"shared folder {lab_cluster.rendezvous}: seen everywhere after" in result.stdout
+    assert "breaks" not in result.stdout and all(host.name in result.stdout for host in lab_cluster.hosts)
+    assert not list(lab_cluster.rendezvous.glob("*doctor*"))
+
+
+def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has_them(lab_cluster: LabCluster) -> None:
+    sick = lab_cluster.hosts[2]
+    runs = lab_cluster.lab.shared / "doctor-runs"
+    fake = lab_cluster.lab.shared / "doctor-fake"
+    runs.mkdir()
+    fake.mkdir()
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
+    installed = importlib.metadata.distribution("transformers")._path  # type: ignore[attr-defined]
+    where = {"num_nodes": 4, "num_gpus_per_node": 8, "accelerator": "cpu"}
+    run_file = runs / "run.yaml"
+    run_file.write_text(yaml.safe_dump({"run": {"dir": str(runs / "x")}, "cluster": where}))
+    mounts = [
+        ["mount", "--bind", str(fake), str(installed)],
+        ["mount", "--bind", str(runs), str(runs)],
+        ["mount", "-o", "remount,bind,ro", str(runs)],
+    ]
+    try:
+        for command in mounts:
+            assert sick.run(command).returncode == 0
+        result = rollcall(lab_cluster.head, "doctor", str(run_file), "--json", timeout_s=240)
+    finally:
+        for path in (runs, installed):
+            sick.run(["umount", str(path)])
+    assert result.returncode == 1, result.stderr
+    found = json.loads(result.stdout)
+    breaking = [finding for finding in found["findings"] if finding["severity"] == "breaks"]
+    assert [finding["host"] for finding in breaking] == ["node2", "node2"], breaking
+    version = importlib.metadata.version("transformers")
+    assert breaking[0]["what"] == f"transformers 4.0.0, the others have {version}"
+    assert breaking[0]["fix"].endswith(f"-m pip install 'transformers=={version}'")
+    assert breaking[1]["what"] == f"cannot write to the shared folder {runs}: Read-only file system (EROFS)"
+    assert found["shared"]["num_renames"] > 0 and not found["shared"]["unseen"]

@@ -1,0 +1,212 @@
+"""What reaches a worker's environment: declared, from where it should, sealed if it is a secret."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcall import redact
+from rollcall.cluster.environment import (
+    NODE_OWN,
+    SEALED,
+    SUBMITTED,
+    declared,
+    for_ray,
+    job_env,
+    passed,
+    process_token,
+    sealed_values,
+    submitted_env,
+    worker_env,
+)
+from rollcall.cluster.seal import SealError, seal, unseal
+from rollcall.cluster.state import ClusterError
+from rollcall.config import ClusterSection, parse_config
+from rollcall.redact import REDACTED
+
+TOKEN = "token-of-this-cluster"
+SECRET = "wandb-5e77a9-not-for-you"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redact, "_remembered", set())
+
+
+def section(**fields: Any) -> ClusterSection:
+    return ClusterSection(num_nodes=2, **fields)
+
+
+def test_the_nodes_value_goes_before_the_run_files_and_that_before_the_submitters() -> None:
+    cluster = section(env={"B": "run", "C": "run"}, env_pass=["A", "B", "C"], node_env={1: {"C": "node"}})
+    submitted = passed(cluster, environ=dict.fromkeys("ABC", "shell"))
+    assert worker_env(cluster, submitted=submitted, node_rank=0) == {"A": "shell", "B": "run", "C": "run"}
+    assert worker_env(cluster, submitted=submitted, node_rank=1) == {"A": "shell", "B": "run", "C": "node"}
+    sources = {name: variable.source for name, variable in declared(cluster, submitted=submitted, node_rank=1).items()}
+    assert sources == {"A": "cluster.env_pass", "B": "cluster.env", "C": "cluster.node_env.1"}
+
+
+def test_only_what_is_declared_travels() -> None:
+    environ = {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "HOME": "/home/me", "MY_NCCL_": "no", "PATH": "/bin"}
+    assert passed(section(env_pass=["NCCL_*"]), environ=environ) == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5"}
+    assert passed(section(), environ=environ) == {} == worker_env(None, submitted={}, node_rank=0)
+
+
+def test_a_pattern_may_match_nothing_but_a_name_must_be_set() -> None:
+    assert passed(section(env_pass=["NCCL_*"]), environ={}) == {}
+    with pytest.raises(ClusterError, match="names WANDB_API_KEY, which is not set here; export WANDB_API_KEY"):
+        passed(section(env_pass=["WANDB_API_KEY"]), environ={})
+
+
+@pytest.mark.parametrize("name", NODE_OWN)
+@pytest.mark.parametrize("where", ["env", "env_pass", "node_env", "pattern"])
+def test_a_nodes_own_variables_are_refused_by_name(where: str, name: str) -> None:
+    fields: dict[str, Any] = {
+        "env": {"env": {name: "/x"}},
+        "env_pass": {"env_pass": [name]},
+        "node_env": {"node_env": {1: {name: "/x"}}},
+        "pattern": {"env_pass": [f"{name[:-1]}*"]},
+    }[where]
+    with pytest.raises(ClusterError, match=f"has {name}, which stays each node's own"):
+        job_env(section(**fields), environ={name: "/x"}, token=TOKEN)
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "RAY_ADDRESS", "ROLLCALL_TOKEN", "RAY_AUTH_TOKEN"])
+def test_what_rollcall_sets_is_not_for_the_run_file(name: str) -> None:
+    with pytest.raises(ClusterError, match=f"{name}, which Rollcall sets"):
+        job_env(section(env={name: "1"}), environ={}, token=TOKEN)
+
+
+def test_a_secret_of_one_node_alone_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"node_env\.1\.A_KEY is a secret") as refused:
+        job_env(section(node_env={1: {"A_KEY": SECRET}}), environ={}, token=TOKEN)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_jobs_variables_hold_secrets_only_sealed() -> None:
+    cluster = section(env={"MODE": "fast", "A_KEY": SECRET}, env_pass=["B_TOKEN", "NCCL_*"])
+    environ = {"B_TOKEN": "another-secret", "NCCL_DEBUG": "WARN"}
+    variables = job_env(cluster, environ=environ, token=TOKEN)
+    assert (variables["MODE"], variables["NCCL_DEBUG"]) == ("fast", "WARN")
+    assert variables.keys() == {"MODE", "NCCL_DEBUG", SEALED, SUBMITTED}
+    assert not any(secret in value for value in variables.values() for secret in (SECRET, "another-secret"))
+    assert sealed_values(variables, token=TOKEN) == {"A_KEY": SECRET, "B_TOKEN": "another-secret"}
+
+
+def test_the_driver_gives_workers_what_the_submitter_declared() -> None:
+    """Through the run file that travels, where secrets are redacted, and the variables of the job."""
+    cluster = section(
+        env={"MODE": "fast", "A_KEY": SECRET}, env_pass=["B_TOKEN", "NCCL_*"], node_env={1: {"MODE": "slow"}}
+    )
+    variables = job_env(cluster, environ={"B_TOKEN": "another-secret", "NCCL_DEBUG": "WARN"}, token=TOKEN)
+    travelled = cluster.model_copy(update={"env": {"MODE": "fast", "A_KEY": REDACTED}})
+    driver = {**variables, **sealed_values(variables, token=TOKEN), "NCCL_OF_THE_HEAD": "1"}
+    submitted = submitted_env(travelled, environ=driver)
+    expected = {"MODE": "fast", "A_KEY": SECRET, "B_TOKEN": "another-secret", "NCCL_DEBUG": "WARN"}
+    assert worker_env(travelled, submitted=submitted, node_rank=0) == expected
+    assert worker_env(travelled, submitted=submitted, node_rank=1) == {**expected, "MODE": "slow"}
+
+
+def test_a_job_that_passes_nothing_takes_nothing_from_the_head() -> None:
+    cluster = section(env_pass=["NCCL_*"])
+    driver = {**job_env(cluster, environ={}, token=TOKEN), "NCCL_OF_THE_HEAD": "1"}
+    assert submitted_env(cluster, environ=driver) == {}
+
+
+def test_a_redacted_value_is_not_taken_for_a_value() -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.env\.A_KEY was redacted"):
+        job_env(section(env={"A_KEY": REDACTED}), environ={}, token=TOKEN)
+
+
+def test_secrets_are_not_given_to_ray_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert for_ray({"MODE": "fast"}) == {"MODE": "fast"}
+    with pytest.raises(ClusterError, match="A_KEY must not reach Ray's logs") as refused:
+        for_ray({"A_KEY": SECRET})
+    assert SECRET not in str(refused.value)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=8), st.text(max_size=40), max_size=4), st.text(min_size=1, max_size=20)
+)
+def test_what_is_sealed_opens_with_its_token_and_with_no_other(values: dict[str, str], token: str) -> None:
+    envelope = seal(values, token)
+    assert unseal(envelope, token) == values
+    with pytest.raises(SealError):
+        unseal(envelope, token + "x")
+
+
+def test_an_envelope_that_was_changed_anywhere_does_not_open() -> None:
+    envelope = seal({"A": "value"}, TOKEN)
+    for place in range(0, len(envelope) - 4, 3):
+        other = "A" if envelope[place] != "A" else "B"
+        with pytest.raises(SealError):
+            unseal(envelope[:place] + other + envelope[place + 1 :], TOKEN)
+
+
+def test_two_envelopes_of_the_same_secret_differ() -> None:
+    assert seal({"A": "value"}, TOKEN) != seal({"A": "value"}, TOKEN)
+
+
+def test_the_token_is_the_one_that_ray_uses(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    assert process_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == TOKEN
+    assert process_token({"RAY_AUTH_TOKEN": "given", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == "given"
+    assert process_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "gone")}) is None
+
+
+def run_opened(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What a job's driver does before anything else, with ``code`` in place of the run."""
+    wrapper = (
+        f"import sys\nfrom rollcall.cluster.environment import run_opened\n"
+        f"sys.exit(run_opened([sys.executable, '-c', {code!r}]))"
+    )
+    sealed = {SEALED: seal({"A_KEY": SECRET}, TOKEN), "RAY_AUTH_TOKEN": TOKEN, "PYTHONPATH": "src"}
+    root = Path(__file__).parents[1]
+    return subprocess.run(
+        [sys.executable, "-c", wrapper], cwd=root, env={**os.environ, **sealed, **variables}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+
+
+def test_a_driver_has_its_secrets_and_prints_none_of_them() -> None:
+    result = run_opened(
+        "import os, subprocess, sys\n"
+        "assert 'ROLLCALL_SEALED' not in os.environ\n"
+        "print('length', len(os.environ['A_KEY']), 'value', os.environ['A_KEY'], flush=True)\n"
+        "subprocess.run(['sh', '-c', 'echo child $A_KEY; echo error $A_KEY >&2'])\n"
+        "os.write(1, b'no newline ' + os.environ['A_KEY'].encode())\n"
+        "sys.exit(7)"
+    )
+    assert result.returncode == 7 and SECRET not in result.stdout + result.stderr
+    expected = f"length {len(SECRET)} value {REDACTED}\nchild {REDACTED}\nerror {REDACTED}\nno newline {REDACTED}"
+    assert result.stdout == expected
+
+
+def test_a_driver_that_is_killed_ends_with_a_status_that_says_so() -> None:
+    assert run_opened("import os; os.kill(os.getpid(), 9)").returncode == 128 + 9
+
+
+def test_a_driver_is_over_though_a_process_it_left_holds_its_output_open() -> None:
+    result = run_opened("import subprocess; subprocess.Popen(['sleep', '20']); print('done', flush=True)")
+    assert (result.returncode, result.stdout) == (0, "done\n")
+
+
+def test_a_driver_with_another_token_says_so() -> None:
+    result = run_opened("print('ran')", RAY_AUTH_TOKEN="other")
+    assert result.returncode != 0 and "cannot be read: sealed with another token" in result.stderr
+    assert "ran" not in result.stdout
+
+
+def test_a_run_file_names_a_node_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="node_env has node 2"):
+        parse_config({"cluster": {"num_nodes": 2, "node_env": {2: {"A": "b"}}}})

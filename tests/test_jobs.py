@@ -1,0 +1,550 @@
+"""Jobs: what travels, which paths are meant, how the head is spoken to, and whole jobs on one real node."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import save_model
+
+from rollcall import redact
+from rollcall.cluster import jobs as module
+from rollcall.cluster import package as package_module
+from rollcall.cluster.job_channel import HttpChannel, Unreachable
+from rollcall.cluster.jobs import Jobs, reach
+from rollcall.cluster.package import build_package
+from rollcall.cluster.paths import mount_of, resolve_paths
+from rollcall.cluster.rendezvous import Head, Rendezvous
+from rollcall.cluster.seal import seal
+from rollcall.cluster.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token
+from rollcall.config import Config, parse_config
+
+ROOT = Path(__file__).parents[1]
+WAIT_S = 240.0
+SECRET = "wandb-5e77a9-not-for-you"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redact, "_remembered", set())
+
+
+def config(**sections: Any) -> Config:
+    return parse_config({"run": {"name": "one", "dir": "/shared/runs/one"}, **sections})
+
+
+def with_reward(path: str) -> Config:
+    return config(reward=[{"type": "function", "path": path}])
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def contents(run: Config, folder: Path) -> dict[str, bytes]:
+    built = build_package(run, run_file="run: {}\n", folder=folder)
+    with zipfile.ZipFile(io.BytesIO(built.data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def record(**fields: Any) -> NodeRecord:
+    values: dict[str, Any] = dict(
+        cluster="default", cluster_id="id", rank=0, num_nodes=1, node_ip="10.0.0.1", slots=1, accelerator="cpu",
+        head_address="10.0.0.1:6379", dashboard_url="http://10.0.0.1:8265", temp_dir="/tmp/x", rendezvous=None, processes=(),
+    )  # fmt: skip
+    return NodeRecord(**{**values, **fields})
+
+
+def publish(folder: Path, *, dashboard: str) -> None:
+    head = Head(
+        cluster="default", cluster_id="id", address="10.0.0.1:6379", host="node0", dashboard=dashboard, ports={}, num_nodes=1,
+        started_at="now",
+    )  # fmt: skip
+    Rendezvous(folder, "default").publish(head, token="the-published-token")
+
+
+# What travels
+
+
+def test_the_package_is_this_rollcall_and_the_run_file(tmp_path: Path) -> None:
+    found = contents(config(), tmp_path)
+    assert found["run.yaml"] == b"run: {}\n"
+    assert found["rollcall/train.py"] == (ROOT / "src/rollcall/train.py").read_bytes()
+    assert "rollcall/default.yaml" in found
+    outside = [name for name in found if not name.startswith("rollcall/")]
+    assert outside == ["run.yaml"] and not any("__pycache__" in name for name in found)
+
+
+def test_a_rewards_module_travels_with_those_it_imports_and_nothing_else(tmp_path: Path) -> None:
+    code = {
+        "my_reward.py": "import json\nimport numpy\nfrom my_pack.inner import score\n",
+        "my_pack/__init__.py": "",
+        "my_pack/inner.py": "from . import words\nimport lone\ndef score(*_): return 1.0\n",
+        "my_pack/words.py": "",
+        "lone.py": "",
+    }
+    others = ("my_pack/weights.safetensors", "my_pack/rows.jsonl", "my_pack/.git/config", "my_pack/__pycache__/x.pyc")
+    write(tmp_path, {**code, **dict.fromkeys((*others, "unrelated.py"), "not needed")})
+    found = contents(with_reward("my_reward:score"), tmp_path)
+    outside = {name for name in found if not name.startswith("rollcall/")}
+    assert outside == {"run.yaml", *code}
+
+
+def test_an_installed_rewards_module_stays_where_it_is(tmp_path: Path) -> None:
+    found = contents(with_reward("yaml:safe_load"), tmp_path)
+    assert not any(name.startswith("yaml") for name in found)
+
+
+def test_a_rewards_module_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"reward\.0\.path=no_such:f: there is no module 'no_such' in"):
+        contents(with_reward("no_such:f"), tmp_path)
+
+
+def test_too_much_is_refused_with_the_biggest_files_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"my_pack/__init__.py": ""})
+    for size in (1, 2, 3):
+        (tmp_path / f"my_pack/table{size}.txt").write_bytes(b"x" * size * 2**20)
+    monkeypatch.setattr(package_module, "MAX_BYTES", 5 * 2**20)
+    with pytest.raises(ClusterError, match=r"at most 5\.0 MiB travel") as refused:
+        contents(with_reward("my_pack:score"), tmp_path)
+    named = [line.split()[-1] for line in str(refused.value).splitlines() if line.startswith("  ")]
+    assert named[:3] == [str(tmp_path / f"my_pack/table{size}.txt") for size in (3, 2, 1)]
+
+
+def test_the_same_code_is_the_same_package(tmp_path: Path) -> None:
+    one, same = (build_package(config(), run_file="a", folder=tmp_path) for _ in range(2))
+    other = build_package(config(), run_file="b", folder=tmp_path)
+    assert one.uri == same.uri and one.data == same.data and one.uri != other.uri
+
+
+# Which paths are meant
+
+
+def test_relative_paths_are_refused_where_the_nodes_do_not_see_the_folder(tmp_path: Path) -> None:
+    run = config(run={"dir": "runs/one"}, data={"train": "data/train.jsonl", "val": None})
+    for seen in (None, record(num_nodes=2), record(num_nodes=2, rendezvous="/proc")):
+        with pytest.raises(ClusterError, match=r"run\.dir=runs/one, data\.train=data/train\.jsonl: relative to"):
+            resolve_paths(run, folder=tmp_path, record=seen)
+
+
+@pytest.mark.parametrize("place", ["alone", "shared"])
+def test_relative_paths_become_absolute_where_the_nodes_see_the_folder(tmp_path: Path, place: str) -> None:
+    seen = record() if place == "alone" else record(num_nodes=2, rendezvous=str(tmp_path / "meet"))
+    (tmp_path / "model").mkdir()
+    run = config(run={"dir": "runs/one"}, data={"train": "train.jsonl", "val": "val.jsonl"}, model={"path": "model"})
+    resolved = resolve_paths(run, folder=tmp_path, record=seen)
+    assert resolved.run.dir == tmp_path / "runs/one" and resolved.model.path == str(tmp_path / "model")
+    assert (resolved.data.train, resolved.data.val) == (str(tmp_path / "train.jsonl"), str(tmp_path / "val.jsonl"))
+
+
+def test_absolute_paths_hub_names_and_built_in_tasks_stay(tmp_path: Path) -> None:
+    run = config(model={"path": "org/model"}, reward=[{"type": "model", "path": "org/judge"}])
+    assert resolve_paths(run, folder=tmp_path, record=None) == run
+
+
+def test_a_mount_is_told_from_the_one_around_it(tmp_path: Path) -> None:
+    assert mount_of(Path("/proc/self")) == Path("/proc") != mount_of(tmp_path)
+
+
+# How the head is spoken to
+
+
+class FakeHead(BaseHTTPRequestHandler):
+    """Answers as Ray's dashboard does, from the server's ``rows`` and ``stopped``."""
+
+    def do_GET(self) -> None:  # noqa: N802
+        server: Any = self.server
+        if self.headers.get("Authorization") != "Bearer right":
+            return self._send(403, "Forbidden")
+        path = self.path.rstrip("/").removeprefix("/api/jobs").strip("/")
+        if not path:
+            return self._send(200, list(server.rows.values()))
+        if path.endswith("/logs"):
+            return self._send(200, {"logs": server.logs})
+        row = server.rows.get(path)
+        return self._send(404, "no such job") if row is None else self._send(200, row)
+
+    def do_POST(self) -> None:  # noqa: N802
+        server: Any = self.server
+        server.stops += 1
+        if server.stops > 1:  # the first comes before the job's supervisor is there
+            server.rows[self.path.split("/")[-2]]["status"] = "STOPPED"
+        self._send(200, {"stopped": server.stops > 1})
+
+    def _send(self, status: int, body: Any) -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return None
+
+
+def row(job_id: str, *, status: str = "RUNNING", started: int = 1, **fields: Any) -> dict[str, Any]:
+    values = {
+        "type": "SUBMISSION",
+        "submission_id": job_id,
+        "status": status,
+        "start_time": started,
+        "message": "Ray's word",
+    }
+    return {**values, "metadata": {}, "runtime_env": {}, **fields}
+
+
+@pytest.fixture
+def head() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeHead)
+    server.rows, server.logs, server.stops = {}, "", 0
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def jobs_of(head: Any, token: str = "right") -> Jobs:
+    return Jobs(HttpChannel(head.url, token=token, token_source="somewhere"), token=token)
+
+
+def test_the_newest_job_that_rollcall_submitted_is_the_latest(head: Any) -> None:
+    head.rows = {row["submission_id"]: row for row in (
+        row("rollcall-a", started=1), row("rollcall-b", started=2), row("raysubmit_c", started=3),
+        {"type": "DRIVER", "submission_id": None, "status": "RUNNING", "start_time": 4},
+    )}  # fmt: skip
+    jobs = jobs_of(head)
+    assert [job.id for job in jobs.jobs()] == ["raysubmit_c", "rollcall-b", "rollcall-a"]
+    assert jobs.find().id == "rollcall-b"
+
+
+def test_an_unknown_job_is_refused_with_those_that_are_known(head: Any) -> None:
+    with pytest.raises(ClusterError, match="has no jobs yet"):
+        jobs_of(head).find()
+    head.rows = {"rollcall-a": row("rollcall-a")}
+    for ask in (jobs_of(head).find, jobs_of(head).job):
+        with pytest.raises(ClusterError, match=r"has no job 'rollcall-x'; it has:\n  rollcall-a  RUNNING"):
+            ask("rollcall-x")
+
+
+def test_a_wrong_token_is_refused_and_not_shown(head: Any) -> None:
+    with pytest.raises(ClusterError, match="refuses the token from somewhere") as refused:
+        jobs_of(head, token="wrong-token").jobs()
+    assert "wrong-token" not in str(refused.value)
+
+
+def test_a_head_that_is_not_there_is_named(head: Any) -> None:
+    with pytest.raises(Unreachable, match=r"no answer from the cluster's head at http://127\.0\.0\.1:1 .*refused"):
+        HttpChannel("http://127.0.0.1:1", token="right", token_source="somewhere").ask("GET", "/api/jobs/")
+
+
+def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any) -> None:
+    head.rows = {"rollcall-a": row("rollcall-a", status="PENDING")}
+    with pytest.raises(ClusterError, match=r"rollcall-a has not started within 1 s\. Ray says: Ray's word"):
+        jobs_of(head).wait_started("rollcall-a", say=print, timeout_s=1)
+
+
+def test_stopping_asks_until_someone_is_there_to_stop(head: Any) -> None:
+    head.rows = {"rollcall-a": row("rollcall-a", status="PENDING")}
+    assert jobs_of(head).stop("rollcall-a", say=print).status == "STOPPED"
+    assert head.stops == 2
+    assert jobs_of(head).stop("rollcall-a", say=print).status == "STOPPED" and head.stops == 2
+
+
+def test_a_log_is_shown_without_the_secrets_that_came_sealed_with_its_job(head: Any) -> None:
+    sealed = {"ROLLCALL_SEALED": seal({"A_KEY": SECRET}, "right")}
+    head.rows = {"rollcall-a": row("rollcall-a", runtime_env={"env_vars": sealed})}
+    head.logs = f"the key is {SECRET}\n"
+    assert jobs_of(head).logs("rollcall-a") == "the key is <redacted>\n"
+
+
+def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: pytest.MonkeyPatch, head: Any) -> None:
+    head.rows = {"rollcall-a": row("rollcall-a")}
+    head.logs = "one\ntwo\nthree\nfour\n"
+    told: list[str] = []
+    skips: list[int] = []
+
+    def tail(_: HttpChannel, __: str, *, skip: int, take: Any) -> str:
+        skips.append(skip)
+        if len(skips) == 1:
+            take("one\ntw")
+            return "the cable was pulled"
+        take("o\nthree\n")
+        head.rows["rollcall-a"]["status"] = "SUCCEEDED"
+        return ""
+
+    monkeypatch.setattr(HttpChannel, "tail", tail)
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    written: list[str] = []
+    job = jobs_of(head).follow("rollcall-a", write=written.append, say=told.append)
+    assert (job.status, "".join(written)) == ("SUCCEEDED", head.logs)
+    assert skips == [0, 6] and "the cable was pulled" in told[0]
+
+
+def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ClusterError, match="not a node of a cluster named 'default'; from elsewhere give --address"):
+        reach("default", address=None, rendezvous=None)
+    with pytest.raises(ClusterError, match="no token for this cluster: set ROLLCALL_TOKEN"):
+        reach("default", address="http://10.0.0.1:8265", rendezvous=None)
+    with pytest.raises(ClusterError, match="no head of cluster 'default' is published"):
+        reach("default", address=None, rendezvous=tmp_path)
+
+
+def test_a_node_needs_neither_address_nor_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    write_record(record())
+    write_token("default", "the-nodes-token")
+    found = reach("default", address=None, rendezvous=None)
+    assert (found.jobs.where, found.record) == ("http://10.0.0.1:8265", record())
+
+
+def test_a_nodes_token_goes_to_its_own_cluster_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    monkeypatch.delenv(TOKEN, raising=False)
+    write_record(record())
+    write_token("default", "the-nodes-token")
+    with pytest.raises(ClusterError, match="no token for this cluster"):
+        reach("default", address="http://10.9.9.9:8265", rendezvous=None)
+
+
+def test_a_dashboard_on_the_heads_loopback_is_not_looked_for_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+    publish(tmp_path / "meet", dashboard="127.0.0.1:8265")
+    with pytest.raises(
+        ClusterError, match=r"listens on the loopback of its head \(node0\) alone; run this command on a node"
+    ):
+        reach("default", address=None, rendezvous=tmp_path / "meet")
+
+
+@pytest.mark.parametrize(
+    "bound, url", [("0.0.0.0:8265", "http://10.0.0.1:8265"), ("10.0.0.7:8265", "http://10.0.0.7:8265")]
+)
+def test_a_rendezvous_folder_gives_address_and_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bound: str, url: str
+) -> None:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+    monkeypatch.delenv(TOKEN, raising=False)
+    publish(tmp_path / "meet", dashboard=bound)
+    found = reach("default", address=None, rendezvous=tmp_path / "meet")
+    assert (found.jobs.where, found.record) == (url, None)
+
+
+@pytest.mark.parametrize("address", ["http://host:8265/path", "ftp://host", "two words"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ClusterError, match="is not the address of a dashboard"):
+        reach("default", address=address, rendezvous=None)
+
+
+# Whole jobs, on one real node
+
+
+def rollcall(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, env = start_arguments(*arguments, **variables)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def start_arguments(*arguments: str, **variables: str) -> tuple[list[str], dict[str, str]]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
+    return [sys.executable, "-m", "rollcall", *arguments], {**kept, "OMP_NUM_THREADS": "1", **variables}
+
+
+class OneNode:
+    """A cluster of this machine alone, and the folder of someone who submits to it from elsewhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.node = {"ROLLCALL_STATE_DIR": str(folder / "s"), "ROLLCALL_CLUSTER": "jobs"}
+
+    def up(self) -> None:
+        folder = self.folder
+        started = rollcall(
+            "node", "--rank", "0", "--num-nodes", "1", "--rendezvous", str(folder / "meet"), "--slots", "1",
+            cwd=folder, **self.node,
+        )  # fmt: skip
+        assert started.returncode == 0, started.stderr
+        found = json.loads((folder / "s/jobs/node.json").read_text())
+        self.token = (folder / "s/jobs/token").read_text()
+        # Another state folder: not a node. The address and the token are all it has.
+        self.elsewhere = {"ROLLCALL_STATE_DIR": str(folder / "other"), "ROLLCALL_TOKEN": self.token}
+        self.address = ("--address", found["dashboard_url"])
+        save_model(folder / "model")
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def down(self) -> None:
+        stopped = rollcall("down", cwd=self.folder, **self.node)
+        assert stopped.returncode == 0, stopped.stderr
+
+    def write_run(self, name: str, **sections: Any) -> Path:
+        """A user's folder with a run file that uses paths of the cluster."""
+        data = str(self.folder / "sums.jsonl")
+        run = {
+            "run": {"name": name, "dir": str(self.folder / "runs" / name)},
+            "model": {"path": str(self.folder / "model"), "device": "cpu"},
+            "data": {"train": data, "val": None, "prompts_per_step": 4},
+            "rollout": {"samples_per_prompt": 2, "max_response_tokens": 4},
+            "trainer": {"steps": 2, "save_every": 1, "num_threads": 1, "loggers": []},
+            **sections,
+        }
+        user = self.folder / f"user-{name}"
+        user.mkdir()
+        (user / "run.yaml").write_text(yaml.safe_dump(run))
+        return user
+
+
+@pytest.fixture(scope="module")
+def one_node() -> Iterator[OneNode]:
+    # Not pytest's own folder: Ray's sockets leave little room for a path.
+    with tempfile.TemporaryDirectory(prefix="rollcall-jobs-") as folder:
+        node = OneNode(Path(folder))
+        try:
+            node.up()
+            yield node
+        finally:
+            node.down()
+
+
+SAYS_ITS_ENVIRONMENT = """
+import os
+import helper
+
+def score(prompt, completion, answer, metadata):
+    return helper.right(completion, answer)
+
+print("reward sees", os.environ["MODE"], os.environ["NCCL_DEBUG"], len(os.environ["A_KEY"]), os.environ["A_KEY"], flush=True)
+os.write(2, os.environ["B_TOKEN"].encode() + b"\\n")
+"""
+
+
+def test_a_job_submitted_from_elsewhere_trains_on_the_cluster_and_its_secrets_are_nowhere(one_node: OneNode) -> None:
+    user = one_node.write_run(
+        "secret",
+        cluster={"env": {"MODE": "fast", "A_KEY": SECRET}, "env_pass": ["B_TOKEN", "NCCL_*"]},
+        reward=[{"type": "function", "path": "my_reward:score"}],
+    )
+    (user / "my_reward.py").write_text(SAYS_ITS_ENVIRONMENT)
+    (user / "helper.py").write_text("def right(completion, answer):\n    return float(completion == answer)\n")
+    variables = {**one_node.elsewhere, "B_TOKEN": "the-other-secret", "NCCL_DEBUG": "WARN"}
+    result = rollcall("submit", "run.yaml", *one_node.address, "trainer.steps=3", cwd=user, **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"reward sees fast WARN {len(SECRET)} <redacted>" in result.stdout
+    run_dir = one_node.folder / "runs/secret"
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
+    listed = rollcall("job", "list", *one_node.address, "--json", cwd=user, **one_node.elsewhere)
+    (job,) = [job for job in json.loads(listed.stdout)["jobs"] if job["run"] == "secret"]
+    assert job["status"] == "SUCCEEDED" and job["id"].startswith("rollcall-secret-") and job["run_dir"] == str(run_dir)
+    assert job["id"] in ray_job_list(one_node)
+    time.sleep(1)  # for Ray to flush its logs
+    for secret in (SECRET, "the-other-secret"):
+        assert secret not in result.stdout + result.stderr + listed.stdout
+        assert files_with(secret, one_node.folder) == [user / "run.yaml"] * (secret == SECRET)
+    assert {path.name for path in files_with(one_node.token, one_node.folder)} == {"token"}
+
+
+def test_a_failed_job_ends_the_command_with_its_status_and_its_words(one_node: OneNode) -> None:
+    user = one_node.write_run("fails")
+    result = rollcall("submit", "run.yaml", *one_node.address, "model.path=/no/such", cwd=user, **one_node.elsewhere)
+    assert result.returncode == 1 and "model.path=/no/such is not a directory" in result.stdout
+    assert "failed with status 1" in result.stderr and "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_job_goes_on_without_its_submitter_until_it_is_stopped(one_node: OneNode) -> None:
+    """Ctrl-C ends the watching, not the job; on a node, relative paths and neither address nor token will do."""
+    user = one_node.write_run("long", run={"name": "long", "dir": "runs/long"})
+    command, env = start_arguments("submit", "run.yaml", "trainer.steps=1000000", **one_node.node)
+    with subprocess.Popen(command, cwd=user, env=env, stderr=subprocess.PIPE, text=True) as submitter:
+        wait_for(user / "runs/long/metrics.jsonl")
+        submitter.send_signal(signal.SIGINT)
+        _, said = submitter.communicate(timeout=WAIT_S)
+    assert submitter.returncode == 130 and "goes on on the cluster" in said
+    follow, env = start_arguments("job", "logs", "--follow", **one_node.node)
+    with subprocess.Popen(
+        follow, cwd=user, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as follower:
+        assert follower.stdout is not None
+        assert any("Running entrypoint" in line for line in iter(follower.stdout.readline, ""))
+        status = rollcall("job", "status", "latest", "--json", cwd=user, **one_node.node)
+        assert json.loads(status.stdout)["status"] == "RUNNING"
+        stopped = rollcall("job", "stop", cwd=user, **one_node.node)
+        assert stopped.returncode == 0 and "is STOPPED" in stopped.stdout
+        rest, _ = follower.communicate(timeout=WAIT_S)
+    assert follower.returncode == 1 and "stopped" in rest
+    assert not [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"rollcall\0train" in read(path) and in_folder(path, one_node)
+    ]
+
+
+def test_env_shows_what_a_worker_on_each_node_sees(one_node: OneNode) -> None:
+    user = one_node.write_run(
+        "env",
+        cluster={"env": {"MODE": "fast"}, "env_pass": ["B_TOKEN", "NCCL_*"], "node_env": {0: {"ONLY_HERE": "yes"}}},
+    )
+    variables = {**one_node.node, "B_TOKEN": "the-other-secret", "NCCL_DEBUG": "WARN"}
+    result = rollcall("env", "run.yaml", "--json", cwd=user, **variables)
+    assert result.returncode == 0, result.stderr
+    (node,) = json.loads(result.stdout)["nodes"]
+    seen = {variable["name"]: (variable["value"], variable["source"]) for variable in node["variables"]}
+    assert node["rank"] == 0
+    assert seen.pop("PATH") == (os.environ["PATH"], "the node's own")
+    assert {name: seen[name] for name in ("MODE", "B_TOKEN", "NCCL_DEBUG", "ONLY_HERE")} == {
+        "MODE": ("fast", "cluster.env"),
+        "B_TOKEN": ("<redacted>", "cluster.env_pass"),
+        "NCCL_DEBUG": ("WARN", "cluster.env_pass NCCL_*"),
+        "ONLY_HERE": ("yes", "cluster.node_env.0"),
+    }
+    shown = rollcall("env", "run.yaml", cwd=user, **variables)
+    assert "node 0 (" in shown.stdout and "cluster.node_env.0" in shown.stdout
+    assert not files_with("the-other-secret", one_node.folder)
+
+
+def ray_job_list(node: OneNode) -> str:
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": node.token}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "list", *node.address]
+    done = subprocess.run(command, env={**start_arguments()[1], **env}, capture_output=True, text=True, timeout=WAIT_S)
+    return done.stdout + done.stderr
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.2)
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def in_folder(cmdline: Path, node: OneNode) -> bool:
+    return str(node.folder).encode() in read(cmdline.with_name("environ"))
+
+
+def files_with(text: str, folder: Path) -> list[Path]:
+    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in found if path.is_file() and not path.is_symlink() and text.encode() in read(path))

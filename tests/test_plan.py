@@ -1,0 +1,320 @@
+"""`rollcall plan`: memory by arithmetic, the map as text and picture, and what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import ARCHITECTURES, SHAPE, make_model, save_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rollcall.cluster.draw import draw_text, node_runs
+from rollcall.cluster.draw_svg import draw_svg
+from rollcall.cluster.memory import GIB, ModelSizes, RoleMemory, SizesUnknown, SlotMemory, lever, read_sizes
+from rollcall.cluster.placement import Role
+from rollcall.cluster.run_plan import RunPlan, plan_run
+from rollcall.config import OptimizerSection, parse_config
+from rollcall.learner.optimizer import Optimizer
+from rollcall.tiny import ALPHABET, char_tokenizer
+from rollcall.tiny import SHAPE as EMBEDDED
+
+ROOT = Path(__file__).parents[1]
+QWEN: dict[str, Any] = dict(
+    model_type="qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+    num_key_value_heads=2, vocab_size=151936, max_position_embeddings=1024, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def write_sizes(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**QWEN, **changes}))
+    return path
+
+
+def make_run(
+    folder: Path,
+    placement: dict[str, str | int],
+    *,
+    nodes: list[int] | None = None,
+    card_gib: float | None = None,
+    sizes: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+    **sections: Any,
+) -> RunPlan:
+    """A plan of a Qwen2.5-0.5B-like model."""
+    where = {"nodes": [{"gpus": size} for size in nodes or [8]], "component_placement": placement, **(cluster or {})}
+    config = parse_config({"cluster": where, **sections})
+    return plan_run(config, card_gib=card_gib, model_config=write_sizes(folder, **(sizes or {})))
+
+
+def memory_of(run: RunPlan, role: str) -> RoleMemory:
+    (found,) = [entry for group in run.memory for entry in group.roles if entry.role == role]
+    return found
+
+
+def as_text(run: RunPlan, *, width: int = 120) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(draw_text(run))
+    return capture.get()
+
+
+def rollcall(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "hub")}
+    command = [sys.executable, "-m", "rollcall", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_parameters_are_counted_from_config_json_as_they_are_in_the_model(tmp_path: Path, name: str) -> None:
+    model = make_model(name)
+    model.config.save_pretrained(tmp_path)
+    assert read_sizes(str(tmp_path)).num_parameters == sum(tensor.numel() for tensor in model.parameters())
+
+
+def test_the_embedded_models_sizes_are_known_without_making_it() -> None:
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(char_tokenizer(ALPHABET)), **EMBEDDED))  # type: ignore[arg-type]
+    assert read_sizes("builtin:arithmetic").num_parameters == sum(tensor.numel() for tensor in model.parameters())
+
+
+def test_a_model_in_the_hub_cache_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--some--model"
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    write_sizes(repository / "snapshots/abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    assert read_sizes("some/model").layers == 24
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ('{"model_type": "mamba"}', "is a model of type mamba, whose memory is not known"),
+        ('{"model_type": "llama"}', "does not hold a model's sizes: KeyError 'hidden_size'"),
+        ("{", "is not JSON"),
+        ("[]", "is not a model's config.json"),
+    ],
+)
+def test_sizes_that_cannot_be_read_are_said_so(tmp_path: Path, fields: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(fields)
+    with pytest.raises(SizesUnknown) as caught:
+        read_sizes(str(tmp_path))
+    assert words in str(caught.value)
+
+
+def test_the_learners_state_is_what_the_optimizer_really_holds() -> None:
+    model = make_model().to(torch.bfloat16)
+    sizes = ModelSizes.of({"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE}, where="tiny")
+    section = OptimizerSection()
+    optimizer = Optimizer(dict(model.named_parameters()), section, total_updates=1)
+    optimizer.accumulate([torch.ones_like(parameter) for parameter in optimizer.named.values()])
+    optimizer.step()
+    state = [value for entry in optimizer.adamw.state.values() for value in entry.values() if value.ndim]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in [*state, *optimizer.targets.values()])
+    assert held == sizes.num_parameters * 12
+
+
+def test_a_measured_step_is_estimated_to_a_tenth(tmp_path: Path) -> None:
+    """docs/log.md: this step on one H200 had a peak of 46.96 GiB in torch's allocator."""
+    run = make_run(
+        tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=139,
+        actor={"tokens_per_microbatch": 32768}, data={"max_prompt_tokens": 128},
+        rollout={"max_running": 256, "max_response_tokens": 512},
+    )  # fmt: skip
+    (entry,) = run.memory
+    assert (entry.total - entry.runtime) / GIB == pytest.approx(46.96, rel=0.1)
+
+
+def test_more_slots_mean_less_state_on_each(tmp_path: Path) -> None:
+    one = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1])
+    many = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8])
+    assert one.sizes is not None
+    assert memory_of(one, "actor").optimizer == 12 * one.sizes.num_parameters
+    assert memory_of(many, "actor").optimizer == 12 * one.sizes.num_parameters // 16
+    assert memory_of(many, "actor").weights < memory_of(one, "actor").weights
+    assert memory_of(many, "actor").activations == memory_of(one, "actor").activations
+
+
+def test_rollout_has_weights_of_its_own_only_away_from_the_actor(tmp_path: Path) -> None:
+    together = make_run(tmp_path, {"actor,rollout": "all"})
+    apart = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7"})
+    assert apart.sizes is not None
+    assert memory_of(together, "rollout").weights == 0
+    assert memory_of(apart, "rollout").weights == 2 * apart.sizes.num_parameters
+
+
+def test_roles_of_one_process_take_turns_in_working_memory() -> None:
+    actor = RoleMemory(role=Role.ACTOR, weights=10, optimizer=20, gradients=5, activations=7)
+    rollout = RoleMemory(role=Role.ROLLOUT, kv=100, activations=3)
+    assert SlotMemory(slots="0", roles=(actor, rollout), runtime=1).total == 1 + 10 + 20 + 100 + (5 + 7)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        ({"kv_tokens": 1000}, 1000 * 12288),
+        ({"max_running": 100_000, "kv_memory_fraction": 0.25}, 20 * GIB),
+        ({"max_running": 4}, 4 * 1024 * 12288),
+    ],
+)
+def test_the_kv_cache_is_what_the_engine_will_take(tmp_path: Path, rollout: dict[str, Any], expected: int) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, rollout=rollout)
+    assert memory_of(run, "rollout").kv == expected
+
+
+def test_checkpointing_saves_activations(tmp_path: Path) -> None:
+    plain = make_run(tmp_path, {"actor,rollout": "all"})
+    saving = make_run(tmp_path, {"actor,rollout": "all"}, actor={"activation_checkpointing": True})
+    assert memory_of(saving, "actor").activations < memory_of(plain, "actor").activations / 2
+
+
+def test_logical_slots_have_no_card_to_fit_unless_one_is_given(tmp_path: Path) -> None:
+    cpu = {"accelerator": "cpu"}
+    free = make_run(tmp_path, {"actor,rollout": "all"}, cluster=cpu, actor={"tokens_per_microbatch": 10**7})
+    assert free.card is None and free.problems == ()
+    bound = make_run(tmp_path, {"actor,rollout": "all"}, cluster=cpu, card_gib=2)
+    assert bound.problems and bound.memory[0].runtime == 0
+
+
+def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16)
+    (problem,) = run.problems
+    over = run.memory[0].total / GIB - 16
+    assert problem.startswith(f"slots 0-7 (actor, rollout): {16 + over:.1f} GiB needed, the card has 16.0 GiB")
+    assert f"{over:.1f} GiB too much" in problem and "actor.tokens_per_microbatch" in problem
+    lowered = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor={"tokens_per_microbatch": 2048})
+    assert lowered.problems == ()
+
+
+def test_the_lever_is_that_of_the_largest_part() -> None:
+    assert "kv_memory_fraction" in lever(RoleMemory(role=Role.ROLLOUT, kv=2, weights=1))
+    assert "critic.tokens_per_microbatch" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
+    assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
+
+
+def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0"})
+    assert run.problems == (
+        "rollout splits the model over 4 slots, but it has 14 attention heads: 14 = 4 x 3 + 2; use slots per process (or "
+        "tensor_parallel_size) that divide 14",
+        "rollout splits the model over 4 slots, but it has 2 key/value heads: 2 = 4 x 0 + 2; use slots per process (or "
+        "tensor_parallel_size) that divide 2",
+    )
+
+
+def test_actor_ranks_without_a_completion_are_noted(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, data={"prompts_per_step": 2}, rollout={"samples_per_prompt": 3})
+    assert any("2 have nothing to do" in note for note in run.notes)
+
+
+def test_the_map_shows_every_node_role_and_rank(tmp_path: Path) -> None:
+    text = as_text(make_run(tmp_path, {"rollout": "0-5", "actor": "6-11"}, nodes=[8, 4]))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "0-7", "actor", *"······", "0", "1"] in rows
+    assert ["rollout", *"012345", "·", "·"] in rows
+    assert ["1", "8-11", "actor", *"2345"] in rows
+    assert ["actor", "6-11", "6", "6", "x", "1", "none"] in rows
+    assert "this placement can work" in text
+
+
+def test_a_large_cluster_is_drawn_as_runs_of_like_nodes(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"rollout": "0-3995:0-1997", "actor": "3996-7999"}, nodes=[8] * 1000)
+    assert [(one.first, one.last) for one in node_runs(run.plan)] == [(0, 498), (499, 499), (500, 999)]
+    rows = [line.split() for line in as_text(run).splitlines()]
+    assert ["0-498", "0-3991", "rollout", "0-7", "0-1995", "2"] in rows
+    assert ["499", "3992-3999", "actor", "4-7", "0-3", "1"] in rows
+    assert ["rollout", "0-3", "1996-1997", "2"] in rows
+
+
+def test_the_picture_is_svg_with_a_box_for_every_process(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"rollout": "0-3:0-1", "actor": "4-7"}, run={"name": "a <b> & c"})
+    root = ElementTree.fromstring(draw_svg(run))
+    titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    ranked = [title for title in titles if " rank " in title]
+    assert ranked == [
+        *(f"actor rank {rank}, slots {rank + 4}" for rank in range(4)),
+        "rollout rank 0, slots 0-1",
+        "rollout rank 1, slots 2-3",
+    ]
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "a <b> & c" in texts and "actor: 4 processes, 4 x 1" in texts
+
+
+def test_a_picture_of_a_thousand_nodes_stays_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8] * 1000)
+    root = ElementTree.fromstring(draw_svg(run))
+    assert float(root.attrib["height"]) < 1000
+    assert "nodes 0-999" in [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("cluster_4x8", {"actor": 32, "rollout": 32}),
+        ("cluster_disaggregated", {"rollout": 20, "inference": 4, "actor": 8}),
+    ],
+)
+def test_the_cluster_examples_are_planned_by_the_command(tmp_path: Path, name: str, roles: dict[str, int]) -> None:
+    sizes = write_sizes(tmp_path)
+    example = str(ROOT / f"examples/{name}.yaml")
+    result = rollcall("plan", example, "--json", "--svg", "plan.svg", "--model-config", str(sizes), cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["ok"] and {role: len(processes) for role, processes in found["processes"].items()} == roles
+    assert found["processes"]["actor"][1].keys() == {"rank", "slots", "node", "local_rank"}
+    assert len(found["slots"]) == 32 and found["slots"][9]["node"] == 1
+    assert all(entry["total"] < found["card_bytes"] for entry in found["memory"])
+    ElementTree.parse(tmp_path / "plan.svg")
+
+
+def test_a_model_that_is_not_here_is_planned_without_memory(tmp_path: Path) -> None:
+    result = rollcall("plan", str(ROOT / "examples/cluster_4x8.yaml"), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    assert "model.path=Qwen/Qwen2.5-0.5B-Instruct is not on this machine" in words
+    assert "--model-config FILE" in words and "this placement can work, if it fits into memory" in words
+
+
+def test_a_model_directory_is_measured_where_it_lies(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    result = rollcall("plan", "model.path=model", "--json", cwd=tmp_path)
+    found = json.loads(result.stdout)
+    assert found["parameters"] == sum(tensor.numel() for tensor in make_model().parameters())
+    assert found["notes"] == ["the run file has no cluster section: everything runs in one process on one slot"]
+
+
+def test_what_cannot_work_ends_with_status_1_and_why(tmp_path: Path) -> None:
+    example = str(ROOT / "examples/cluster_4x8.yaml")
+    bad = "cluster.component_placement={actor: 0-15, rollout: 16-30}"
+    result = rollcall("plan", example, bad, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(
+        "error: cluster.component_placement leaves slot 31 without a role: 4 nodes x 8 = 32"
+    )
+    result = rollcall("plan", example, bad, "--json", cwd=tmp_path)
+    found = json.loads(result.stdout)
+    assert result.returncode == 1 and not found["ok"] and "leaves slot 31" in found["problems"][0]
+    sizes = str(write_sizes(tmp_path))
+    result = rollcall("plan", example, "--gpu-memory", "8", "--model-config", sizes, cwd=tmp_path)
+    assert result.returncode == 1 and "cannot work: slots 0-31 (actor, rollout)" in result.stdout
+
+
+def test_planning_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom rollcall.cli.main import app\n"
+        "app(['plan', 'model.path=x/y', '--svg', 'plan.svg'], standalone_mode=False)\n"
+        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules], file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr.strip().endswith("[]"), result.stderr

@@ -1,0 +1,216 @@
+"""Secrets: none in what is printed, logged or saved, wherever it comes from."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import finish, make_run, metric_rows
+from test_cli import ROOT, environment
+
+from rollcall import redact as module
+from rollcall.config import ConfigError, dump_config, load_config, parse_config
+from rollcall.journal import Journal
+from rollcall.observe.sinks import WandbSink
+from rollcall.redact import REDACTED, GuardedStream, Redactor, is_secret, redact, redact_env, redact_source, remember
+
+SECRET = "wandb-5e77a9-not-for-you"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_remembered", set())
+
+
+def run_file(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def rollcall(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollcall", *arguments]
+    env = {**environment(cwd), **variables}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "DB_PASSWORD", "ROLLCALL_TOKEN", "my_key"],
+)
+def test_a_name_that_ends_as_secrets_do_is_one(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "NCCL_DEBUG", "RAY_AUTH_TOKEN_PATH", "KEYBOARD", "PATH"]
+)
+def test_a_name_that_only_sounds_like_it_is_none(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_the_value_of_a_secret_variable_is_redacted_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", SECRET)
+    assert (
+        redact(f"401 for key {SECRET}, see https://x/?k={SECRET}.")
+        == f"401 for key {REDACTED}, see https://x/?k={REDACTED}."
+    )
+
+
+@pytest.mark.parametrize("spell", [json.dumps, lambda value: urllib.parse.quote(value, safe=""), str])
+def test_a_secret_is_found_however_it_is_spelt(spell: Any) -> None:
+    value = 'a"b/c d\ne-123'
+    remember([value])
+    assert redact(spell(value)).strip('"') == REDACTED
+
+
+def test_an_assignment_is_redacted_though_nobody_knows_the_value() -> None:
+    assert (
+        redact("env: OTHER_TOKEN=abc123 'X_KEY=1' MODE=fast")
+        == f"env: OTHER_TOKEN={REDACTED} 'X_KEY={REDACTED}' MODE=fast"
+    )
+
+
+def test_a_value_that_is_too_short_is_redacted_by_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "on")
+    assert redact("turned on") == "turned on"
+    assert redact_env({"MY_KEY": "on", "MODE": "on"}) == {"MY_KEY": REDACTED, "MODE": "on"}
+
+
+def test_a_variable_that_contains_a_secret_is_one() -> None:
+    remember([SECRET])
+    assert redact_env({"URL_OF_IT": f"https://me:{SECRET}@host", "HOST": "host"}) == {
+        "URL_OF_IT": REDACTED,
+        "HOST": "host",
+    }
+
+
+@given(st.text("abc \n", max_size=30), st.text("abc \n", max_size=30), st.lists(st.integers(0, 90), max_size=6))
+def test_a_text_in_pieces_is_redacted_as_the_whole_is(before: str, after: str, cuts: list[int]) -> None:
+    remember([SECRET])
+    text = before + SECRET + after
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    redactor = Redactor()
+    pieces = [redactor.feed(text[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    assert "".join([*pieces, redactor.end()]) == before + REDACTED + after
+
+
+def test_an_assignment_that_arrives_in_pieces_is_redacted() -> None:
+    redactor = Redactor()
+    shown = redactor.feed("first\nMY_KEY=hun") + redactor.feed("ter2hunter2\nlast") + redactor.end()
+    assert shown == f"first\nMY_KEY={REDACTED}\nlast"
+
+
+def test_a_guarded_stream_redacts_and_is_otherwise_the_stream_beneath() -> None:
+    remember([SECRET])
+    beneath = io.StringIO()
+    stream: Any = GuardedStream(beneath)
+    print("key", SECRET, file=stream)
+    stream.writelines([SECRET, "\n"])
+    assert beneath.getvalue() == f"key {REDACTED}\n{REDACTED}\n"
+    assert stream.isatty() is False
+
+
+def test_a_dumped_run_has_no_secrets_and_keeps_the_rest() -> None:
+    config = parse_config({"cluster": {"env": {"A_KEY": "k", "MODE": "fast"}, "env_pass": ["B_KEY"]}})
+    cluster = yaml.safe_load(dump_config(config))["cluster"]
+    assert cluster["env"] == {"A_KEY": REDACTED, "MODE": "fast"} and cluster["env_pass"] == ["B_KEY"]
+    assert config.cluster and config.cluster.env["A_KEY"] == "k"
+
+
+def test_the_run_file_that_a_run_saves_has_no_secrets(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "trainer.steps=1")
+    section = parse_config({"cluster": {"env": {"A_KEY": SECRET}}}).cluster
+    config = config.model_copy(update={"cluster": section})
+    finish(config)
+    saved = load_config(config.run.dir / "run.yaml")
+    assert saved.cluster and saved.cluster.env == {"A_KEY": REDACTED}
+    assert not files_with(SECRET, config.run.dir)
+
+
+def test_what_a_reward_raises_is_saved_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "import os\ndef score(*_):\n    raise RuntimeError('refused: ' + os.environ['JUDGE_API_KEY'])\n"
+    (tmp_path / "judge_of_test_redact.py").write_text(code)
+    reward = [{"type": "function", "path": "judge_of_test_redact:score"}]
+    config = make_run(tmp_path / "run", "trainer.steps=1", reward=reward)
+    summary = finish(config)
+    assert summary["reward_failures"][0]["why"].endswith(f"refused: {REDACTED}")
+    with Journal(config.run.dir / "journal") as journal:
+        assert REDACTED in str(journal.read(1)[0].scores[0].errors)
+    assert metric_rows(config) and not files_with(SECRET, config.run.dir)
+
+
+def test_a_tracker_gets_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def init(**options: Any) -> SimpleNamespace:
+        given.update(options)
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    WandbSink(parse_config({"cluster": {"env": {"A_KEY": SECRET}}}), tmp_path)
+    assert given["config"]["cluster"]["env"] == {"A_KEY": REDACTED}
+
+
+def test_the_config_command_prints_no_secrets(tmp_path: Path) -> None:
+    path = run_file(tmp_path, f"cluster: {{env: {{A_KEY: {SECRET}, MODE: fast}}}}")
+    result = rollcall("config", str(path), cwd=tmp_path)
+    assert result.returncode == 0 and "MODE: fast" in result.stdout and f"A_KEY: {REDACTED}" in result.stdout
+    assert SECRET not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cluster: {env: {A_KEY: 4815162342}}",
+        "cluster: {env: {A_KEY: 4815162342, MODE: [}}",
+        "run: {name: [4815162342]}",
+    ],
+)
+def test_a_refused_run_file_is_not_quoted_with_its_secrets(tmp_path: Path, text: str) -> None:
+    result = rollcall("config", str(run_file(tmp_path, text)), cwd=tmp_path, B_TOKEN="4815162342")
+    assert result.returncode == 1 and "error: " in result.stderr and "Traceback" not in result.stderr
+    assert "4815162342" not in result.stderr
+
+
+def test_a_traceback_shows_no_secrets(tmp_path: Path) -> None:
+    path = tmp_path / SECRET
+    result = rollcall("config", str(path), "--debug", cwd=tmp_path, B_TOKEN=SECRET)
+    assert "Traceback" in result.stderr and REDACTED in result.stderr and SECRET not in result.stderr
+
+
+def test_a_piece_of_yaml_is_redacted_by_names() -> None:
+    assert redact_source("in line 3: {A_KEY: abc, MODE: fast}") == f"in line 3: {{A_KEY: {REDACTED}, MODE: fast}}"
+
+
+@pytest.mark.parametrize(
+    "override", ["cluster.env.A_KEY=abc", "cluster.env={A_KEY: abc}", "cluster.node_env.0.A_KEY=abc"]
+)
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(override: str) -> None:
+    with pytest.raises(ConfigError, match="A_KEY is a secret") as refused:
+        load_config(None, [override])
+    assert "abc" not in str(refused.value)
+
+
+def test_other_variables_may_be_given_on_the_command_line() -> None:
+    section = load_config(None, ["cluster.env.NCCL_DEBUG=WARN"]).cluster
+    assert section and section.env == {"NCCL_DEBUG": "WARN"}
+
+
+def files_with(text: str, folder: Path) -> list[str]:
+    assert ROOT not in folder.parents
+    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return [str(path) for path in found if path.is_file() and text.encode() in path.read_bytes()]

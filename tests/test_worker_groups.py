@@ -1,0 +1,500 @@
+"""Worker groups, the same in one process and on a Ray of two nodes whose ranks are the reverse of Ray's own order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import group_workers
+import numpy as np
+import pytest
+import torch
+from test_sharding import make_sample
+
+from rollcall.cluster import (
+    ClusterError,
+    MultiWorkerFuture,
+    NamedSharding,
+    RayVirtualCluster,
+    RayWorkerBuilder,
+    RayWorkerGroup,
+    Seat,
+    VirtualCluster,
+    WorkerBuilder,
+    WorkerDiedError,
+    WorkerError,
+    WorkerGroup,
+    WorkerTimeoutError,
+    init_ray,
+)
+from rollcall.cluster.actor import lease_port
+from rollcall.cluster.state import Process
+
+SLOTS = 8  # on each of two nodes
+IP_LOCAL_PORT_RANGE = 51  # not yet in Python's socket module
+ECHO = "group_workers.Echo"
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    def node(rank: int) -> dict[str, Any]:
+        labels = {"rollcall.rank": str(rank)}
+        return dict(num_gpus=SLOTS, num_cpus=2, object_store_memory=150 * 2**20, labels=labels, include_dashboard=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.path.dirname(__file__))  # workers find group_workers there
+        cluster = Cluster(initialize_head=True, head_node_args=node(1))
+        try:
+            cluster.add_node(**node(0))
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(params=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    init_ray(backend=request.param)
+    return request.param
+
+
+@pytest.fixture
+def on_ray(ray_cluster: None) -> None:
+    init_ray(backend="ray")
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Callable[[str], WorkerGroup]]:
+    """For each backend a group of two workers on each of two nodes, for tests that leave it as it is."""
+    made: dict[str, WorkerGroup] = {}
+
+    def group(backend: str) -> WorkerGroup:
+        if backend not in made:
+            cluster = VirtualCluster([2, 2], num_gpus_per_node=SLOTS)
+            made[backend] = make_group(cluster, name_prefix="policy", env_vars={"COLOUR": "blue"})
+        return made[backend]
+
+    yield group
+    for found in made.values():
+        found.cluster.shutdown()
+
+
+def make_group(cluster: VirtualCluster, target: str | type = ECHO, *args: Any, **options: Any) -> WorkerGroup:
+    return WorkerGroup(cluster=cluster, remote_worker_builder=WorkerBuilder(target, *args), **options)
+
+
+def is_running(pid: int) -> bool:
+    return Process.of(pid) is not None
+
+
+def run(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    return group.get_all_worker_results(group.run_all_workers_single_data(method, *args, **kwargs), timeout_s=120)
+
+
+def sharded(group: WorkerGroup, data: Any, **options: Any) -> list[Any]:
+    futures = group.run_all_workers_sharded_data(
+        "train", data=data, in_sharded_axes=["batch"], replicate_on_axes=["model"], **options
+    )
+    return group.get_all_worker_results(futures, timeout_s=120)
+
+
+def test_the_interface_works_as_it_is_documented(backend):
+    data, batch, i = list(range(10)), [7], 1
+
+    def loss_fn(rows):
+        return float(len(rows))
+
+    init_ray(backend=backend)
+    cluster = RayVirtualCluster(bundle_ct_per_node_list=[2, 2], num_gpus_per_node=8, use_gpus=True)
+    builder = RayWorkerBuilder("group_workers.Echo")
+    group = RayWorkerGroup(cluster=cluster, remote_worker_builder=builder, workers_per_node=1, name_prefix="policy")
+    futures = group.run_all_workers_single_data(method_name="train", data=data, loss_fn=loss_fn)
+    results = group.get_all_worker_results(futures)
+    assert results == [{"loss": 10.0, "rank": rank, "data": data} for rank in (0, 1)]
+    futures = group.run_all_workers_sharded_data(method_name="train", data=data, in_sharded_axes=["batch"],
+                                                 replicate_on_axes=["model"], output_is_replicated=["loss"])  # fmt: skip
+    results = group.get_all_worker_results(futures)
+    assert results == [{"loss": 1.5, "rank": 0, "data": data[:5]}, {"rank": 1, "data": data[5:]}]
+    future = group.run_single_worker_single_data(method_name="train", worker_idx=i, data=batch)
+    results = group.get_all_worker_results(MultiWorkerFuture(futures=[future]))
+    assert results == [{"loss": 1.5, "rank": 1, "data": [7]}]
+    futures = group.run_all_workers_single_data(method_name="prepare_for_training", run_rank_0_only_axes=["setup"])
+    assert group.get_all_worker_results(futures) == [0]
+    assert (cluster.world_size(), cluster.node_count(), group.dp_size) == (4, 2, 2)
+    assert group.workers[0].is_alive() is True
+    assert [worker["name"] for worker in group.worker_metadata] == ["policy-0", "policy-1"]
+    assert group.shutdown() and not group.workers[0].is_alive()
+    cluster.shutdown()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        list(range(10)),
+        np.arange(20).reshape(10, 2),
+        torch.arange(10),
+        {"ids": np.arange(10), "text": [str(number) for number in range(10)]},
+        [make_sample(draw) for draw in range(10)],
+    ],
+    ids=lambda data: type(data).__name__ if not isinstance(data, list) else type(data[0]).__name__,
+)
+def test_rows_reach_the_workers_in_order_and_uneven(backend, groups, data):
+    results = sharded(groups(backend), data)
+    parts = [result["data"] for result in results]
+    sizes = [len(part["ids"]) if isinstance(part, dict) else len(part) for part in parts]
+    assert sizes == [3, 3, 2, 2] and [result["rank"] for result in results] == [0, 1, 2, 3]
+    if isinstance(data, dict):
+        assert [row for part in parts for row in part["text"]] == data["text"]
+    elif isinstance(data, list):
+        draws = [getattr(row, "draw", row) for part in parts for row in part]
+        assert draws == [getattr(row, "draw", row) for row in data]
+    else:
+        assert np.array_equal(np.concatenate([np.asarray(part) for part in parts]), np.asarray(data))
+
+
+def test_workers_without_rows_are_called_with_none(backend, groups):
+    assert [result["data"] for result in sharded(groups(backend), [5, 6])] == [[5], [6], [], []]
+
+
+def test_common_arguments_reach_everyone_whole(backend, groups):
+    results = sharded(groups(backend), [1, 2, 3, 4], common_kwargs={"loss_fn": sum})
+    assert [result["loss"] for result in results] == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="data is given to be split and in common_kwargs"):
+        sharded(groups(backend), [1], common_kwargs={"data": [1]})
+
+
+def test_outputs_are_taken_once_along_a_replicated_axis(backend, groups):
+    assert [result["rank"] for result in sharded(groups(backend), [1] * 4, output_is_replicated=["batch"])] == [0]
+
+
+def test_unknown_names_are_refused_with_those_that_exist(backend, groups):
+    group = groups(backend)
+    with pytest.raises(ValueError, match=r"'los' is neither an axis \(batch, model\) nor a field: .*loss, rank, data"):
+        sharded(group, [1] * 4, output_is_replicated=["los"])
+    with pytest.raises(ValueError, match="run_rank_0_only_axes: 'tensor' is not one of 'batch', 'model', 'setup'"):
+        group.run_all_workers_single_data("size", data=[], run_rank_0_only_axes=["tensor"])
+    with pytest.raises(ValueError, match="worker_idx=4 is outside; policy has workers 0 to 3"):
+        group.run_single_worker_single_data("size", 4, data=[])
+    with pytest.raises(WorkerError, match="Echo has no method 'trian'; it has .*train"):
+        run(group, "trian")
+
+
+def test_results_have_the_shape_of_what_was_asked_for(backend, groups):
+    group = groups(backend)
+    one = group.run_single_worker_single_data("size", 2, data=[1, 2])
+    all_four = group.run_all_workers_single_data("size", [1])
+    rows = group.run_all_workers_sharded_data("size", [1] * 6, in_sharded_axes=["batch"])
+    assert group.get_all_worker_results(one) == [2]
+    assert group.get_all_worker_results([one, one]) == [2, 2]
+    assert group.get_all_worker_results([one, all_four, rows]) == [2, [1, 1, 1, 1], [2, 2, 1, 1]]
+    assert rows.get_results(group) == [2, 2, 1, 1]
+    assert group.get_all_worker_results([]) == []
+
+
+def test_each_worker_can_have_arguments_of_its_own(backend, groups):
+    group = groups(backend)
+    futures = group.run_all_workers_multiple_data("size", data=[[], [1], [1, 2], [1, 2, 3]])
+    assert group.get_all_worker_results(futures) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="data has 1 elements for 4 workers"):
+        group.run_all_workers_multiple_data("size", data=[[]])
+
+
+def test_a_coroutine_is_run_to_its_end(backend, groups):
+    assert run(groups(backend), "waits") == [f"awaited {rank}" for rank in range(4)]
+
+
+def test_a_workers_environment_says_who_it_is(backend, groups):
+    group = groups(backend)
+    seen = run(group, "env", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "COLOUR")
+    assert [tuple(env.values()) for env in seen] == [
+        ("0", "0", "0", "4", "2", "blue"),
+        ("1", "1", "0", "4", "2", "blue"),
+        ("2", "0", "1", "4", "2", "blue"),
+        ("3", "1", "1", "4", "2", "blue"),
+    ]
+    masters = {tuple(env.values()) for env in run(group, "env", "MASTER_ADDR", "MASTER_PORT")}
+    assert len(masters) == 1 and None not in masters.pop()
+    assert "RANK" not in os.environ
+
+
+def test_an_exception_arrives_with_role_rank_node_and_its_own_traceback(backend, groups):
+    with pytest.raises(WorkerError) as caught:
+        run(groups(backend), "fail_on", 2)
+    text = str(caught.value)
+    assert "policy rank 2 on node 1 (" in text and "group_workers.py" in text and "in fail_on" in text
+    assert "Stubborn: cannot be pickled and read back (rank 2)" in text and "rollcall/cluster" not in text
+    assert (caught.value.role, caught.value.ranks, caught.value.node_ranks) == ("policy", (2,), (1,))
+    with pytest.raises(WorkerError) as caught:
+        run(groups(backend), "fail")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_class_and_its_arguments_can_be_given_themselves(backend):
+    with VirtualCluster([1], num_gpus_per_node=SLOTS) as cluster:
+        group = make_group(cluster, group_workers.Echo, 40)
+        assert run(group, "prepare_for_training") == [40]
+        assert group.name_prefix == "worker"
+
+
+def test_a_worker_that_cannot_be_made_is_named_and_leaves_nothing(backend, tmp_path):
+    with VirtualCluster([2], num_gpus_per_node=SLOTS) as cluster:
+        with pytest.raises(WorkerError, match=r"(?s)critic rank 1 on node 0 .*no model in this folder"):
+            make_group(cluster, "group_workers.Broken", tmp_path, name_prefix="critic")
+        left = [int(path.name) for path in tmp_path.iterdir()]
+        assert len(left) == (backend == "ray") and not any(map(is_running, left))
+        with pytest.raises(WorkerError, match="No module named 'nowhere'"):
+            make_group(cluster, "nowhere.Worker")
+        assert run(make_group(cluster), "prepare_for_training") == [0, 1]  # the slots are free again
+
+
+def test_a_group_that_was_shut_down_says_so(backend):
+    with VirtualCluster([1], num_gpus_per_node=SLOTS) as cluster:
+        group = make_group(cluster)
+        assert group.shutdown(cleanup_method="fail") is False
+        assert group.shutdown() is True
+        with pytest.raises(ClusterError, match="worker has been shut down"):
+            run(group, "prepare_for_training")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(workers_per_node=3), "3 workers on the 2 slots of node 0 do not share them evenly"),
+        (dict(workers_per_node=[1]), r"workers_per_node=\[1\] needs one number for each of the cluster's 2 nodes"),
+        (dict(bundle_indices_list=[(2, [0])]), "names node 2; the cluster has nodes 0 to 1"),
+        (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, and no slot 2"),
+        (dict(seats=[Seat(node_rank=5, slots=(0,))]), "node 5 has no slot in this cluster; nodes 0, 1 have"),
+        (dict(workers_per_node=1, seats=[]), "give one of them"),
+        (dict(seats=[]), "at least one worker"),
+        (dict(sharding_annotations=NamedSharding([0, 1], names=["batch"])), r"lays out ranks \[0, 1\]"),
+        (dict(env_vars={"RANK": "7"}), "RANK is set by the worker group"),
+        (dict(node_env_vars={3: {"A": "b"}}), "node 3 has no slot"),
+    ],
+)
+def test_seats_that_do_not_exist_are_refused(options, said):
+    init_ray(backend="local")
+    with pytest.raises(ValueError, match=said):
+        make_group(VirtualCluster([2, 2]), **options)
+
+
+def test_clusters_and_classes_that_make_no_sense_are_refused():
+    init_ray(backend="local")
+    refused: list[tuple[dict[str, Any], str]] = [
+        (dict(bundle_ct_per_node_list=[]), "has no slot"),
+        (dict(bundle_ct_per_node_list=[9]), "takes 9 slots of a node with num_gpus_per_node=8"),
+        (dict(bundle_ct_per_node_list=[1], max_colocated_worker_groups=0), "leaves no room"),
+        (dict(bundle_ct_per_node_list=[1], node_ranks=[0, 1]), "does not name a node for each entry"),
+    ]
+    for arguments, said in refused:
+        with pytest.raises(ValueError, match=said):
+            VirtualCluster(**arguments)
+    with pytest.raises(ValueError, match="'Worker' does not name a worker class; write 'module.Class'"):
+        WorkerBuilder("Worker")
+
+
+def test_a_slot_takes_as_many_groups_as_it_was_made_for():
+    init_ray(backend="local")
+    cluster = VirtualCluster([2], max_colocated_worker_groups=2)
+    make_group(cluster, name_prefix="actor")
+    make_group(cluster, name_prefix="critic")
+    with pytest.raises(
+        ClusterError, match="slot 0 of node 0 is taken by actor, critic; .*max_colocated_worker_groups=3"
+    ):
+        make_group(cluster, name_prefix="reward")
+
+
+def test_uneven_nodes_and_empty_ones_keep_their_ranks():
+    init_ray(backend="local")
+    group = make_group(VirtualCluster([3, 0, 1]))
+    assert [(worker["node_rank"], worker["node_idx"]) for worker in group.worker_metadata] == [(0, 0)] * 3 + [(2, 1)]
+    group = make_group(VirtualCluster([3, 1]), workers_per_node=[1, 1])
+    assert [worker["bundle_indices"] for worker in group.worker_metadata] == [(0,), (0,)]
+
+
+def test_the_local_backend_can_be_chosen_from_outside():
+    script = (
+        "from rollcall.cluster import *\ninit_ray()\n"
+        "group = RayWorkerGroup(cluster=RayVirtualCluster([2]), remote_worker_builder=RayWorkerBuilder('group_workers.Echo'))\n"
+        "print(group.get_all_worker_results(group.run_all_workers_single_data('prepare_for_training')))\n"
+        "import sys; assert 'ray' not in sys.modules"
+    )
+    env = {**os.environ, "ROLLCALL_BACKEND": "local", "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[0, 1]", done.stderr
+
+
+def test_importing_the_package_imports_neither_ray_nor_torch():
+    script = (
+        "import sys, rollcall.cluster\n"
+        "assert not {'ray', 'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
+        "assert all(hasattr(rollcall.cluster, name) for name in rollcall.cluster.__all__)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_leased_port_is_given_to_nobody_else_until_it_is_used():
+    lease = lease_port()
+    port = lease.getsockname()[1]
+    for reuse in (0, 1):
+        stranger = socket.socket()
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            narrow = struct.pack("I", port << 16 | port)  # this port alone
+            stranger.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, narrow)
+        except OSError:
+            pytest.skip("this kernel cannot narrow the range of free ports")
+        with pytest.raises(OSError, match="Address already in use"):
+            stranger.bind(("", 0))
+        stranger.close()
+    owner = socket.socket()
+    owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    owner.bind(("", port))
+    owner.listen()
+    owner.close()
+    lease.close()
+
+
+def listed_by_ray(address: str, *, label: int | None = None, resource: int | None = None) -> dict[str, Any]:
+    return {
+        "Alive": True,
+        "NodeID": address,
+        "NodeManagerAddress": address,
+        "NodeManagerPort": 1,
+        "Labels": {} if label is None else {"rollcall.rank": str(label)},
+        "Resources": {"GPU": 8.0} | ({} if resource is None else {f"rollcall_node_{resource}": 1000.0}),
+    }
+
+
+def ranked(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[tuple[int, str]]:
+    from rollcall.cluster import on_ray
+
+    monkeypatch.setattr(on_ray.ray, "nodes", lambda: [*nodes, {**nodes[0], "Alive": False, "NodeID": "gone"}])
+    monkeypatch.setattr(on_ray.ray_state, "available_resources_per_node", dict)
+    return [(node.rank, node.address) for node in on_ray.ranked_nodes()]
+
+
+def test_nodes_are_ranked_by_their_own_rank_and_others_by_address(monkeypatch):
+    unranked = [listed_by_ray(address) for address in ("fd00::1", "10.0.0.10", "10.0.0.9")]
+    assert ranked(monkeypatch, *unranked) == [(0, "10.0.0.9"), (1, "10.0.0.10"), (2, "fd00::1")]
+    labelled = [listed_by_ray("10.0.0.1", label=2), listed_by_ray("10.0.0.3", resource=0), listed_by_ray("10.0.0.2")]
+    assert ranked(monkeypatch, *labelled) == [(0, "10.0.0.3"), (2, "10.0.0.1"), (3, "10.0.0.2")]
+    with pytest.raises(ClusterError, match="two live nodes have rank 1: 10.0.0.1 and 10.0.0.2"):
+        ranked(monkeypatch, listed_by_ray("10.0.0.1", label=1), listed_by_ray("10.0.0.2", resource=1))
+
+
+def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_path):
+    script = (
+        "from rollcall.cluster import *\ninit_ray(num_gpus=2)\n"
+        "with VirtualCluster([2]) as cluster:\n"
+        "    print(cluster.world_size(), [node.devices for node in cluster.nodes])"
+    )
+    env = {**os.environ, "RAY_ADDRESS": "192.0.2.77:1", "ROLLCALL_STATE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=180)
+    assert done.stdout.strip() == "2 [('0', '1')]", done.stderr
+
+
+def test_ranks_follow_node_rank_and_slot_and_see_their_own_accelerators(on_ray, groups):
+    import ray
+
+    group = groups("ray")
+    head = next(node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
+    assert [node.node_id == head for node in group.cluster.nodes] == [False, True]  # the head has rank 1
+    visible = [env["CUDA_VISIBLE_DEVICES"] for env in run(group, "env", "CUDA_VISIBLE_DEVICES")]
+    assert visible == [worker["devices"][0] for worker in group.worker_metadata]
+    assert visible[:2] == sorted(set(visible[:2])) and visible[2:] == sorted(set(visible[2:]))
+
+
+def test_large_arguments_are_put_once(on_ray, groups, monkeypatch):
+    import ray
+
+    group, put = groups("ray"), []
+    ray_put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: put.append(len(value)) or ray_put(value))
+    large = np.zeros(200_000, dtype=np.uint8)
+    assert run(group, "size", large) == [200_000] * 4
+    assert run(group, "size", data=large[:10]) == [10] * 4
+    assert put == [200_000]
+    group.sharding, before = NamedSharding([[0, 1], [2, 3]], names=["batch", "model"]), group.sharding
+    try:
+        double = np.zeros(400_000, dtype=np.uint8)
+        assert [len(result["data"]) for result in sharded(group, double)] == [200_000] * 4
+    finally:
+        group.sharding = before
+    assert put == [200_000] * 3  # each half once, for two workers
+
+
+def test_a_deadline_names_who_is_missing(on_ray, groups):
+    group = groups("ray")
+    slow = group.run_single_worker_single_data("sleep", 3, 3.0)
+    quick = group.run_single_worker_single_data("size", 0, data=[])
+    with pytest.raises(
+        WorkerTimeoutError, match=r"no answer after 0.5 s from 1 of 2 workers: policy rank 3 on node 1 \("
+    ):
+        group.get_all_worker_results([slow, quick], timeout_s=0.5)
+    assert group.get_all_worker_results([slow, quick], timeout_s=60) == [None, 0]
+
+
+def test_a_dead_worker_is_named_at_once_and_shutdown_leaves_no_process(on_ray):
+    with VirtualCluster([1, 1], num_gpus_per_node=SLOTS) as cluster:
+        group = make_group(cluster, name_prefix="rollout")
+        pids = [pid for pair in run(group, "spawn") for pid in pair]
+        assert all(map(is_running, pids))
+        futures = group.run_all_workers_single_data("die_on", 1)  # rank 0 sleeps for ten minutes
+        with pytest.raises(WorkerDiedError, match=r"rollout rank 1 on node 1 \(.*\) is dead"):
+            group.get_all_worker_results(futures, timeout_s=120)
+        assert [worker.is_alive() for worker in group.workers] == [True, False]
+        with pytest.raises(WorkerDiedError, match="rollout rank 1"):
+            group.get_all_worker_results(group.run_single_worker_single_data("size", 1, data=[]), timeout_s=120)
+        group.shutdown()
+        assert not any(map(is_running, pids))
+
+
+def test_processes_can_span_slots_and_share_them(on_ray):
+    with VirtualCluster([4, 2], num_gpus_per_node=SLOTS, max_colocated_worker_groups=2) as cluster:
+        wide = make_group(cluster, name_prefix="wide", bundle_indices_list=[(1, [0, 1]), (0, [2, 3])])
+        names = ("RANK", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
+        devices = [node.devices for node in cluster.nodes]
+        assert [tuple(env.values()) for env in run(wide, "env", *names)] == [
+            ("0", "0", ",".join(devices[0][2:])),
+            ("1", "1", ",".join(devices[1])),
+        ]
+        many = make_group(cluster, name_prefix="many", workers_per_node=[0, 4], node_env_vars={1: {"COLOUR": "red"}})
+        assert [tuple(env.values()) for env in run(many, "env", "CUDA_VISIBLE_DEVICES", "COLOUR")] == [
+            (devices[1][rank // 2], "red") for rank in range(4)
+        ]
+        ports = [run(group, "env", "MASTER_PORT")[0] for group in (wide, many)]
+        assert ports[0] != ports[1]
+
+
+def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(on_ray, groups):
+    assert groups("ray").cluster.world_size() == 4  # two slots of each node
+    with VirtualCluster([SLOTS - 2]) as first, VirtualCluster([1]) as second:
+        assert [node.node_rank for node in first.nodes + second.nodes] == [0, 1]
+        with pytest.raises(ClusterError) as caught:
+            VirtualCluster([1, 9], num_gpus_per_node=16, timeout_s=0.5)
+        text = str(caught.value)
+        assert "no room after 0.5 s: 10 GPU slots were asked for, [1, 9] by node" in text
+        assert "node 0 (" in text and "has 8, 0 of them free" in text and "has 8, 5 of them free" in text
+
+
+def test_cpu_slots_need_no_gpu(on_ray):
+    with VirtualCluster([1, 1], use_gpus=False) as cluster:
+        assert run(make_group(cluster), "env", "NODE_RANK") == [{"NODE_RANK": "0"}, {"NODE_RANK": "1"}]
+
+
+def test_torch_meets_at_the_leased_port(on_ray):
+    with VirtualCluster([2], num_gpus_per_node=SLOTS) as cluster:
+        assert run(make_group(cluster), "meet") == ["01", "01"]
