@@ -52,6 +52,7 @@ def ray_cluster() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.path.dirname(__file__))  # workers find group_workers there
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # on a busy machine a node needs more than its 30 s
         cluster = Cluster(initialize_head=True, head_node_args=node(1))
         try:
             cluster.add_node(**node(0))
@@ -402,6 +403,7 @@ def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_p
         "    print(cluster.world_size(), [node.devices for node in cluster.nodes])"
     )
     env = {**os.environ, "RAY_ADDRESS": "192.0.2.77:1", "ROLLCALL_STATE_DIR": str(tmp_path)}
+    env["RAY_raylet_start_wait_time_s"] = "120"
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == "2 [('0', '1')]", done.stderr
 

@@ -70,7 +70,8 @@ class ClusterSection(Section):
                 raise ValueError(
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} of {sizes} slots; leave {key} out"
                 )
-        self.__dict__.update(fixed)
+        for key, value in fixed.items():
+            object.__setattr__(self, key, value)  # frozen for everyone else
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(
                 f"node_env has node {strangers[0]}; the {self.num_nodes} nodes are 0 to {self.num_nodes - 1}"

@@ -22,28 +22,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
-from rollcall.cluster.local import Workers
 from rollcall.config import Config
+from rollcall.data.load import PromptSet
 from rollcall.data.order import DataOrder
-from rollcall.engine.protocol import Sampling
+from rollcall.engine.protocol import Engine, Sampling
 from rollcall.evaluate import Evaluation, evaluate
 from rollcall.journal import Journal, JournalError
 from rollcall.learner.optimizer import NonFiniteError
 from rollcall.observe.console import Console
 from rollcall.observe.sinks import Sink
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
+from rollcall.reward.scorer import Scorer
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
+from rollcall.samples import Score as ScoreSamples
 from rollcall.samples import has_signal, make_samples
-from rollcall.types import FinishReason, Group, Prompt, Sample
+from rollcall.types import FinishReason, Floats, Group, Prompt, Sample
 
 
 class RunError(RuntimeError):
@@ -62,6 +63,50 @@ class StepBatch:
     zero_variance: float  # share of the generated groups
     clock: Clock
     wall_s: float
+
+
+class Trainable(Protocol):
+    """The policy's learner, or the critic."""
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]: ...
+
+
+class Policy(Trainable, Protocol):
+    num_tokens_trained: int
+
+
+class ValueFunction(Trainable, Protocol):
+    def values(self, samples: Sequence[Sample]) -> list[Floats]: ...
+
+
+class Workers(Protocol):
+    """What the controller drives: all of it in this process (``cluster/local.py``) or on a cluster (``cluster/remote.py``)."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def learner(self) -> Policy: ...
+    @property
+    def critic(self) -> ValueFunction | None: ...
+    @property
+    def reference(self) -> ScoreSamples | None: ...
+    @property
+    def scorer(self) -> Scorer: ...
+    @property
+    def eval_scorer(self) -> Scorer: ...
+    @property
+    def train(self) -> PromptSet: ...
+    @property
+    def val(self) -> PromptSet | None: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def max_positions(self) -> int: ...
+    def take_preemptions(self) -> int: ...
+    def write_checkpoint(self, directory: Path) -> None: ...
+    def read_checkpoint(self, directory: Path) -> None: ...
+    def export(self, directory: Path) -> None: ...
+    def close(self) -> None: ...
 
 
 class Controller:
@@ -281,7 +326,7 @@ class Controller:
         self._log(step, {"time/save_s": time.perf_counter() - started})
 
     def _export(self) -> None:
-        export_model(self.workers.learner.model, self.workers.tokenizer, self.run_dir / "model", dtype=None)
+        self.workers.export(self.run_dir / "model")
 
     def _sampling(self, *, temperature: float | None = None) -> Sampling:
         rollout = self.config.rollout

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
-from rollcall.cluster.local import Workers, build_workers
+from rollcall.cluster.local import build_workers
 from rollcall.config import Config, ConfigError, dump_config, parse_config
-from rollcall.controller import Controller
+from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.plot import learning_curve
@@ -30,7 +30,6 @@ FIXED = ("run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_p
 
 def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train, or go on where the run directory stands; returns the summary."""
-    _refuse_cluster(config)
     with hold(config.run.dir):
         return _train(config, fresh=fresh, quiet=quiet)
 
@@ -47,7 +46,7 @@ def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
     continued = (run_dir / "journal").exists()
     start_step = resume.step if resume else 0
     with make_console(name=config.run.name, num_steps=trainer.steps, start_step=start_step, quiet=quiet) as console:
-        workers = build_workers(config, say=console.note)
+        workers = _build(config, say=console.note)
         sinks: list[Sink] = []
         try:
             _check_lengths(config, workers)
@@ -115,12 +114,13 @@ def move_aside(run_dir: Path) -> None:
     run_dir.rename(target)
 
 
-def _refuse_cluster(config: Config) -> None:
-    if config.cluster is not None and config.cluster.num_slots > 1:
-        raise ConfigError(
-            f"cluster asks for {config.cluster.num_nodes} nodes x {config.cluster.num_gpus_per_node} slots; this command trains "
-            "in one process on one device: leave cluster out, or set cluster.num_nodes=1 cluster.num_gpus_per_node=1"
-        )
+def _build(config: Config, *, say: Callable[[str], None]) -> Workers:
+    """All roles in this process, unless the run file places them on several slots."""
+    if config.cluster is None or config.cluster.num_slots == 1:
+        return build_workers(config, say=say)
+    from rollcall.cluster.remote import build_remote_workers
+
+    return build_remote_workers(config, say=say)
 
 
 def _check_same_run(config: Config, run_dir: Path) -> None:
@@ -147,7 +147,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
     """Refuse now what the engine would refuse when the longest prompt comes up, perhaps after hours."""
     for prompts in (workers.train, workers.val):
         longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0) if prompts else 0
-        wanted, positions = longest + config.rollout.max_response_tokens, workers.engine.max_positions
+        wanted, positions = longest + config.rollout.max_response_tokens, workers.max_positions
         if prompts and wanted > positions:
             raise ConfigError(
                 f"{prompts.source} has a prompt of {longest} tokens; with "

@@ -104,6 +104,10 @@ def main() -> None:
     guard_streams()
     if SEALED in os.environ:  # a job's driver
         from rollcall.cluster.environment import run_opened
+        from rollcall.cluster.state import ClusterError
 
-        sys.exit(run_opened([sys.executable, "-m", "rollcall", *sys.argv[1:]]))
+        try:
+            sys.exit(run_opened([sys.executable, "-m", "rollcall", *sys.argv[1:]]))
+        except ClusterError as error:
+            sys.exit(f"error: {error}")
     app(prog_name="rollcall")

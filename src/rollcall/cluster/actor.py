@@ -82,6 +82,9 @@ class Host:
 
     def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
         """Make the worker; returns this process's id."""
+        from rollcall.cluster.environment import open_sealed  # here: it brings the run file's models with it
+
+        open_sealed()
         os.environ.update(env)
         try:
             self._worker = load_class(target)(*args, **kwargs)

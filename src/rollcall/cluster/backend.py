@@ -112,6 +112,10 @@ class Crew(Protocol):
 
     def gather(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]: ...
 
+    def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        """Those that have an answer, or a failure to tell; waits for the first, at most ``timeout_s``."""
+        ...
+
     def is_alive(self, rank: int) -> bool: ...
 
     def stop(self, *, timeout_s: float) -> None:

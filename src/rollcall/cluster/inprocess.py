@@ -113,6 +113,9 @@ class InProcessCrew:
             raise WorkerError(f"{first.spec.where} raised\n{text}{also}", **named) from first.error
         return [done.result for done in futures]
 
+    def ready(self, futures: Sequence[Done], *, timeout_s: float) -> list[Done]:
+        return list(futures)
+
     def is_alive(self, rank: int) -> bool:
         return rank < len(self._workers)
 

@@ -42,10 +42,6 @@ TELL_EVERY_S = 5.0
 ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall train {RUN_FILE}'
 
 
-class JobFailed(ClusterError):
-    """A job that did not succeed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     id: str  # Ray's submission id

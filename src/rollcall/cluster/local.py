@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.export import export_model
-from rollcall.config import Config, ExactReward, Ppo, RolloutSection
+from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
+from rollcall.config import Config, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.decoder import Decoder
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, score_samples
 from rollcall.learner.model import (
     load_causal_lm,
@@ -26,7 +27,7 @@ from rollcall.learner.model import (
     stop_token_ids,
 )
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
-from rollcall.samples import Score
+from rollcall.samples import Score as ScoreSamples
 from rollcall.tiny import resolve_model
 from rollcall.types import Completion, Prompt, Sample
 
@@ -42,7 +43,7 @@ class Workers:
     engine: NativeEngine
     learner: Learner
     critic: Critic | None
-    reference: Score | None  # log-probs of the frozen reference
+    reference: ScoreSamples | None  # log-probs of the frozen reference
     scorer: Scorer
     eval_scorer: Scorer
     train: PromptSet
@@ -56,23 +57,21 @@ class Workers:
         return new
 
     def write_checkpoint(self, directory: Path) -> None:
-        export_model(self.learner.model, self.tokenizer, directory / "model", dtype=None)
-        torch.save(self.learner.optimizer.state_dict(), directory / "actor.pt")
+        write_learner(self.learner, self.tokenizer, directory)
         if self.critic:
-            state = {name: tensor.detach().contiguous() for name, tensor in self.critic.named_tensors().items()}
-            save_file(state, directory / "critic.safetensors")
-            torch.save(self.critic.optimizer.state_dict(), directory / "critic.pt")
+            write_critic(self.critic, directory)
 
     def read_checkpoint(self, directory: Path) -> None:
-        """Into the tensors that are there: engine and graphs keep reading the same addresses."""
-        _copy_into(dict(self.learner.model.named_parameters()), _load_weights(directory / "model"))
-        self.learner.optimizer.load_state_dict(
-            torch.load(directory / "actor.pt", map_location="cpu", weights_only=True)
-        )
+        read_learner(self.learner, directory)
         if self.critic:
-            _copy_into(self.critic.named_tensors(), load_file(directory / "critic.safetensors"))
-            state = torch.load(directory / "critic.pt", map_location="cpu", weights_only=True)
-            self.critic.optimizer.load_state_dict(state)
+            read_critic(self.critic, directory)
+
+    def export(self, directory: Path) -> None:
+        export_model(self.learner.model, self.tokenizer, directory, dtype=None)
+
+    @property
+    def max_positions(self) -> int:
+        return self.engine.max_positions
 
     def close(self) -> None:
         self.scorer.close()
@@ -80,11 +79,17 @@ class Workers:
             self.eval_scorer.close()
 
 
-def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
-    """Load everything the run file names. ``say`` tells the user what is being done."""
-    torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
-    device = resolve_device(config.model.device)
-    dtype = resolve_dtype(config.model.dtype, device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run reads before any weights: known to the controller, wherever the roles are."""
+
+    model_path: str
+    tokenizer: Any
+    train: PromptSet
+    val: PromptSet | None
+
+
+def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
     path = resolve_model(config.model.path, say=say)
     tokenizer = load_tokenizer(path, chat_template=config.model.chat_template)
     train = load_prompts(config.data.train, data=config.data, tokenizer=tokenizer, split="train")
@@ -97,9 +102,36 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
             say(
                 f"{prompts.source}: left out {prompts.num_overlong} prompts longer than {config.data.max_prompt_tokens} tokens"
             )
+    return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
 
-    load = partial(load_causal_lm, path, device=device, dtype=dtype)
+
+def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
+    """Load everything the run file names. ``say`` tells the user what is being done."""
+    torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device)
+    inputs = load_inputs(config, say=say)
+    load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype)
     model = load()
+    learner = build_learner(config, model, gang=Gang.alone())
+    engine = build_engine(config.rollout, model, inputs.tokenizer)
+    rewards = model_rewards(config, score=learner.score, load_reward_model=partial(load_reward_model, device=device))
+    scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
+    return Workers(
+        tokenizer=inputs.tokenizer,
+        engine=engine,
+        learner=learner,
+        critic=build_critic(config, load(), gang=Gang.alone()) if isinstance(config.algorithm, Ppo) else None,
+        reference=build_reference(config, load()) if config.needs_reference else None,
+        scorer=scorer,
+        eval_scorer=build_eval_scorer(config, scorer),
+        train=inputs.train,
+        val=inputs.val,
+        stop_token_ids=stop_token_ids(inputs.tokenizer, model.config, model.generation_config),
+    )
+
+
+def build_learner(config: Config, model: Any, *, gang: Gang) -> Learner:
     learner = Learner(
         model,
         config.actor,
@@ -107,24 +139,13 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         temperature=config.rollout.temperature,
         max_response_tokens=config.rollout.max_response_tokens,
         total_updates=config.trainer.steps * config.actor.minibatches * config.actor.epochs,
+        gang=gang,
     )
-    engine = build_engine(config.rollout, model, tokenizer)
-    _maybe_compile(learner, config, device)
-    scorer = Scorer(
-        config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=_model_rewards(config, learner, device)
-    )
-    return Workers(
-        tokenizer=tokenizer,
-        engine=engine,
-        learner=learner,
-        critic=_build_critic(config, load()) if isinstance(config.algorithm, Ppo) else None,
-        reference=_build_reference(config, load()) if config.needs_reference else None,
-        scorer=scorer,
-        eval_scorer=_eval_scorer(config, scorer),
-        train=train,
-        val=val,
-        stop_token_ids=stop_token_ids(tokenizer, model.config, model.generation_config),
-    )
+    num_parameters = sum(tensor.numel() for tensor in learner.decoder.named_tensors().values())
+    pays = learner.decoder.device.type == "cuda" and num_parameters >= COMPILE_FROM
+    if config.actor.compile if config.actor.compile is not None else pays:
+        learner.decoder.compile()
+    return learner
 
 
 def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> NativeEngine:
@@ -137,20 +158,13 @@ def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> NativeE
     )
 
 
-def _maybe_compile(learner: Learner, config: Config, device: torch.device) -> None:
-    num_parameters = sum(tensor.numel() for tensor in learner.decoder.named_tensors().values())
-    pays = device.type == "cuda" and num_parameters >= COMPILE_FROM
-    if config.actor.compile if config.actor.compile is not None else pays:
-        learner.decoder.compile()
-
-
-def _build_critic(config: Config, model: Any) -> Critic:
+def build_critic(config: Config, model: Any, *, gang: Gang) -> Critic:
     assert isinstance(config.algorithm, Ppo)
     updates = config.trainer.steps * config.critic.minibatches * config.critic.epochs
-    return Critic(model, config.critic, algorithm=config.algorithm, total_updates=updates)
+    return Critic(model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang)
 
 
-def _build_reference(config: Config, model: Any) -> Score:
+def build_reference(config: Config, model: Any) -> ScoreSamples:
     return partial(
         score_samples,
         Decoder.of(model),
@@ -159,39 +173,32 @@ def _build_reference(config: Config, model: Any) -> Score:
     )
 
 
-def _eval_scorer(config: Config, scorer: Scorer) -> Scorer:
+def build_eval_scorer(config: Config, scorer: Scorer) -> Scorer:
     """The run's own rewards; where those come from a model alone, whether the answer is right."""
     if any(reward.type not in ("self_certainty", "model") for reward in config.reward):
         return scorer
     return Scorer([ExactReward()], num_workers=NUM_REWARD_WORKERS, model_rewards={})
 
 
-def _model_rewards(config: Config, learner: Learner, device: torch.device) -> dict[int, ModelRewardFunction]:
+def model_rewards(
+    config: Config, *, score: ScoreSamples, load_reward_model: Callable[[ModelReward], ModelRewardFunction]
+) -> dict[int, ModelRewardFunction]:
+    """The rewards that a model gives, by their place in the run file."""
     functions: dict[int, ModelRewardFunction] = {}
     for index, reward in enumerate(config.reward):
         if reward.type == "self_certainty":
-            functions[index] = partial(_self_certainty, learner)
+            functions[index] = partial(_self_certainty, score)
         elif reward.type == "model":
-            from rollcall.reward.model import RewardModel
-
-            functions[index] = RewardModel(reward.path, device=device, max_tokens=reward.max_tokens)
+            functions[index] = load_reward_model(reward)
     return functions
 
 
-def _self_certainty(learner: Learner, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
+def load_reward_model(reward: ModelReward, *, device: torch.device) -> ModelRewardFunction:
+    from rollcall.reward.model import RewardModel
+
+    return RewardModel(reward.path, device=device, max_tokens=reward.max_tokens)
+
+
+def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
     samples = [Sample.of(completion, draw=0, prompt_ids=prompt.token_ids) for completion in completions]
-    scores = learner.score(samples)
-    return [float(row.certainty[sample.mask].mean()) for row, sample in zip(scores, samples, strict=True)]
-
-
-def _load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        weights |= load_file(path)
-    return weights
-
-
-@torch.no_grad()
-def _copy_into(tensors: Mapping[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensor.copy_(weights[name])
+    return [float(row.certainty[sample.mask].mean()) for row, sample in zip(score(samples), samples, strict=True)]

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rollcall.cluster.actor import MARK, Host, end_group
 from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec
 from rollcall.cluster.dispatch import Drop, is_large
+from rollcall.cluster.environment import for_ray
 from rollcall.cluster.failures import (
     Progress,
     RemoteFailureError,
@@ -293,7 +294,7 @@ class RayCrew:
                 num_cpus=0 if has_gpu else spec.share,
                 max_restarts=0,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**spec.env, MARK: self._mark}},
+                runtime_env={"env_vars": {**for_ray(spec.env), MARK: self._mark}},
             )
             .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
         )
@@ -321,6 +322,10 @@ class RayCrew:
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._calls[rank].remote(method, drop, *args, **kwargs)
+
+    def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        first, _ = ray.wait(list(futures), timeout=timeout_s, fetch_local=False)
+        return ray.wait(list(futures), num_returns=len(futures), timeout=0, fetch_local=False)[0] if first else []
 
     def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
         deadline = time.monotonic() + timeout_s

@@ -167,6 +167,13 @@ class WorkerGroup:
             kwargs = {name: crew.share(value) for name, value in kwargs.items()}
         return [crew.call(rank, method_name, (), args, kwargs) for rank in ranks]
 
+    def run_some_workers_single_data(self, method_name: str, workers: Sequence[int], *args: Any) -> list[Any]:
+        """Call these workers with the same arguments."""
+        crew = self._running
+        if len(workers) > 1:
+            args = tuple(crew.share(value) for value in args)
+        return [crew.call(rank, method_name, (), args, {}) for rank in workers]
+
     def run_all_workers_multiple_data(
         self,
         method_name: str,
@@ -254,6 +261,10 @@ class WorkerGroup:
         if isinstance(futures, MultiWorkerFuture):
             return futures.select(list(results), axes=axes)
         return [_arrange(entry, results, axes=axes) for entry in entries]
+
+    def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        """Those of the futures that are done or have failed; waits for the first, at most ``timeout_s``."""
+        return self._running.ready(futures, timeout_s=timeout_s)
 
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False

@@ -20,6 +20,7 @@ from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.decoder import Decoder
 from rollcall.learner.cores import map_side_by_side, num_side_by_side
+from rollcall.learner.gang import Gang
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.model import packed_hidden
 from rollcall.learner.optimizer import NonFiniteError, Optimizer
@@ -50,8 +51,10 @@ class Learner:
         temperature: float,
         max_response_tokens: int,
         total_updates: int,
+        gang: Gang | None = None,
     ):
         self.model = model
+        self.gang = gang or Gang.alone()
         self.decoder = Decoder.of(model)
         self.section = section
         self.algorithm = algorithm
@@ -59,6 +62,11 @@ class Learner:
         self.max_response_tokens = max_response_tokens
         self.optimizer = Optimizer(self.decoder.named_tensors(), section, total_updates=total_updates)
         self.num_tokens_trained = 0
+
+    @property
+    def rescores(self) -> bool:
+        """Whether updates compare with log-probs of the policy as it was before the step."""
+        return self.section.minibatches * self.section.epochs > 1 and self.algorithm.old_logprobs == "learner"
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""
@@ -70,9 +78,12 @@ class Learner:
         )
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """All updates of one step (epochs x minibatches); the metrics are means over them."""
+        """All updates of one step (epochs x minibatches); the metrics are means over them.
+
+        Every member of a gang gets all samples and takes its share of them.
+        """
         rows: list[dict[str, float]] = []
-        if self.section.minibatches * self.section.epochs > 1 and self.algorithm.old_logprobs == "learner":
+        if self.rescores and samples[0].old_logprobs is None:
             scores = self.score(samples)
             samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
         for _ in range(self.section.epochs):
@@ -86,15 +97,15 @@ class Learner:
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
-        rows = self._rows_with_gradient(samples)
+        rows = share_rows(samples, self._rows_with_gradient(samples), self.gang)
         batches = pack(
             [samples[row] for row in rows],
             weights=weights[rows],
             tokens_per_microbatch=self.section.tokens_per_microbatch,
             parts=num_side_by_side(self.decoder.device),
         )
-        total = accumulate_gradients(batches, self._loss, self.optimizer)
-        self.num_tokens_trained += sum(batch.num_tokens for batch in batches)
+        total = accumulate_gradients(batches, self._loss, self.optimizer, gang=self.gang)
+        self.num_tokens_trained += int(total.pop("packed"))
         weight = total.pop("weight")
         num_tokens = total.pop("tokens")
         largest = total.pop("mismatch_max")
@@ -146,7 +157,10 @@ class Learner:
 class Critic:
     """PPO's value function: a policy-shaped body with a one-number head, and its own optimizer."""
 
-    def __init__(self, model: Any, section: OptimizerSection, *, algorithm: Ppo, total_updates: int):
+    def __init__(
+        self, model: Any, section: OptimizerSection, *, algorithm: Ppo, total_updates: int, gang: Gang | None = None
+    ):
+        self.gang = gang or Gang.alone()
         self.decoder = Decoder.of(model)
         size, device, dtype = model.config.hidden_size, self.decoder.device, self.decoder.dtype
         self.head = torch.zeros(1, size, device=device, dtype=dtype)  # a fresh critic knows nothing: values are 0
@@ -173,13 +187,14 @@ class Critic:
             for part in split_by_draw(samples, self.section.minibatches):
                 counts = np.array([int(sample.mask.sum()) for sample in part])
                 weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
+                mine = share_rows(part, range(len(part)), self.gang)
                 batches = pack(
-                    part,
-                    weights=weights,
+                    [part[row] for row in mine],
+                    weights=weights[mine],
                     tokens_per_microbatch=self.section.tokens_per_microbatch,
                     parts=num_side_by_side(self.decoder.device),
                 )
-                total = accumulate_gradients(batches, self._loss, self.optimizer)
+                total = accumulate_gradients(batches, self._loss, self.optimizer, gang=self.gang)
                 self.optimizer.step()
                 rows.append({"value_loss": total["loss"]})
         return {"value_loss": float(np.mean([row["value_loss"] for row in rows]))}
@@ -202,31 +217,44 @@ class Critic:
         return result.loss, {"loss": result.loss.detach()}
 
 
-def accumulate_gradients(batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer) -> dict[str, float]:
-    """Backward through every micro-batch; the metrics are sums over them (``*_max``: the largest)."""
-    if not batches:
-        raise ValueError(
-            "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
-        )
+def share_rows(samples: Sequence[Sample], rows: Sequence[int], gang: Gang) -> list[int]:
+    """Those of the rows that this member of the gang works on: a fair share of the tokens."""
+    costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
+    return [rows[index] for index in gang.share(costs, keys=[samples[row].draw for row in rows])]
+
+
+def accumulate_gradients(
+    batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer, *, gang: Gang
+) -> dict[str, float]:
+    """Backward through every micro-batch of the gang; the metrics are sums over them (``*_max``: the largest)."""
     weights = list(optimizer.named.values())
 
     def gradients_of(batch: MicroBatch) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
         loss, metrics = loss_of(batch)
         return torch.autograd.grad(loss, weights, allow_unused=True), metrics
 
-    total: dict[str, Tensor] = {}
+    own: list[dict[str, Tensor]] = []
     for gradients, metrics in map_side_by_side(gradients_of, batches, width=num_side_by_side(weights[0].device)):
         optimizer.accumulate(gradients)
-        for name, value in metrics.items():
-            if name not in total:
-                total[name] = value
-            else:
-                total[name] = torch.maximum(total[name], value) if name.endswith("_max") else total[name] + value
-    values = {name: float(value) for name, value in total.items()}
-    if not math.isfinite(values["loss"]):
+        own.append(metrics)
+    rows = [{name: float(value) for name, value in row.items()} for row in own]  # here, not while others still compute
+    for row, batch in zip(rows, batches, strict=True):
+        row["packed"] = float(batch.num_tokens)
+    everyone = [row for member in gang.gather(rows) for row in member]
+    if not everyone:
+        raise ValueError(
+            "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
+        )
+    total: dict[str, float] = {}
+    for row in everyone:
+        for name, value in row.items():
+            pick = max if name.endswith("_max") else float.__add__
+            total[name] = pick(total[name], value) if name in total else value
+    if not math.isfinite(total["loss"]):
         optimizer.discard()
-        raise NonFiniteError(f"the loss is {values['loss']}")
-    return values
+        raise NonFiniteError(f"the loss is {total['loss']}")
+    optimizer.sum_over(gang)
+    return total
 
 
 def batch_stats(decoder: Decoder, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollcall.config import OptimizerSection
+from rollcall.learner.gang import Gang
 
 
 class NonFiniteError(RuntimeError):
@@ -48,6 +49,15 @@ class Optimizer:
                 self._sums[name] = gradient.float()
             else:
                 self._sums[name] += gradient
+
+    def sum_over(self, gang: Gang) -> None:
+        """Make the sums those of the whole gang; a member that had no rows gives zeros."""
+        if gang.size == 1:
+            return
+        for name, weight in self.named.items():
+            if name not in self._sums:
+                self._sums[name] = torch.zeros_like(weight, dtype=torch.float32)
+        gang.sum_all([self._sums[name] for name in self.named])
 
     def discard(self) -> None:
         """Forget the gradients summed so far."""
