@@ -1,0 +1,42 @@
+"""All processes of a run and who holds which role: how the handles of the controller reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.cluster.placement import Role
+from rollcall.cluster.workers import WorkerGroup
+from rollcall.learner.gang import balance
+from rollcall.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """All processes of the run, and which of them hold each role (by rank)."""
+
+    group: WorkerGroup
+    members: dict[Role, list[int]]
+
+    def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
+        return self.group.get_all_worker_results(self.group.run_some_workers_single_data(method, workers, *args))
+
+    def call_role(self, role: Role, method: str, *args: Any) -> list[Any]:
+        return self.call(self.members[role], method, *args)
+
+    def spread(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
+        """One result per sample, computed by the role's processes, each on a fair share of the tokens."""
+        workers = self.members[role]
+        costs = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+        shares = balance([[index] for index in range(len(samples))], costs, size=len(workers))
+        busy = [(worker, share) for worker, share in zip(workers, shares, strict=True) if share]
+        futures = [
+            self.group.run_single_worker_single_data(method, worker, [samples[index] for index in share])
+            for worker, share in busy
+        ]
+        results: list[Any] = [None] * len(samples)
+        for (_, share), part in zip(busy, self.group.get_all_worker_results(futures), strict=True):
+            for index, value in zip(share, part, strict=True):
+                results[index] = value
+        return results
