@@ -303,6 +303,9 @@ def expected_spans(nodes: list[int], parts: list[Part]) -> list[tuple[int, ...]]
 def can_work(nodes: list[int], spans: dict[str, list[tuple[int, ...]] | None]) -> bool:
     if any(value is None for value in spans.values()):
         return False
+    actor, critic = (set(spans.get(role) or ()) for role in ("actor", "critic"))
+    if actor & critic and actor != critic:
+        return False
     every = {span for value in spans.values() if value is not None for span in value}
     flat = [slot for span in every for slot in span]
     return sorted(flat) == list(range(sum(nodes)))  # each slot in exactly one process, none left over

@@ -18,6 +18,7 @@ from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.plan import plan
+from rollcall.cli.simulate import simulate
 from rollcall.cli.train import train
 from rollcall.redact import guard_streams
 
@@ -90,6 +91,7 @@ for name, command in (
     ("config", config),
     ("data", data),
     ("plan", plan),
+    ("simulate", simulate),
     ("doctor", doctor),
     ("submit", submit),
     ("env", env),

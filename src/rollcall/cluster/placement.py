@@ -154,6 +154,7 @@ def plan_placement(cluster: ClusterSection, *, needs: Needs | None = None) -> Pl
     ordered = {role: placed[role] for role in Role if role in placed}
     _check_all_used(ordered, layout, notes)
     processes = {role: _number(spans) for role, spans in ordered.items()}
+    _check_gangs(processes)
     shared = _share(processes, layout)
     sizes = needs.tensor_parallel if needs is not None else {}
     meshes = {role: _mesh_of(role, spans, sizes.get(role), notes) for role, spans in processes.items()}
@@ -170,6 +171,17 @@ def plan_placement(cluster: ClusterSection, *, needs: Needs | None = None) -> Pl
         meshes=meshes,
         notes=tuple(notes),
     )
+
+
+def _check_gangs(processes: Mapping[Role, tuple[RoleProcess, ...]]) -> None:
+    """A process trains in one gang: actor and critic have all their processes in common, or none."""
+    actor, critic = ({process.slots for process in processes.get(role, ())} for role in (Role.ACTOR, Role.CRITIC))
+    shared = actor & critic
+    if shared and actor != critic:
+        raise PlacementError(
+            f"{WHERE} gives actor {len(actor)} and critic {len(critic)} processes, {len(shared)} of them the same; give both the "
+            "same slots, or none in common"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

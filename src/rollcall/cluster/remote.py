@@ -20,7 +20,6 @@ from rollcall.cluster.local import NUM_REWARD_WORKERS, build_eval_scorer, load_i
 from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement
 from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating
-from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
 from rollcall.cluster.virtual import VirtualCluster, init_ray
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
@@ -118,7 +117,6 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     """Place the plan's processes on the cluster that this node belongs to, and load every role."""
     assert config.cluster is not None
     plan = plan_placement(config.cluster, needs=needs_of(config))
-    _refuse_halves(plan)
     inputs = load_inputs(config, say=say)
     say(f"placing {sum(len(group.processes) for group in plan.groups)} processes on {plan.num_nodes} nodes")
     init_ray()
@@ -194,16 +192,6 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, model_path: s
     seatings = [Seating(ranks=dict(process.ranks), sizes=sizes, meeting=meeting) for process in processes]
     facts = group.get_all_worker_results(group.run_all_workers_multiple_data("build", seatings))
     return team, facts[0]
-
-
-def _refuse_halves(plan: Plan) -> None:
-    actor, critic = plan.processes.get(Role.ACTOR, ()), plan.processes.get(Role.CRITIC, ())
-    shared = {process.slots for process in actor} & {process.slots for process in critic}
-    if shared and (len(shared) != len(actor) or len(shared) != len(critic)):
-        raise ClusterError(
-            f"actor and critic share {len(shared)} of their {len(actor)} and {len(critic)} processes; give them the same "
-            "slots, or none in common"
-        )
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

@@ -1,0 +1,45 @@
+"""`rollcall simulate`: rehearse a run's cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import typer
+
+from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, split_arguments
+
+
+def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Rehearse a run's cluster here: its nodes, slots and placement, a tiny model, two steps, and a verdict.
+
+    Needs no GPU and no data. Ends with status 1, and says why, when the run does not work.
+
+    \b
+    Examples:
+      rollcall simulate examples/cluster_4x8.yaml
+      rollcall simulate run.yaml cluster.num_nodes=2 cluster.num_gpus_per_node=2
+      rollcall simulate run.yaml --json
+    """
+    from rollcall.config import load_config
+
+    config = load_config(*split_arguments(file, overrides))
+    calm_libraries()
+    from rollcall.cluster.simulate import simulate as rehearse
+
+    verdict = rehearse(config, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(asdict(verdict)))
+    else:
+        roles = ", ".join(f"{role} x {count}" for role, count in verdict.roles.items())
+        print(f"{verdict.num_nodes} nodes, {verdict.num_slots} slots, {verdict.num_processes} processes: {roles}")
+        if verdict.ok:
+            print(
+                f"verdict: it runs. {verdict.steps} steps in {verdict.seconds:.0f} s with bring-up; engine and learner "
+                f"differ by {verdict.logprob_mismatch:.1e} nats a token"
+            )
+        else:
+            print(f"verdict: it does not run. {verdict.why}")
+    if not verdict.ok:
+        raise typer.Exit(FAILED)

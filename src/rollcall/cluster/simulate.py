@@ -1,0 +1,215 @@
+"""Rehearse a run's cluster on this machine: as many nodes with as many slots, its own placement, algorithm and loop, a
+tiny model in place of the real one, two steps, and a verdict.
+
+Nodes are started as ``rollcall node`` starts them, each with a state folder of its own, and are stopped at the end
+whatever happened. Slots are logical: nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.bootstrap import start_node, stop_node
+from rollcall.cluster.placement import Plan, needs_of, plan_placement
+from rollcall.cluster.ray_start import NodeRequest
+from rollcall.cluster.state import CLUSTER, STATE_DIR, ClusterError
+from rollcall.config import Config, ConfigError, parse_config
+
+STEPS, PROMPTS = 2, 16
+NAME = "rehearsal"
+# Eight heads and eight KV heads: every usual tensor-parallel size divides them.
+SHAPE = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+    max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
+)  # fmt: skip
+OBJECT_STORE_GIB = 0.25
+PROCESS_GIB, NODE_GIB = 0.4, 0.3  # resident, measured: a worker with torch and the tiny model; a node's own processes
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    ok: bool
+    why: str | None  # why it does not run
+    num_nodes: int
+    num_slots: int
+    num_processes: int
+    roles: dict[str, int]  # processes of each
+    steps: int
+    seconds: float
+    logprob_mismatch: float | None
+
+
+def simulate(config: Config, *, say: Say) -> Verdict:
+    """Bring up, run, take down. What is wrong with the run file or the placement is raised, not judged."""
+    if config.cluster is None:
+        raise ConfigError(
+            "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
+        )
+    plan = plan_placement(config.cluster, needs=needs_of(config))
+    _refuse_too_large(plan)
+    started = time.monotonic()
+    summary: dict[str, Any] | None = None
+    why = None
+    with tempfile.TemporaryDirectory(prefix="rc-sim-", dir="/tmp") as folder:  # short: socket paths are limited
+        root = Path(folder)
+        with _nodes(plan, root, say=say):
+            say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
+            try:
+                summary = _run(config, root)
+            except Exception as error:  # anything that the run meets is the verdict
+                why = str(error) or type(error).__name__
+    return Verdict(
+        ok=summary is not None and summary["steps"] == STEPS,
+        why=why,
+        num_nodes=plan.num_nodes,
+        num_slots=len(plan.slots),
+        num_processes=sum(len(group.processes) for group in plan.groups),
+        roles={str(role): plan.world_size(role) for role in plan.roles},
+        steps=summary["steps"] if summary else 0,
+        seconds=time.monotonic() - started,
+        logprob_mismatch=summary["logprob_mismatch"] if summary else None,
+    )
+
+
+def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
+    """The run with everything small that is not about placement."""
+    document = config.model_dump(mode="json")
+    document["run"] |= {"name": NAME, "dir": str(root / "run")}
+    document["cluster"] |= {"accelerator": "cpu"}
+    document["model"] = {"path": str(model), "dtype": "float32", "device": "cpu"}
+    document["data"] = {
+        "train": "builtin:arithmetic",
+        "val": None,
+        "prompts_per_step": _few_prompts(config),
+        "max_prompt_tokens": 32,
+    }
+    document["rollout"] |= {
+        "samples_per_prompt": min(config.rollout.samples_per_prompt, 4), "max_response_tokens": 8, "stop": [], "kv_tokens": None
+    }  # fmt: skip
+    # A random policy never answers right: a reward that differs between completions lets the update move something.
+    document["reward"] = [{"type": "regex", "pattern": "[0-4]"}] + (
+        [{"type": "model", "path": str(reward_model)}] if reward_model else []
+    )
+    document["trainer"] |= {
+        "steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1
+    }  # fmt: skip
+    return parse_config(document)
+
+
+def _few_prompts(config: Config) -> int:
+    """At most about 16 a step, and what minibatches divide."""
+    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)
+    return min(config.data.prompts_per_step, unit * max(1, PROMPTS // unit))
+
+
+def _run(config: Config, root: Path) -> dict[str, Any]:
+    from rollcall.train import train
+
+    asks_model = any(reward.type == "model" for reward in config.reward)
+    model = make_tiny_model(root / "model")
+    small = rehearsed(
+        config, root, model=model, reward_model=make_tiny_reward_model(root / "reward-model") if asks_model else None
+    )
+    try:
+        return train(small, quiet=True)
+    finally:
+        import ray
+
+        ray.shutdown()  # before its nodes go
+
+
+@contextmanager
+def _nodes(plan: Plan, root: Path, *, say: Say) -> Iterator[None]:
+    """The nodes one after the other: two cores start Ray no faster side by side."""
+    before = {name: os.environ.get(name) for name in (STATE_DIR, CLUSTER)}
+    up: list[int] = []
+    os.environ[CLUSTER] = NAME
+    try:
+        for rank, slots in enumerate(plan.slots_per_node):
+            say(f"starting node {rank} of {plan.num_nodes} with {slots} slots")
+            os.environ[STATE_DIR] = str(root / f"node{rank}")
+            up.append(rank)
+            start_node(
+                NodeRequest(
+                    cluster=NAME,
+                    rank=rank,
+                    num_nodes=plan.num_nodes,
+                    rendezvous=root / "rendezvous",
+                    slots=slots,
+                    object_store_gib=OBJECT_STORE_GIB,
+                ),
+                say=lambda line: None,
+            )
+        os.environ[STATE_DIR] = str(root / "node0")
+        yield
+    finally:
+        say("stopping the nodes")
+        for rank in reversed(up):
+            os.environ[STATE_DIR] = str(root / f"node{rank}")
+            stop_node(NAME)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def make_tiny_model(directory: Path) -> Path:
+    """Random weights and a character tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rollcall.checkpoint.export import export_model
+    from rollcall.tiny import ALPHABET, char_tokenizer
+
+    tokenizer = char_tokenizer(ALPHABET)
+    ids: dict[str, Any] = dict(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids))  # type: ignore[arg-type]
+    return export_model(model, tokenizer, directory)
+
+
+def make_tiny_reward_model(directory: Path) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from rollcall.tiny import ALPHABET, char_tokenizer
+
+    tokenizer = char_tokenizer(ALPHABET)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **SHAPE)  # type: ignore[arg-type]
+        model: Any = LlamaForSequenceClassification(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _refuse_too_large(plan: Plan) -> None:
+    num_processes = sum(len(group.processes) for group in plan.groups)
+    needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
+    available = _available_gib()
+    if needed > available:
+        raise ClusterError(
+            f"{plan.num_nodes} nodes with {num_processes} processes take about {needed:.0f} GiB on one machine, and "
+            f"{available:.0f} are free; rehearse fewer (cluster.num_nodes=..., with a placement to match), and check the "
+            "whole with `rollcall plan`"
+        )
+
+
+def _available_gib() -> float:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) / 2**20
