@@ -13,7 +13,7 @@ CORE = $(VENV)/.installed
 DEV  = $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format slow gpu bench docs install clean
+.PHONY: help demo test check lint format slow gpu vllm bench docs install clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ slow: $(DEV)  ## the tests that take long
 
 gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
+
+vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/setup_peers.sh .peers vllm`
+	ROLLCALL_VLLM_PYTHON=$${ROLLCALL_VLLM_PYTHON:-.peers/vllm/bin/python} $(BIN)/python -m pytest -q -rs -m vllm
 
 bench: $(DEV)  ## the CPU benchmarks, alone; PEER=1 compares (scripts/setup_peers.sh first)
 	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)

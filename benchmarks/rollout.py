@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.common import WORKLOADS, Workload, build_model_dir, measure, peer_python, print_result, run_peer
 from benchmarks.ours import make_config, make_workers
-from rollcall.engine.native.engine import NativeEngine
-from rollcall.engine.protocol import Request, Sampling
+from rollcall.engine.protocol import Engine, Request, Sampling
 
 CPU_WORKLOADS = ("rollout-0.8m", "rollout-135m", "rollout-11m-mixed")
 PEER_DEADLINE_S = 900
@@ -81,7 +80,7 @@ def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argpa
     }
 
 
-def submit(engine: NativeEngine, workload: Workload, prompts: list[list[int]], *, tag: int) -> None:
+def submit(engine: Engine, workload: Workload, prompts: list[list[int]], *, tag: int) -> None:
     """One request per prompt where its completions are equally long, else one per completion."""
     per_prompt = workload.samples_per_prompt
     for index, prompt in enumerate(prompts):

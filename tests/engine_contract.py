@@ -6,14 +6,14 @@
     @pytest.fixture(params=[...])
     def kind(request) -> EngineKind: ...
 
-Models are tiny and float32. The reference is transformers' own forward over the whole sequence, without a cache.
+An engine is used until the next one is made, not beside it. Models are tiny and float32. The reference is transformers' own forward over the whole sequence, without a cache.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,10 @@ class EngineKind:
     push_weights: Callable[[Any, Any, int], None]  # (engine, model, version): the model's parameters were changed
     num_preemptions: Callable[[Any], int]
     tight: Tight
+    shape: Mapping[str, Any] = field(default_factory=dict)  # of the models, where it must differ from tiny.SHAPE
+
+    def model(self, architecture: str = "qwen2-tied", **shape: Any) -> Any:
+        return make_model(architecture, **{**self.shape, **shape}).to(self.device)
 
 
 def sampling(**changes: Any) -> Sampling:
@@ -122,7 +126,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def model(kind: EngineKind) -> Any:
-    return make_model().to(kind.device)
+    return kind.model()
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def engine(kind: EngineKind, model: Any, tokenizer: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_and_draws_do_not_depend_on_the_batch(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
-    model = make_model(architecture).to(kind.device)
+    model = kind.model(architecture)
     requests = requests_for(random_prompts(5))
     together = run(kind.make(model, tokenizer, max_running=16, kv_tokens=None), requests)
     assert off_by(model, requests, together) < TOLERANCE
@@ -146,13 +150,14 @@ def test_logprobs_and_draws_do_not_depend_on_the_batch(kind: EngineKind, tokeniz
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_and_draws_survive_preemption(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
-    model, tight = make_model(architecture).to(kind.device), kind.tight
+    model, tight = kind.model(architecture), kind.tight
     requests = requests_for(
         random_prompts(4, lengths=tight.prompt_lengths), max_tokens=tight.max_tokens, stop_token_ids=()
     )
     roomy = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
+    expected = run(roomy, requests)
     cramped = kind.make(model, tokenizer, max_running=16, kv_tokens=tight.kv_tokens)
-    expected, results = run(roomy, requests), run(cramped, requests)
+    results = run(cramped, requests)
     assert kind.num_preemptions(cramped) > 0 and kind.num_preemptions(roomy) == 0
     assert off_by(model, requests, results) < TOLERANCE
     assert ids_of(results) == ids_of(expected)
@@ -162,13 +167,13 @@ def test_logprobs_and_draws_survive_preemption(kind: EngineKind, tokenizer: Any,
 def test_a_weight_swap_in_the_middle_of_completions_is_recorded_and_exact(
     kind: EngineKind, tokenizer: Any, architecture: str
 ) -> None:
-    model = make_model(architecture).to(kind.device)
+    model = kind.model(architecture)
     engine = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
     requests = requests_for(random_prompts(3), max_tokens=40, stop_token_ids=())
     for one in requests:
         engine.submit(one)
     assert engine.poll() == []
-    before = make_model(architecture).to(kind.device)
+    before = kind.model(architecture)
     perturb(model, seed=1)
     kind.push_weights(engine, model, 7)
     assert engine.version == 7
@@ -213,7 +218,7 @@ def test_a_weight_swap_while_requests_wait_for_room_is_exact(kind: EngineKind, m
 def test_any_schedule_of_requests_aborts_and_swaps_is_exact(kind: EngineKind, tokenizer: Any, seed: int) -> None:
     """Rows come, grow, go and are preempted in a random order; what each token was sampled from stays right."""
     rng = np.random.default_rng(seed)
-    model, tight = make_model().to(kind.device), kind.tight
+    model, tight = kind.model(), kind.tight
     engine = kind.make(model, tokenizer, max_running=int(rng.integers(5, 9)), kv_tokens=tight.kv_tokens)
     versions = [copy.deepcopy(model)]
     found: dict[str, Finished] = {}
@@ -297,7 +302,7 @@ def test_equal_seeds_draw_equal_tokens_and_others_do_not(engine: Any) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_generate(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
-    model = make_model(architecture).to(kind.device)
+    model = kind.model(architecture)
     prompts = random_prompts(3, seed=4)
     requests = requests_for(prompts, num_seeds=1, temperature=0.0, max_tokens=16)
     results = run(kind.make(model, tokenizer, max_running=8, kv_tokens=None), requests)
@@ -361,7 +366,7 @@ def test_truncated_sampling_stays_in_the_set_and_renormalises(
 def test_tokens_are_drawn_as_often_as_their_probability_says(
     kind: EngineKind, tokenizer: Any, temperature: float, top_k: int
 ) -> None:
-    model = make_model(vocab_size=10).to(kind.device)
+    model = kind.model(vocab_size=10)
     prompt, draws = np.array([4, 7, 5], dtype=np.int32), 4000
     engine = kind.make(model, tokenizer, max_running=512, kv_tokens=None)
     one = request(prompt, seeds=range(draws), max_tokens=1, temperature=temperature, top_k=top_k)

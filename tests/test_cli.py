@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import yaml
 from tiny import save_model
 
 from rollcall import __version__
+from rollcall.cli.main import app
 from rollcall.config import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -68,15 +70,34 @@ def trained_draws(run_dir: Path) -> list[int]:
 def test_help_leads_a_stranger_to_the_demo_the_examples_and_the_tests(tmp_path: Path) -> None:
     result = rollcall("--help", cwd=tmp_path)
     assert result.returncode == 0
-    for words in ("make demo", "make test", "rollcall train", "examples/gsm8k.yaml", "docs/configuration.md"):
+    first = ("make demo", "make test", "rollcall train", "examples/gsm8k.yaml", "docs/configuration.md")
+    for words in (*first, "rollcall node", "rollcall check", "rollcall submit", "docs/clusters.md"):
         assert words in result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "config", "data", "version"])
+def commands() -> list[str]:
+    """Every verb of the command line, such as "train" and "job list"."""
+    nested = [f"{group.name} {one.name}" for group in app.registered_groups for one in _app(group).registered_commands]
+    return [*(one.name or "" for one in app.registered_commands), *nested]
+
+
+def _app(group: Any) -> Any:
+    return group.typer_instance
+
+
+def test_these_are_the_verbs() -> None:
+    assert sorted(commands()) == [
+        "check", "config", "data", "doctor", "down", "env", "eval", "job list", "job logs", "job status", "job stop",
+        "node", "plan", "simulate", "status", "submit", "train", "version",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", commands())
 def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) -> None:
-    result = rollcall(command, "--help", cwd=tmp_path)
+    result = rollcall(*command.split(), "--help", cwd=tmp_path)
     assert result.returncode == 0
-    assert f"\n    rollcall {command}" in result.stdout or f"\n      rollcall {command}" in result.stdout
+    assert re.search(rf"^ {{4,6}}(?:[A-Z_]+=\S+ )?rollcall {command}\b", result.stdout, re.MULTILINE), result.stdout
+    assert "<redacted>" not in result.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["config", "actor.lr=1e-5"], ["version"]])

@@ -32,6 +32,46 @@ except urllib.error.HTTPError as error:
 except OSError as error:
     print(error)
 """
+# What answers without a token on each port of a host: nothing, but for metrics. gRPC asks for one service after the other,
+# since a server knows its own alone.
+KNOCK = """
+import json, sys, urllib.error, urllib.request
+import grpc
+CALLS = ("CoreWorkerService/PushTask", "NodeManagerService/GetNodeStats", "ObjectManagerService/Pull",
+    "NodeInfoGcsService/GetAllNodeInfo", "RayletDriver/Init", "ReporterService/ReportOCMetrics")
+def knock(address):
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            return "metrics" if answer.read(6) == b"# HELP" else "open"
+    except urllib.error.HTTPError as error:
+        return "refused" if error.code in (401, 403) else f"answers {error.code}"
+    except Exception:  # not a web server, or nobody: gRPC tells them apart
+        codes = set()
+    with grpc.insecure_channel(address) as channel:
+        for call in CALLS:
+            try:
+                channel.unary_unary(f"/ray.rpc.{call}")(b"", timeout=10)
+                return f"answers {call}"
+            except grpc.RpcError as error:
+                codes.add(error.code().name)
+    return "refused" if "UNAUTHENTICATED" in codes else f"{sorted(codes)}"
+print(json.dumps({port: knock(f"{sys.argv[1]}:{port}") for port in sys.argv[2:]}))
+"""
+# A driver and a worker on the node it is started on.
+DRIVER = """
+import time
+from rollcall.cluster.connect import connect
+record = connect()
+import ray
+@ray.remote(num_cpus=0, resources={f"rollcall_node_{record.rank}": 0.001})
+class Worker:
+    def work(self):
+        print("working", flush=True)
+worker = Worker.remote()
+ray.get(worker.work.remote())
+print("working", flush=True)
+time.sleep(600)
+"""
 # Ray alone, as someone would who knows nothing of rollcall; it gives up after one try.
 RAY = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -174,6 +214,32 @@ def test_the_agents_on_the_other_nodes_want_the_token_too(lab_cluster: LabCluste
             )
 
 
+def test_every_port_of_a_node_wants_the_token_but_those_of_the_metrics(lab_cluster: LabCluster) -> None:
+    driver = lab_cluster.hosts[1].start([sys.executable, "-c", DRIVER])
+    give_up = time.monotonic() + WAIT_S
+    while "working" not in driver.output:
+        assert driver.poll() is None and time.monotonic() < give_up, driver.output
+        time.sleep(0.2)
+    for host in (lab_cluster.head, lab_cluster.hosts[1]):
+        ports = listening(host)
+        result = lab_cluster.outsider.run([sys.executable, "-c", KNOCK, host.ip, *map(str, ports)])
+        still = {str(port) for port in listening(host)}  # Ray ends idle workers as it likes
+        answers: dict[str, str] = {port: said for port, said in json.loads(result.stdout).items() if port in still}
+        assert {"refused"} <= set(answers.values()) <= {"refused", "metrics"}, (host, answers, result.stderr)
+        found = next(node for node in status(lab_cluster.head)["nodes"] if node["address"] == host.ip)["ports"]
+        for name in ("node_manager", "object_manager", "runtime_env_agent"):
+            assert answers[str(found[name])] == "refused", name
+    assert len(answers) >= len(found) + 2, "driver and worker are among them"
+    driver.kill()
+
+
+def listening(host: Host) -> list[int]:
+    """Ports that other hosts reach."""
+    lines = host.run(["ss", "--listening", "--tcp", "--numeric", "--no-header"]).stdout.splitlines()
+    addresses = [line.split()[3].rpartition(":")[::2] for line in lines]
+    return sorted({int(port) for address, port in addresses if "127.0.0.1" not in address and address != "[::1]"})
+
+
 def files_with(text: str, *, among: Iterable[Path]) -> list[Path]:
     found = []
     for path in among:
@@ -259,6 +325,26 @@ def test_down_stops_that_cluster_alone_and_leaves_nothing_of_it(lab_cluster: Lab
 def processes_of(cluster: str, host: Host) -> list[int]:
     """By the cluster's folder on their command line, as most of Ray's have it."""
     return [process.pid for process in host.processes() if f"/rollcall-0/{cluster}/" in process.cmdline]
+
+
+def test_two_users_have_a_cluster_of_the_same_name_on_one_host(lab_cluster: LabCluster) -> None:
+    host, before = lab_cluster.head, processes_of("default", lab_cluster.head)
+    env = {"HOME": "/tmp/another", "ROLLCALL_TOKEN": secrets.token_hex(32)}
+    host.run(["install", "-d", "-o", "12345", env["HOME"]])
+    as_another = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", sys.executable, "-m", "rollcall"]
+    if host.run([*as_another, "version"], env=env).returncode:
+        pytest.skip("another user may not read this checkout or its environment")
+    try:
+        options = ["--rank", "0", "--num-nodes", "1", "--head-address", f"{host.ip}:6399", "--slots", "3"]
+        started = host.run([*as_another, "node", *options], env=env, timeout_s=NODE_S)
+        assert started.returncode == 0 and "/tmp/rollcall-12345/default" in started.stdout, started.stderr
+        theirs = json.loads(host.run([*as_another, "status", "--json"], env={"HOME": env["HOME"]}).stdout)
+        assert [(node["rank"], node["slots"]) for node in theirs["nodes"]] == [(0, 3)]
+        assert ranks_alive(host) == [0, 1, 2, 3]
+    finally:
+        down = host.run([*as_another, "down"], env={"HOME": env["HOME"]})
+    assert down.returncode == 0 and "processes of cluster 'default'" in down.stdout, down.stderr
+    assert processes_of("default", host) == before and ranks_alive(host) == [0, 1, 2, 3]
 
 
 # Without a shared folder, over IPv6, to the end

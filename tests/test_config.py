@@ -82,6 +82,19 @@ def test_an_unknown_key_like_no_other_lists_the_fields() -> None:
     assert refusal(zzz=1).startswith("zzz is not a field; the fields are run, cluster, model, data")
 
 
+def test_an_unknown_key_of_a_list_that_may_be_absent_is_looked_up_there_too() -> None:
+    assert "cluster.nodes.0.zzz is not a field; the fields are gpus" in refusal(cluster={"nodes": [{"zzz": 3}]})
+    message = refusal(cluster={"nodes": [{"gpus": 8}, {"gpus": 8, "gpu": 3}]})
+    assert message == "cluster.nodes.1.gpu is not a field; did you mean cluster.nodes.1.gpus?"
+
+
+@pytest.mark.parametrize(("value", "shown"), [(True, "true"), (1.5, "1.5"), ([0, 1], "[0, 1]"), (None, "None")])
+def test_slots_are_text_or_a_number_and_never_what_yaml_makes_of_yes(value: Any, shown: str) -> None:
+    message = refusal(cluster={"component_placement": {"actor,rollout": value}})
+    assert message.startswith(f"cluster.component_placement.actor,rollout: {shown} is not a set of slots; write all, a")
+    assert "\n" not in message, "one mistake, one line"
+
+
 def test_nearest_has_no_answer_among_no_names() -> None:
     assert nearest("anything", []) is None
 
@@ -98,7 +111,7 @@ def test_every_mistake_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (dict(rollout={"engine": "vllm7"}), "rollout.engine='vllm7': input should be 'native'"),
+        (dict(rollout={"engine": "vllm7"}), "rollout.engine='vllm7': input should be 'native' or 'vllm'"),
         (dict(model={"dtype": "int4"}), "model.dtype='int4': input should be 'auto', 'float32' or 'bfloat16'"),
         (dict(trainer={"loggers": ["consle"]}), "trainer.loggers.0='consle': input should be 'console'"),
         (dict(actor=5), "actor=5: input should be a valid dictionary"),

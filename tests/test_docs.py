@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import typer
 
 from rollcall import docs_config
+from rollcall.cli.main import app
 from rollcall.config import Config
 from rollcall.docs_config import section_classes, type_name
 from rollcall.observe import metrics
@@ -33,6 +36,25 @@ def test_every_key_of_every_section_is_on_the_page_with_a_meaning() -> None:
                     assert f"| `{key}` |" in page and field.description in page
                 else:
                     assert f"### {name}: {field.default}" in page, f"{name}.{key} has no description"
+
+
+def test_the_cluster_page_names_verbs_and_options_that_exist() -> None:
+    command: Any = typer.main.get_command(app)
+    verbs = dict(command.commands)
+    verbs |= {f"job {name}": verb for name, verb in verbs["job"].commands.items()}
+    page = (DOCS / "clusters.md").read_text()
+    named = set(re.findall(r"rollcall (job [a-z]+|[a-z]+)", page))
+    assert named <= set(verbs), named - set(verbs)
+    assert {"node", "check", "status", "down", "doctor", "plan", "simulate", "submit", "env"} <= named
+    options = {option for verb in verbs.values() for parameter in verb.params for option in parameter.opts}
+    asked = {option for line in page.splitlines() if "ssh " not in line for option in re.findall(r"`(--[a-z-]+)", line)}
+    assert asked and asked <= options, asked - options
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_metric_is_on_the_page() -> None:

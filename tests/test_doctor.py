@@ -19,9 +19,10 @@ from lab.cluster import LabCluster, rollcall
 from rollcall.cluster import doctor_checks as checks
 from rollcall.cluster import doctor_facts
 from rollcall.cluster.check import Roster
-from rollcall.cluster.doctor import checkpoint_bytes, judge_plan, judge_slots, partners
+from rollcall.cluster.doctor import Report, checkpoint_bytes, judge_plan, judge_slots, partners
 from rollcall.cluster.doctor_checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
 from rollcall.cluster.doctor_facts import Probe
+from rollcall.cluster.doctor_show import show
 from rollcall.cluster.head import NodeInfo
 from rollcall.config import parse_config
 
@@ -177,6 +178,20 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
     assert "does not see in /shared what rank 0 wrote there" in found[2].what
     assert "saw a rename in /shared half done" in found[3].what
     assert found[None].severity == "warns" and "only after 30.0 s" in found[None].what
+
+
+def test_a_folder_that_is_not_shared_is_not_shown_as_seen_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = (make_node(0), make_node(1))
+    shared = SharedFolder(path="/tmp", unwritable={}, unseen={}, torn={}, seen_after_s=0.1, num_renames=9)
+    report = Report(
+        cluster="default", nodes=nodes, findings=(), skews={}, shared=shared, backend=None, bytes_per_s=None
+    )
+    show(report)
+    assert "shared folder /tmp: seen everywhere after 0.10 s" in capsys.readouterr().out
+    apart = replace(shared, unseen={1: {0: "No such file"}})
+    show(replace(report, shared=apart, findings=tuple(checks.judge_shared(nodes, apart))))
+    printed = capsys.readouterr().out
+    assert "does not see in /tmp what rank 0 wrote there" in printed and "seen everywhere" not in printed
 
 
 def test_an_all_reduce_that_fails_breaks_and_a_slow_one_warns() -> None:

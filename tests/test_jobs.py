@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,10 @@ import yaml
 from tiny import save_model
 
 from rollcall import redact
+from rollcall.cluster import job_channel
 from rollcall.cluster import jobs as module
 from rollcall.cluster import package as package_module
-from rollcall.cluster.job_channel import HttpChannel, Unreachable
+from rollcall.cluster.job_channel import HttpChannel, Reply, Unreachable
 from rollcall.cluster.jobs import Jobs, reach
 from rollcall.cluster.package import build_package
 from rollcall.cluster.paths import mount_of, resolve_paths
@@ -296,6 +299,62 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
     job = jobs_of(head).follow("rollcall-a", write=written.append, say=told.append)
     assert (job.status, "".join(written)) == ("SUCCEEDED", head.logs)
     assert skips == [0, 6] and "the cable was pulled" in told[0]
+
+
+@pytest.fixture
+def quiet_head() -> Iterator[str]:
+    """Sends a log with a silence in it, and like Ray's own server answers no ping meanwhile."""
+    from aiohttp import web
+
+    async def tail(request: web.Request) -> web.WebSocketResponse:
+        stream = web.WebSocketResponse(autoping=False)
+        await stream.prepare(request)
+        await stream.send_str("one\n")
+        await asyncio.sleep(1.0)
+        await stream.send_str("two\n")
+        await stream.close()
+        return stream
+
+    async def describe(_: web.Request) -> web.Response:
+        return web.json_response(row("rollcall-a"))
+
+    async def serve() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/api/jobs/rollcall-a", describe), web.get("/api/jobs/rollcall-a/logs/tail", tail)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        up.set()
+        await asyncio.get_running_loop().run_in_executor(None, over.wait)
+        await runner.cleanup()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    up, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert up.wait(30)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    over.set()
+    thread.join()
+
+
+def test_a_job_that_prints_nothing_for_a_while_is_not_lost(monkeypatch: pytest.MonkeyPatch, quiet_head: str) -> None:
+    monkeypatch.setattr(job_channel, "ANSWER_S", 0.2)
+    written: list[str] = []
+    channel = HttpChannel(quiet_head, token="right", token_source="somewhere")
+    assert (channel.tail("rollcall-a", skip=2, take=written.append), "".join(written)) == ("", "e\ntwo\n")
+
+
+def test_a_head_that_goes_away_while_a_job_is_quiet_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, quiet_head: str
+) -> None:
+    def ask(*_: Any, **__: Any) -> Reply:
+        raise Unreachable("no answer from the head")
+
+    monkeypatch.setattr(job_channel, "ANSWER_S", 0.2)
+    monkeypatch.setattr(HttpChannel, "ask", ask)
+    channel = HttpChannel(quiet_head, token="right", token_source="somewhere")
+    assert channel.tail("rollcall-a", skip=0, take=lambda _: None) == "no answer from the head"
 
 
 def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

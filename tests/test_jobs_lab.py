@@ -64,6 +64,16 @@ def test_a_node_that_is_not_the_head_submits_without_address_or_token(lab_cluste
     assert (status["run"], status["status"], status["submitter"]) == ("from-node-2", "SUCCEEDED", "root@node2")
 
 
+def test_rays_own_command_sees_the_same_jobs(lab_cluster: LabCluster) -> None:
+    """On the head, where the dashboard listens, with the cluster's token."""
+    ours = json.loads(rollcall(lab_cluster.head, "job", "list", "--json").stdout)["jobs"]
+    url = json.loads(rollcall(lab_cluster.head, "status", "--json").stdout)["dashboard_url"]
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/tmp/rollcall-0/default/token"}
+    seen = lab_cluster.head.run(["ray", "job", "list", "--address", url], env={**ENV, **token})
+    assert seen.returncode == 0 and ours, seen.stderr
+    assert all(job["id"] in seen.stdout for job in ours)
+
+
 def test_a_folder_that_nodes_do_not_share_is_refused(lab_cluster: LabCluster) -> None:
     run = write_run(lab_cluster.lab.shared, "unshared")
     result = rollcall(lab_cluster.hosts[2], "submit", str(run), "run.dir=runs/one")

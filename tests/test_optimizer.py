@@ -224,3 +224,66 @@ def test_a_saved_state_continues_bit_for_bit(dtype: torch.dtype, transposed: boo
     for name, weight in whole.named.items():
         assert torch.equal(second.named[name], weight)
     assert_identical(second.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adam", "torch.optim.NAdam"])
+def test_another_optimizer_by_its_name_steps_like_torchs(name: str) -> None:
+    named = weights()
+    theirs = {key: weight.clone() for key, weight in named.items()}
+    optimizer = Optimizer(named, section(optimizer=dict(name=name), weight_decay=0.1), total_updates=3)
+    kind = getattr(torch.optim, name.rpartition(".")[2])
+    groups = [{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["vector"]], "weight_decay": 0.0}]
+    reference = kind(groups, lr=0.01)
+    for seed in range(3):
+        for key, grad in make_gradients(theirs, seed=seed).items():
+            theirs[key].grad = grad
+        reference.step()
+    run(optimizer, seeds=range(3))
+    for key in named:
+        torch.testing.assert_close(named[key].detach(), theirs[key], atol=0, rtol=0)
+
+
+def test_arguments_of_the_optimizer_reach_it() -> None:
+    chosen = section(optimizer=dict(name="torch.optim.SGD", kwargs=dict(momentum=0.9, foreach=False, lr=0.5)), lr=0.5)
+    (group, _) = Optimizer(weights(), chosen, total_updates=1).adamw.param_groups
+    assert (group["lr"], group["momentum"], group["foreach"]) == (0.5, 0.9, False)
+    (group, _) = Optimizer(
+        weights(), section(optimizer=dict(kwargs=dict(foreach=False))), total_updates=1
+    ).adamw.param_groups
+    assert group["foreach"] is False
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (dict(name="AdamW"), "has no module; write the import path, such as torch.optim.AdamW"),
+        (dict(name="torch.optim.Adamm"), "is not an optimizer of torch's kind"),
+        (dict(name="apex.optimizers.FusedAdam"), "cannot be imported .*; install it, or write torch.optim.AdamW"),
+        (dict(name="torch.optim.LBFGS"), "needs a closure or sparse gradients"),
+        (dict(name="torch.nn.Linear"), "is not an optimizer"),
+        (
+            dict(kwargs=dict(momentum=0.9)),
+            "kwargs.momentum is not an argument of torch.optim.AdamW; it takes lr, betas",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_had_is_refused(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Optimizer(weights(), section(optimizer=choice), total_updates=1)
+
+
+def test_a_state_from_another_layout_is_laid_out_as_the_weights() -> None:
+    rows, columns = weights(), weights(transposed=True)
+    first = Optimizer(rows, section(), total_updates=4)
+    run(first, seeds=range(2))
+    second = Optimizer(columns, section(), total_updates=4)
+    with torch.no_grad():
+        for name, weight in columns.items():
+            weight.copy_(rows[name])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    moments = second.adamw.state[columns["matrix"]]["exp_avg"]
+    assert moments.stride() == columns["matrix"].stride() != rows["matrix"].stride()
+    run(first, seeds=range(2, 4))
+    run(second, seeds=range(2, 4))
+    for name, weight in rows.items():
+        torch.testing.assert_close(columns[name], weight)

@@ -53,6 +53,17 @@ def test_a_name_that_ends_as_secrets_do_is_one(name: str) -> None:
     assert is_secret(name)
 
 
+def test_what_stands_for_a_secret_in_help_is_shown_as_it_is() -> None:
+    for text in (
+        "ROLLCALL_TOKEN=... rollcall node",
+        "rollcall train [FILE] [KEY=VALUE]...",
+        "  KEY=VALUE  keys to set",
+    ):
+        assert redact(text) == text
+    assert redact("A_KEY=VALUES") == f"A_KEY={REDACTED}"
+    assert redact("ROLLCALL_TOKEN=...1f rollcall node") == f"ROLLCALL_TOKEN={REDACTED} rollcall node"
+
+
 @pytest.mark.parametrize(
     "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "NCCL_DEBUG", "RAY_AUTH_TOKEN_PATH", "KEYBOARD", "PATH"]
 )

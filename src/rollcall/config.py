@@ -7,33 +7,61 @@ nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``ty
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from rollcall.config_errors import explain
+from rollcall.config_algorithms import (  # noqa: F401, everyone else has them from here
+    Algorithm,
+    AlgorithmBase,
+    Cispo,
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    Intuitor,
+    Ppo,
+    ReinforcePlusPlus,
+    Rloo,
+)
+from rollcall.config_base import Section
+from rollcall.config_base import field as _field
+from rollcall.config_errors import ConfigError, explain
+from rollcall.config_overrides import apply_override, refuse_secret
+from rollcall.config_parallel import check_batches, check_section, lift_kwargs
+from rollcall.config_rewards import (  # noqa: F401
+    CountdownReward,
+    ExactReward,
+    FunctionReward,
+    MathReward,
+    ModelReward,
+    NumberReward,
+    ReasoningGymReward,
+    RegexReward,
+    Reward,
+    RewardBase,
+    SelfCertaintyReward,
+)
 from rollcall.redact import redact_run, redact_source, remember, secrets_of_run
 
+SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
+WeightTransport = Literal["auto", "shared_memory", "broadcast", "delta", "file"]
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
-
-
-class ConfigError(ValueError):
-    """The run file is wrong; the message says where and what to write instead."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
-
-
-def _field(default: Any, meaning: str, **kwargs: Any) -> Any:
-    return Field(default, description=meaning, **kwargs)
 
 
 class RunSection(Section):
     name: str = _field("run", "Name shown in logs and on trackers.")
     dir: Path = _field(Path("runs/run"), "Run directory; the same command in the same directory resumes.")
     seed: int = _field(0, "Seed of data order and sampling.", ge=0)
+
+
+def _slots(value: Any) -> Any:
+    """What stands for slots is read by cluster/placement.py; here, that it is text or a number, and that YAML meant it."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        given = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise ValueError(f"{given} is not a set of slots; {SLOT_SYNTAX}")
+    return value
 
 
 class NodeSection(Section):
@@ -51,8 +79,12 @@ class ClusterSection(Section):
     accelerator: Literal["gpu", "cpu"] = _field(
         "gpu", "What a slot is: a GPU, or a logical seat on a node without one (`rollcall node --slots`)."
     )
-    component_placement: dict[str, str | int] = _field(
+    component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = _field(
         {"actor,rollout": "all"}, "Roles to slots, such as `{'actor,rollout': all}`."
+    )
+    node_weights: list[float] | None = _field(
+        None,
+        "Share of the rollout tasks for each node, such as `[2, 1, 1]`; `null`: by measured speed.",
     )
     env: dict[str, str] = _field({}, "Environment variables of every worker.")
     env_pass: list[str] = _field(
@@ -76,7 +108,17 @@ class ClusterSection(Section):
             raise ValueError(
                 f"node_env has node {strangers[0]}; the {self.num_nodes} nodes are 0 to {self.num_nodes - 1}"
             )
+        self._check_weights()
         return self
+
+    def _check_weights(self) -> None:
+        weights = self.node_weights
+        if weights is None:
+            return
+        if len(weights) != self.num_nodes:
+            raise ValueError(f"node_weights={weights} has {len(weights)} numbers for {self.num_nodes} nodes; give one each")
+        if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+            raise ValueError(f"node_weights={weights} are no shares; use numbers from 0 on, not all of them 0")
 
     @property
     def slots_per_node(self) -> list[int]:
@@ -123,8 +165,18 @@ class DataSection(Section):
     shuffle: bool = _field(True, "Draw each epoch in a new seeded order.")
 
 
+class VllmSection(Section):
+    python: str | None = _field(
+        None, "Python of the environment that vLLM is in; `null`: `$ROLLCALL_VLLM_PYTHON`, else the one that runs this."
+    )
+    tensor_parallel_size: int = _field(1, "GPUs that one engine divides the model between.", ge=1)
+    enforce_eager: bool = _field(False, "Neither compile nor capture graphs: starts sooner, decodes slower.")
+    sleep: bool = _field(False, "Give its GPU memory back while nothing is sampled, for roles that share a GPU.")
+
+
 class RolloutSection(Section):
-    engine: Literal["native"] = _field("native", "Which engine samples.")
+    engine: Literal["native", "vllm"] = _field("native", "Which engine samples.")
+    vllm: VllmSection = _field(VllmSection(), "Where and how vLLM runs, with `engine: vllm`.")
     samples_per_prompt: int = _field(8, "Completions per prompt (group size).", ge=1)
     max_response_tokens: int = _field(8, "Longest completion, in tokens.", ge=1)
     temperature: float = _field(1.0, "Sampling temperature.", gt=0)
@@ -134,205 +186,80 @@ class RolloutSection(Section):
     max_running: int = _field(512, "Most completions decoded at once.", ge=1)
     kv_tokens: int | None = _field(
         None,
-        "Room of the KV cache, in tokens; `null`: from `kv_memory_fraction` on CUDA, enough for `max_running` on CPU.",
+        "Room of the KV cache, in tokens; `null`: from `kv_memory_fraction` on CUDA, enough for `max_running` on CPU (vLLM: "
+        "at most 1 GiB).",
     )
     kv_memory_fraction: float = _field(0.3, "Share of the CUDA card's memory for the KV cache.", gt=0, lt=1)
-
-
-class RewardBase(Section):
-    weight: float = _field(1.0, "Factor in the weighted sum.")
-    timeout_s: float = _field(10.0, "Longest time for one completion, in seconds; past it the score is 0.", gt=0)
-
-
-class ExactReward(RewardBase):
-    """1 if the completion, stripped, equals the answer."""
-
-    type: Literal["exact"] = "exact"
-
-
-class NumberReward(RewardBase):
-    """1 if the last number in the completion equals the answer's last number."""
-
-    type: Literal["number"] = "number"
-
-
-class MathReward(RewardBase):
-    """1 if math-verify finds the completion's final expression equal to the answer's."""
-
-    type: Literal["math"] = "math"
-
-
-class RegexReward(RewardBase):
-    """1 if the pattern is found in the completion (format rewards)."""
-
-    type: Literal["regex"] = "regex"
-    pattern: str = Field(description="Python regular expression, searched with DOTALL.")
-
-
-class CountdownReward(RewardBase):
-    """1 if the expression in the completion uses the row's `numbers` once each and makes its `target`."""
-
-    type: Literal["countdown"] = "countdown"
-    format_score: float = _field(0.1, "Score of a well-formed expression with the wrong value.", ge=0, le=1)
-
-
-class ReasoningGymReward(RewardBase):
-    """The score of the reasoning-gym task that made the row."""
-
-    type: Literal["reasoning_gym"] = "reasoning_gym"
-
-
-class FunctionReward(RewardBase):
-    """A function of yours: `f(prompt, completion, answer, metadata) -> float`."""
-
-    type: Literal["function"] = "function"
-    path: str = Field(description="`module:function`, importable from the working directory.")
-
-
-class SelfCertaintyReward(RewardBase):
-    """Mean over tokens of KL(uniform || policy): how sure the policy is of itself (Intuitor)."""
-
-    type: Literal["self_certainty"] = "self_certainty"
-
-
-class ModelReward(RewardBase):
-    """The score of a reward model (`AutoModelForSequenceClassification` with one label)."""
-
-    type: Literal["model"] = "model"
-    path: str = Field(description="Directory or hub name of the reward model.")
-    max_tokens: int = _field(2048, "Prompt and completion are cut to this many tokens, from the left.", ge=1)
-
-
-Reward = Annotated[
-    Union[
-        ExactReward, NumberReward, MathReward, RegexReward, CountdownReward, ReasoningGymReward, FunctionReward,
-        SelfCertaintyReward, ModelReward,
-    ],
-    Field(discriminator="type"),
-]  # fmt: skip
-
-
-class AlgorithmBase(Section):
-    """What all algorithms share. Each variant below fixes its defaults and names its paper."""
-
-    clip_low: float = _field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = _field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
-    dual_clip: float | None = _field(
-        None, "Bound on the loss of negative advantages (dual-clip PPO); `null`: off.", gt=1
-    )
-    kl_coef: float = _field(0.0, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = _field("k3", "Per-token estimator of that KL.")
-    kl_in: Literal["loss", "reward"] = _field("loss", "Add the KL to the loss, or take it off the token rewards.")
-    entropy_coef: float = _field(0.0, "Weight of the entropy bonus.", ge=0)
-    old_logprobs: Literal["learner", "engine"] = _field(
-        "learner",
-        "Base of the ratio: `learner` recomputes it (decoupled), `engine` takes the behaviour log-probs (bypass).",
-    )
-    tis_cap: float | None = _field(
-        2.0, "Truncated importance sampling: the loss is weighted by min(old / behaviour, cap); `null`: off.", gt=0
-    )
-    mismatch_mask: tuple[float, float] | None = _field(
-        None, "Tokens whose old / behaviour ratio is outside [low, high] are left out of the loss; `null`: none."
-    )
-    dynamic_sampling: bool = _field(
-        False, "Leave out groups whose rewards are all equal and draw more prompts instead."
-    )
-    max_refills: int = _field(4, "Most times a step draws extra prompts for dynamic sampling.", ge=0)
-    overlong_buffer: int = _field(
-        0, "Tokens before the limit over which a length penalty grows to `overlong_penalty`.", ge=0
-    )
-    overlong_penalty: float = _field(1.0, "Penalty at the token limit (soft overlong punishment).", ge=0)
-
-
-class Grpo(AlgorithmBase):
-    """GRPO, arXiv:2402.03300: group-normalised rewards, clipped ratio, mean over each response, then over responses."""
-
-    name: Literal["grpo"] = "grpo"
-
-
-class DrGrpo(AlgorithmBase):
-    """Dr. GRPO, arXiv:2503.20783: no division by the group's deviation or the response's length."""
-
-    name: Literal["dr_grpo"] = "dr_grpo"
-
-
-class Dapo(AlgorithmBase):
-    """DAPO, arXiv:2503.14476: clip-higher, dynamic sampling, token-level loss, soft overlong punishment."""
-
-    name: Literal["dapo"] = "dapo"
-    clip_high: float = _field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
-    dynamic_sampling: bool = _field(True, "Leave out groups whose rewards are all equal and draw more prompts instead.")
-
-
-class Gspo(AlgorithmBase):
-    """GSPO, arXiv:2507.18071: one length-normalised ratio per sequence."""
-
-    name: Literal["gspo"] = "gspo"
-    clip_low: float = _field(3e-4, "The sequence ratio is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = _field(4e-4, "The sequence ratio is clipped above 1 + clip_high.", ge=0)
-
-
-class Cispo(AlgorithmBase):
-    """CISPO, arXiv:2506.13585: the clipped ratio is a constant weight on the policy gradient; no token is dropped."""
-
-    name: Literal["cispo"] = "cispo"
-    clip_low: float = _field(1.0, "The weight is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = _field(4.0, "The weight is clipped above 1 + clip_high.", ge=0)
-
-
-class Rloo(AlgorithmBase):
-    """RLOO, arXiv:2402.14740: each reward against the mean of its group's others."""
-
-    name: Literal["rloo"] = "rloo"
-
-
-class ReinforcePlusPlus(AlgorithmBase):
-    """REINFORCE++, arXiv:2501.03262: token returns (KL inside the reward), normalised over the whole batch."""
-
-    name: Literal["reinforce_pp"] = "reinforce_pp"
-    kl_in: Literal["loss", "reward"] = _field("reward", "Add the KL to the loss, or take it off the token rewards.")
-    kl_estimator: Literal["k1", "k2", "k3"] = _field("k1", "Per-token estimator of that KL.")
-    gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
-
-
-class Ppo(AlgorithmBase):
-    """PPO, arXiv:1707.06347, with a critic and GAE (arXiv:1506.02438)."""
-
-    name: Literal["ppo"] = "ppo"
-    gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
-    lam: float = _field(0.95, "GAE lambda.", ge=0, le=1)
-    value_clip: float | None = _field(
-        0.2, "Values move at most this far from the old ones in the loss; `null`: off.", gt=0
+    weights: WeightTransport = _field(
+        "auto",
+        "How new weights reach engines outside of the actor's processes: shared memory on its node and a broadcast to "
+        "others (`auto`), one of these for all, only what changed (`delta`), or a file in `run.dir` (`file`).",
     )
 
 
-class Intuitor(AlgorithmBase):
-    """Intuitor, arXiv:2505.19590: GRPO with self-certainty as the only reward."""
-
-    name: Literal["intuitor"] = "intuitor"
-    kl_coef: float = _field(0.005, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
-
-
-Algorithm = Annotated[
-    Union[Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePlusPlus, Ppo, Intuitor], Field(discriminator="name")
-]
+class OptimizerChoice(Section):
+    name: str = _field("torch.optim.AdamW", "Class of the optimizer, by its import path.")
+    kwargs: dict[str, Any] = _field(
+        {}, "Its arguments, such as `{foreach: false}`; lr, betas, eps and weight_decay too."
+    )
 
 
 class OptimizerSection(Section):
-    lr: float = _field(1e-6, "Peak learning rate of AdamW.", gt=0)
+    lr: float = _field(1e-6, "Peak learning rate.", gt=0)
     betas: tuple[float, float] = _field((0.9, 0.999), "AdamW's betas.")
     eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = _field(0.0, "AdamW's weight decay; norms and biases are exempt.", ge=0)
+    optimizer: OptimizerChoice = _field(
+        OptimizerChoice(), "Which optimizer, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}}`."
+    )
     warmup_steps: int = _field(0, "Updates over which the rate rises from 0.", ge=0)
     decay: Literal["constant", "linear", "cosine"] = _field("constant", "How the rate falls after warm-up.")
     min_lr_ratio: float = _field(0.0, "Where the fall ends, as a share of the peak.", ge=0, le=1)
     grad_clip: float = _field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
     tokens_per_microbatch: int = _field(16384, "Packed tokens of one forward.", ge=1)
+    train_micro_batch_size: int | None = _field(
+        None, "Most completions in one forward of an update; `null`: as many as `tokens_per_microbatch` takes.", ge=1
+    )
+    logprob_batch_size: int | None = _field(
+        None, "Most completions in one forward without gradients (log-probs, values); `null`: by tokens alone.", ge=1
+    )
+    train_global_batch_size: int | None = _field(
+        None,
+        "Completions of one update; `null`: prompts_per_step x samples_per_prompt / minibatches, which it has to equal.",
+        ge=1,
+    )
+    max_total_sequence_length: int | None = _field(
+        None, "Longest prompt and completion together, in tokens; `null`: what data and rollout allow.", ge=1
+    )
     minibatches: int = _field(1, "Optimizer updates a step's samples are split into.", ge=1)
     epochs: int = _field(1, "Passes over a step's samples.", ge=1)
     master_weights: bool = _field(True, "Keep float32 master weights when the model is bfloat16.")
     activation_checkpointing: bool = _field(False, "Recompute activations in the backward pass to save memory.")
     compile: bool | None = _field(None, "Compile the decoder layers; `null`: on CUDA, for models where it pays.")
+    sharding: Literal["replicate", "fsdp", "hsdp"] = _field(
+        "replicate",
+        "Over data ranks: a whole copy on each; weights, gradients and optimizer state in parts (FSDP2); or in parts within "
+        "a group of ranks and copied between groups.",
+    )
+    sharding_group_size: int | None = _field(
+        None, "Data ranks of one group of `hsdp`; `null`: those of one node.", ge=1
+    )
+    tensor_parallel_size: int = _field(1, "Processes that a layer's heads and MLP columns are divided between.", ge=1)
+    sequence_parallel: bool = _field(
+        False, "Divide the tokens, too, between the ranks of a tensor group, where layers are not divided."
+    )
+    context_parallel_size: int = _field(1, "Only 1.", ge=1)
+    cpu_offload: bool = _field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_kwargs(cls, data: Any) -> Any:
+        return lift_kwargs(data)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> OptimizerSection:
+        check_section(self)
+        return self
 
 
 class TrainerSection(Section):
@@ -341,7 +268,19 @@ class TrainerSection(Section):
     save_every: int = _field(20, "Steps between checkpoints; 0: only the last.", ge=0)
     keep_last: int = _field(2, "Newest checkpoints to keep.", ge=1)
     keep_best: int = _field(1, "Best checkpoints (by eval accuracy) to keep beside them.", ge=0)
-    staleness: int = _field(0, "Versions that rollout may run ahead of training; 0: synchronous.", ge=0)
+    staleness: int = _field(
+        0, "Versions that a token trained on may be older than the policy it trains; 0: synchronous.", ge=0
+    )
+    order: Literal["in_order", "as_completed"] = _field(
+        "in_order",
+        "Which groups a step trains on: those drawn for it, or the first to finish; with `as_completed` the others count for "
+        "a later step, which takes `staleness` 2 or more to make a difference.",
+    )
+    in_flight: bool = _field(
+        True,
+        "Completions under way go on with new weights; false: they end with the weights they began with, and the engines "
+        "take the new ones when they have.",
+    )
     loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = _field(
         ["console", "tensorboard"], "Where metrics go; `metrics.jsonl` is always written."
     )
@@ -377,6 +316,7 @@ class Config(Section):
                     f"data.prompts_per_step={self.data.prompts_per_step} cannot be split into {name}.minibatches={parts}; "
                     f"use a divisor of {self.data.prompts_per_step}"
                 )
+            check_batches(self, name=name)
         if self.algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "intuitor"):
             if self.rollout.samples_per_prompt < 2:
                 raise ValueError(
@@ -430,8 +370,8 @@ def load_config(path: Path | str | None = None, overrides: list[str] | None = No
     """Run file (or the embedded default) plus ``a.b=value`` overrides, validated."""
     raw = _read_yaml(path) if path is not None else default_run()
     for override in overrides or []:
-        _refuse_secret(override)
-        _apply_override(raw, override)
+        refuse_secret(override)
+        apply_override(raw, override)
     return parse_config(raw)
 
 
@@ -472,56 +412,3 @@ def _read_yaml(path: Path | str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"run file {path} must hold sections (run, model, data, ...), not {type(raw).__name__}")
     return raw
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} is not key=value; write for example actor.lr=1e-5")
-    value = _parse_value(text)
-    node: Any = raw
-    *parents, last = key.split(".")
-    for parent in parents:
-        if isinstance(node, list):
-            node = node[_list_index(node, parent, override)]
-        else:
-            if node.get(parent) is None:
-                node[parent] = {}
-            node = node[parent]
-        if not isinstance(node, dict | list):
-            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
-    if isinstance(node, list):
-        node[_list_index(node, last, override)] = value
-    else:
-        node[last] = value
-
-
-def _refuse_secret(override: str) -> None:
-    """A command line is in the process list, in the shell's history and, of a driver, in Ray's records."""
-    if not override.startswith("cluster."):
-        return
-    alone: dict[str, Any] = {}
-    _apply_override(alone, override)
-    for name in secrets_of_run(alone):
-        raise ConfigError(
-            f"{name} is a secret by its name, and others see a command line; export {name} and name it in cluster.env_pass"
-        )
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _list_index(node: list[Any], text: str, override: str) -> int:
-    if not text.isdigit() or int(text) >= len(node):
-        raise ConfigError(f"override {override!r}: {text} is not an index into a list of {len(node)}")
-    return int(text)

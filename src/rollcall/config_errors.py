@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
 LIKELY = 0.5  # a name less alike than this is not worth suggesting
+
+
+class ConfigError(ValueError):
+    """The run file is wrong; the message says where and what to write instead."""
 
 
 def explain(item: Any, root: type[BaseModel]) -> str:
@@ -93,17 +97,18 @@ def _locate(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
 
 def _target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
     """The section class behind a field, or the variants of a union by their tag."""
-    if get_origin(annotation) is list:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    variants = [
-        arg for arg in get_args(annotation) or (annotation,) if isinstance(arg, type) and issubclass(arg, BaseModel)
-    ]
+    variants = _sections(annotation)
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}
     if tagged:
         return None, tagged
     return (variants[0] if variants else None), {}
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes in an annotation, inside lists and unions too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for arg in get_args(annotation) for found in _sections(arg)]
 
 
 def _tags(variant: type[BaseModel]) -> tuple[str, ...]:

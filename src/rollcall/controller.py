@@ -7,10 +7,14 @@
                  │                        train: advantages ▶ pack ▶ update ▶ new version
                  └───────────────── weights ────────────────────────────────────┘
 
-Two coroutines over one buffer. ``_generate`` waits until its step may start (step <= version + 1 + staleness), fills
-the step from the journal and the engine, and puts it into the buffer; ``_train`` waits for the buffer, updates, and
-announces the new version. With staleness 0 they alternate. A third, ``Rollouts.pump``, drives engine and rewards
-while anyone waits for them.
+Two coroutines over one buffer (``supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
+allows, from the journal what is there, from the engine the rest; ``_train`` waits for a step's groups, updates, and
+announces the new version. With staleness 0 they alternate. A third, ``Rollouts.pump``, drives engine and rewards while
+anyone waits for them.
+
+Long calls (update, new weights, checkpoint) run here when all roles are in this process. On a cluster they run in a
+thread beside the loop, so rollout goes on meanwhile. With ``trainer.in_flight`` engines take new weights in the middle of
+completions; without it the controller first waits until they have finished what they have, and gives them nothing new.
 
 Step n is the n-th update: its groups are sampled from version n - 1 (or up to ``staleness`` older), its update makes
 version n. After a crash the same code runs again from the last checkpoint: groups that are in the journal are taken
@@ -22,13 +26,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from rollcall.aside import in_thread
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
@@ -44,25 +48,14 @@ from rollcall.reward.scorer import Scorer
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
 from rollcall.samples import Score as ScoreSamples
 from rollcall.samples import has_signal, make_samples
+from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, StepBatch, Supply
 from rollcall.types import FinishReason, Floats, Group, Prompt, Sample
+
+T = TypeVar("T")
 
 
 class RunError(RuntimeError):
     """The run cannot go on; what is on disk is whole, and the message says what to change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """Everything one step trains on."""
-
-    step: int
-    groups: list[Group]  # in order of draw
-    next_draw: int  # where the next step begins in the data order
-    num_refills: int
-    num_from_journal: int
-    zero_variance: float  # share of the generated groups
-    clock: Clock
-    wall_s: float
 
 
 class Trainable(Protocol):
@@ -81,6 +74,16 @@ class ValueFunction(Trainable, Protocol):
 
 class Workers(Protocol):
     """What the controller drives: all of it in this process (``cluster/local.py``) or on a cluster (``cluster/remote.py``)."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Calls only wait for other processes, so they may run beside the loop."""
+        ...
+
+    @property
+    def shares_policy(self) -> bool:
+        """Some engine reads the learner's own parameters, so an update changes what it samples from."""
+        ...
 
     @property
     def engine(self) -> Engine: ...
@@ -131,7 +134,8 @@ class Controller:
         self.console = console
         self.order = DataOrder(len(workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
         self.start_step = resume.step if resume else 0
-        self.start_draw = int(resume.state["next_draw"]) if resume else 0
+        state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
+        self.cursor = Cursor(pending=tuple(state.get("pending", ())), next_draw=int(state["next_draw"]))
         self.version = self.start_step
         self.data_mark = _fingerprint(workers.train.prompts)
         if resume and resume.state.get("data", self.data_mark) != self.data_mark:
@@ -140,88 +144,93 @@ class Controller:
                 f"data order of step {resume.step} is lost; restore it, or start over with --fresh"
             )
         self.rollouts: Rollouts
-        self._buffer: asyncio.Queue[StepBatch]
-        self._new_version: asyncio.Condition
+        self.supply: Supply
+        self._journaled: dict[int, dict[int, Group]] = {}  # step -> draw -> what an earlier process made
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
         self.rollouts = Rollouts(self.workers.engine)
-        self._buffer = asyncio.Queue()
-        self._new_version = asyncio.Condition()
-        self.workers.engine.update_weights(self.version)
+        self.supply = self._make_supply()
+        await self._call(self.workers.engine.update_weights, self.version)
         await _together(self._run(), background=self.rollouts.pump())
 
     async def _run(self) -> None:
         if self.start_step == 0:
             await self._evaluate(0, title="before training")
-        await _together(self._generate(), self._train())
-        self._export()
-
-    async def _generate(self) -> None:
-        draw = self.start_draw
-        for step in range(self.start_step + 1, self.config.trainer.steps + 1):
-            async with self._new_version:
-                await self._new_version.wait_for(lambda: step <= self.version + 1 + self.config.trainer.staleness)
-            batch = await self._fill_step(step, draw)
-            draw = batch.next_draw
-            await self._buffer.put(batch)
+        await _together(self.supply.run(), self._train())
+        await self._call(self._export)
 
     async def _train(self) -> None:
         for step in range(self.start_step + 1, self.config.trainer.steps + 1):
-            batch = await self._buffer.get()
-            assert batch.step == step, "steps leave the buffer in order"
-            self.journal.sync()
-            metrics = self._update(batch)
-            await self._announce(step)
+            started = time.perf_counter()
+            batch = await self.supply.batch(step)
+            await self._call(self.journal.sync)
+            if self.workers.shares_policy:
+                await self._settle()
+            metrics = await self._call(self._update, batch)
             self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
-            self._log(step, metrics)
+            updated = time.perf_counter()
+            await self._announce(step)
+            announced = time.perf_counter()
+            self._log(step, metrics | {"time/sync_s": announced - updated, "time/step_s": announced - started})
             evaluation = (
                 await self._evaluate(step, title="after training") if self._is_due(step, "eval_every") else None
             )
             if self._is_due(step, "save_every"):
-                self._save(step, batch, evaluation)
+                saving = time.perf_counter()
+                await self._call(self._save, step, batch, evaluation)
+                self._log(step, {"time/save_s": time.perf_counter() - saving})
 
-    async def _fill_step(self, step: int, draw: int) -> StepBatch:
-        """The groups of a step: from the journal what is there, from the engine the rest, refilled when filtered."""
-        started = time.perf_counter()
-        self.rollouts.clock.take()
-        algorithm, wanted = self.config.algorithm, self.config.data.prompts_per_step
-        found = {group.draw: group for group in self.journal.read(step)}
-        made: list[Group] = []
-        kept: list[Group] = []
-        num_refills = 0
-        while True:
-            draws = range(draw, draw + wanted - len(kept))
-            draw = draws.stop
-            new = await asyncio.gather(*(self._group(step, index, found) for index in draws))
-            made += new
-            kept += [group for group in new if not algorithm.dynamic_sampling or self._has_signal(group)]
-            if len(kept) == wanted or num_refills == algorithm.max_refills:
-                break
-            num_refills += 1
-        if not kept:
-            kept = made[:1]  # nothing to learn from anywhere: train on one group, whose gradient is zero
-        return StepBatch(
-            step=step,
-            groups=sorted(kept, key=lambda group: group.draw),
-            next_draw=draw,
-            num_refills=num_refills,
-            num_from_journal=sum(group.draw in found for group in made),
-            zero_variance=float(np.mean([not self._has_signal(group) for group in made])),
-            clock=self.rollouts.clock.take(),
-            wall_s=time.perf_counter() - started,
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        """A call that takes long: here and now, or beside the loop where it only waits for other processes."""
+        return await in_thread(function, *args) if self.workers.is_remote else function(*args)
+
+    async def _settle(self) -> None:
+        """Unless completions may go on with new weights, let those under way end."""
+        if not self.config.trainer.in_flight:
+            await self.rollouts.drain()
+
+    async def _announce(self, version: int) -> None:
+        """The engine takes the new weights, and whoever waits for this version may go on."""
+        await self._settle()
+        await self._call(self.workers.engine.update_weights, version)
+        self.version = version
+        self.rollouts.go_on()
+        await self.supply.announce(version)
+
+    def _make_supply(self) -> Supply:
+        trainer, algorithm = self.config.trainer, self.config.algorithm
+        needs = Needs(
+            start_step=self.start_step,
+            steps=trainer.steps,
+            wanted=self.config.data.prompts_per_step,
+            staleness=trainer.staleness,
+            max_refills=algorithm.max_refills if algorithm.dynamic_sampling else None,
+            make=self._group,
+            has_signal=self._has_signal,
         )
+        if trainer.order == "in_order":
+            return InOrder(needs, cursor=self.cursor)
+        recorded = {step: entry.draws for step, entry in self.journal.trained().items()}
+        return AsCompleted(needs, cursor=self.cursor, recorded=recorded)
 
-    async def _group(self, step: int, draw: int, found: dict[int, Group]) -> Group:
+    def _take_journaled(self, step: int, draw: int) -> Group | None:
+        """What an earlier process made of this draw. A step's file is read before this process adds to it."""
+        if step not in self._journaled:
+            self._journaled[step] = {group.draw: group for group in self.journal.read(step)}
+        return self._journaled[step].pop(draw, None)
+
+    async def _group(self, step: int, draw: int) -> Made:
         prompt = self.workers.train.prompts[self.order.index(draw)]
-        if draw in found:
-            before = found[draw].prompt
+        found = self._take_journaled(step, draw)
+        if found is not None:
+            before = found.prompt
             if before.id != prompt.id or not np.array_equal(before.token_ids, prompt.token_ids):
                 raise JournalError(
                     f"the journal has another prompt {before.id!r} for draw {draw} of step {step} than the {prompt.id!r} that "
                     "the data now gives: the data changed under the run; restore it, or start over with --fresh"
                 )
-            return found[draw]
+            return Made(group=found, journaled=True)
         rollout = self.config.rollout
         # The draw tells a prompt's second visit in one step (small data, refills) from its first.
         seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", rollout.samples_per_prompt)
@@ -242,10 +251,10 @@ class Controller:
             scores=attempt.scores,
             started_s=attempt.started_s,
             finished_s=attempt.finished_s,
-            worker="local",
+            worker=attempt.worker,
         )
         self.journal.append(group)
-        return group
+        return Made(group=group, journaled=False)
 
     def _update(self, batch: StepBatch) -> dict[str, float]:
         """Advantages and the policy's (and critic's) updates; returns the step's metrics."""
@@ -270,7 +279,11 @@ class Controller:
             ) from error
         updated = time.perf_counter()
         metrics = _batch_metrics(
-            batch, samples, threshold=self.config.eval.threshold, first_reward=workers.scorer.names[0]
+            batch,
+            samples,
+            clock=self.rollouts.clock.take(),
+            threshold=self.config.eval.threshold,
+            first_reward=workers.scorer.names[0],
         )
         metrics |= {f"train/{name}": value for name, value in {**learner, **critic}.items()}
         metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
@@ -281,17 +294,9 @@ class Controller:
         return metrics | {
             "time/score_s": scored - started,
             "time/update_s": updated - scored,
-            "time/step_s": batch.wall_s + train_s,
             "perf/train_tokens_per_s": metrics["train/tokens"] / train_s,
             "perf/peak_memory_gib": peak_memory_gib(),
         }
-
-    async def _announce(self, version: int) -> None:
-        """The engine takes the new weights, and whoever waits for this version may go on."""
-        self.workers.engine.update_weights(version)
-        async with self._new_version:
-            self.version = version
-            self._new_version.notify_all()
 
     async def _evaluate(self, step: int, *, title: str) -> Evaluation | None:
         val = self.workers.val
@@ -312,18 +317,18 @@ class Controller:
         write_samples(self.run_dir / "samples", step=step, split="val", groups=result.groups[:64])
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
+        self.rollouts.clock.take()  # the next step's numbers are its own
         return result
 
     def _save(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
-        started = time.perf_counter()
+        cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
         self.store.save(
             step,
             write=self.workers.write_checkpoint,
-            state={"step": step, "next_draw": batch.next_draw, "version": self.version, "data": self.data_mark},
+            state={"step": step, **cursor, "version": self.version, "data": self.data_mark},
             score=evaluation.accuracy if evaluation else None,
         )
         write_samples(self.run_dir / "samples", step=step, split="train", groups=batch.groups[:8])
-        self._log(step, {"time/save_s": time.perf_counter() - started})
 
     def _export(self) -> None:
         self.workers.export(self.run_dir / "model")
@@ -352,7 +357,9 @@ class Controller:
             sink.log(step, metrics)
 
 
-def _batch_metrics(batch: StepBatch, samples: list[Sample], *, threshold: float, first_reward: str) -> dict[str, float]:
+def _batch_metrics(
+    batch: StepBatch, samples: list[Sample], *, clock: Clock, threshold: float, first_reward: str
+) -> dict[str, float]:
     scores = [score for group in batch.groups for score in group.scores]
     completions = [completion for group in batch.groups for completion in group.completions]
     rewards = np.array([score.value for score in scores])
@@ -372,10 +379,10 @@ def _batch_metrics(batch: StepBatch, samples: list[Sample], *, threshold: float,
         ),
         "rollout/groups_from_journal": float(batch.num_from_journal),
         "time/rollout_s": batch.wall_s,
-        "time/reward_s": batch.clock.reward_s,
+        "time/reward_s": clock.reward_s,
     }
-    if batch.clock.engine_s > 0 and batch.clock.engine_tokens:
-        metrics["rollout/tokens_per_s"] = batch.clock.engine_tokens / batch.clock.engine_s
+    if clock.engine_s > 0 and clock.engine_tokens:
+        metrics["rollout/tokens_per_s"] = clock.engine_tokens / clock.engine_s
     for name in scores[0].parts:
         metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
         errors = sum(name in score.errors for score in scores)

@@ -75,12 +75,14 @@ class Decoder:
         _refuse_unsupported(config)
         body: Any = model.model
         embed = body.embed_tokens.weight.data
-        lm_head: Tensor = model.lm_head.weight.data  # type: ignore[union-attr, assignment]
+        head: Any = model.lm_head
+        lm_head: Tensor = head.weight.data
+        tied = head.weight is body.embed_tokens.weight or 0 != embed.data_ptr() == lm_head.data_ptr()
         decoder = cls(
             embed=embed,
             layers=[_layer_of(config, index, layer) for index, layer in enumerate(body.layers)],
             norm=body.norm.weight.data,
-            lm_head=embed if lm_head.data_ptr() == embed.data_ptr() else lm_head,
+            lm_head=embed if tied else lm_head,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=body.layers[0].self_attn.head_dim,
@@ -129,14 +131,10 @@ class Decoder:
         """Make the rotary tables cover this many positions, computed by the model's own rotary module."""
         if positions <= len(self.cos):
             return
-        size = 1 << (positions - 1).bit_length()
-        ids = torch.arange(size, device=self.device)[None]
-        with torch.no_grad():
-            cos, sin = self.rotary(self.embed[:1], ids)
-        half = self.head_dim // 2
+        cos, sin = rope_tables(self.rotary, positions, like=self.embed[:1])
         # cos last: its length is what another thread goes by.
-        self.sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
-        self.cos = cos[0].contiguous()
+        self.sin = sin
+        self.cos = cos
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, *, recompute: bool = False) -> Tensor:
         """Hidden states [N, C] after the final norm, for N tokens at their positions.
@@ -148,10 +146,10 @@ class Decoder:
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.eps)
 
         def run(x: Tensor, index: int, layer: Layer) -> Tensor:
-            _leave_open(x, cos, sin)
+            leave_open(x, cos, sin)
             q, k, v = self.before(x, layer, cos, sin, sizes)
             attended = attend(index, q, k, v)
-            _leave_open(attended)
+            leave_open(attended)
             return self.after(x, attended, layer, self.eps)
 
         for index, layer in enumerate(self.layers):
@@ -168,7 +166,16 @@ class Decoder:
         return torch.mm(hidden, self.lm_head.t(), out_dtype=torch.float32)
 
 
-def _leave_open(*tensors: Tensor) -> None:
+@torch.no_grad()
+def rope_tables(rotary: nn.Module, positions: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """``Decoder.cos`` and ``Decoder.sin`` for at least this many positions, in the dtype and on the device of ``like``."""
+    size = 1 << (positions - 1).bit_length()
+    cos, sin = rotary(like, torch.arange(size, device=like.device)[None])
+    half = sin.shape[-1] // 2
+    return cos[0].contiguous(), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
+
+
+def leave_open(*tensors: Tensor) -> None:
     """Tell the compiler that the first size of these changes from call to call."""
     for tensor in tensors:
         if tensor.is_cuda and len(tensor) > 1:
@@ -179,8 +186,15 @@ def before_attention(
     x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, the q/k/v product and rotation: [N, C] to q [N, H, D], k and v [N, Hkv, D]."""
+    return project_qkv(rms_norm(x, layer.input_norm, sizes[3]), layer, cos, sin, sizes)
+
+
+def project_qkv(
+    x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of ``before_attention`` behind the norm, for the heads that ``layer`` holds."""
     heads, kv_heads, dim, eps = sizes
-    qkv = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+    qkv = F.linear(x, layer.qkv, layer.qkv_bias)
     qk, v = qkv.view(len(x), heads + 2 * kv_heads, dim).split((heads + kv_heads, kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = qk.split((heads, kv_heads), dim=1)
@@ -360,6 +374,36 @@ def _layer_of(config: Any, index: int, layer: Any) -> Layer:
         down_bias=data(mlp.down_proj.bias),
         window=_window(config, index),
     )
+
+
+_MODULE_NAMES = {
+    "input_norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "out": ("self_attn.o_proj.weight",),
+    "out_bias": ("self_attn.o_proj.bias",),
+    "post_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "down": ("mlp.down_proj.weight",),
+    "down_bias": ("mlp.down_proj.bias",),
+}
+
+
+def module_names(name: str) -> tuple[str, ...]:
+    """The module's parameters that make up one of ``Decoder.named_tensors``, in their order.
+
+    >>> module_names("layers.3.gate_up")
+    ('model.layers.3.mlp.gate_proj.weight', 'model.layers.3.mlp.up_proj.weight')
+    """
+    if name.startswith("layers."):
+        layer, _, field = name.rpartition(".")
+        return tuple(f"model.{layer}.{part}" for part in _MODULE_NAMES[field])
+    return {"embed": ("model.embed_tokens.weight",), "norm": ("model.norm.weight",), "lm_head": ("lm_head.weight",)}[
+        name
+    ]
 
 
 def _window(config: Any, index: int) -> int:

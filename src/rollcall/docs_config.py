@@ -14,7 +14,7 @@ from rollcall.config import Config, Section, default_run
 
 _INTRO = """# Configuration
 
-<!-- Written by `python -m rollcall.docs_config`; edit the fields in `rollcall/config.py`. -->
+<!-- Written by `python -m rollcall.docs_config`; edit the fields in `rollcall/config*.py`. -->
 
 A run file is YAML with the sections below; whatever it leaves out has the default shown. An unknown key is refused with
 the nearest name. Any key can be set on the command line as `section.key=value`, list items by their index:
@@ -79,13 +79,22 @@ def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> lis
 
 def _table(section: type[BaseModel], *, default: Any, keys: set[str]) -> list[str]:
     """``default`` is the section's own default object, where it differs from its class's defaults."""
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    return ["| key | type | default | meaning |", "|---|---|---|---|", *_rows(section, default=default, keys=keys)]
+
+
+def _rows(section: type[BaseModel], *, default: Any, keys: set[str], prefix: str = "") -> list[str]:
+    """A row per key; the keys of a section within the section follow it, with their dotted names."""
+    lines: list[str] = []
     for name, info in section.model_fields.items():
-        if name in keys:
-            value = getattr(default, name) if isinstance(default, BaseModel) else info.default
-            shown = "required" if info.is_required() else f"`{_yaml(value)}`"
-            kind = type_name(info.annotation) + _limits(info)
-            lines.append(f"| `{name}` | {_cell(kind)} | {shown} | {_cell(info.description or '')} |")
+        if name not in keys:
+            continue
+        value = getattr(default, name) if isinstance(default, BaseModel) else info.default
+        inner = info.annotation if isinstance(value, BaseModel) else None
+        shown = "required" if info.is_required() else "as below" if inner else f"`{_yaml(value)}`"
+        kind = "section" if inner else type_name(info.annotation) + _limits(info)
+        lines.append(f"| `{prefix}{name}` | {_cell(kind)} | {shown} | {_cell(info.description or '')} |")
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            lines += _rows(inner, default=value, keys=set(inner.model_fields), prefix=f"{prefix}{name}.")
     return lines
 
 
@@ -109,9 +118,11 @@ def type_name(annotation: Any) -> str:
         return f"list of {type_name(args[0])}"
     if origin is tuple:
         return f"[{', '.join(type_name(arg) for arg in args)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"`{{{', '.join(annotation.model_fields)}}}`"
     if origin is dict:
         return f"map of {type_name(args[0])} to {type_name(args[1])}"
-    return {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path"}.get(
+    return {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path", Any: "anything"}.get(
         annotation, str(annotation)
     )
 

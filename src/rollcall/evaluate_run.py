@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cluster.local import NUM_REWARD_WORKERS, build_engine
+from rollcall.cluster.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine
 from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
-from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
 from rollcall.evaluate import Evaluation, evaluate
 from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype, stop_token_ids
@@ -109,6 +109,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     config = plan.config
     started = time.perf_counter()
     torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    check_engine(config.rollout)
     device = resolve_device(config.model.device)
     path = resolve_model(plan.model_path, say=say)
     tokenizer = load_tokenizer(path, chat_template=config.model.chat_template)
@@ -117,10 +118,10 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
         config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=config.eval.max_prompts
     )
     model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.model.dtype, device))
-    engine = build_engine(config.rollout, model, tokenizer)
+    engine = build_engine(config.rollout, model, tokenizer, say=say)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
-    with _scorer(config, device) as scorer:
+    with closing(engine), _scorer(config, device) as scorer:
         work = _evaluate(config, prompts, engine=engine, scorer=scorer, sampling=sampling, on_progress=on_progress)
         evaluation = asyncio.run(work)
         return EvalReport(
@@ -188,7 +189,7 @@ def _with_temperature(config: Config, *, given: float | None) -> Config:
     return config.model_copy(update={"eval": section})
 
 
-def _sampling(config: Config, prompts: PromptSet, *, engine: NativeEngine, stops: tuple[int, ...]) -> Sampling:
+def _sampling(config: Config, prompts: PromptSet, *, engine: LocalEngine, stops: tuple[int, ...]) -> Sampling:
     greedy = config.eval.temperature == 0
     room = engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
     return Sampling(
@@ -220,7 +221,7 @@ async def _evaluate(
     config: Config,
     prompts: PromptSet,
     *,
-    engine: NativeEngine,
+    engine: LocalEngine,
     scorer: Scorer,
     sampling: Sampling,
     on_progress: OnProgress,
@@ -250,7 +251,7 @@ async def _evaluate(
         await asyncio.gather(work, *background, return_exceptions=True)
 
 
-async def _watch(engine: NativeEngine, prompts: PromptSet, on_progress: OnProgress) -> None:
+async def _watch(engine: LocalEngine, prompts: PromptSet, on_progress: OnProgress) -> None:
     total = len(prompts.prompts)
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)

@@ -24,6 +24,7 @@ _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, and is none
 # A variable with its value as a shell or `env` prints it, whoever's it is.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
+_EXAMPLE = re.compile(r"\.\.\.|VALUE(\]\.\.\.)?")  # what help writes for a value: TOKEN=... and [KEY=VALUE]...
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)(['\"]?\s*[:=]\s*)([^\s,}]+)")
 
 _remembered: set[str] = set()
@@ -156,7 +157,7 @@ def _overlap(text: str, values: frozenset[str]) -> int:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    return f"{match[1]}={REDACTED}" if is_secret(match[1]) else match[0]
+    return f"{match[1]}={REDACTED}" if is_secret(match[1]) and not _EXAMPLE.fullmatch(match[2]) else match[0]
 
 
 def _values() -> frozenset[str]:

@@ -3,6 +3,9 @@
 ``attempt`` submits one prompt and waits for its scored completions. One pump drives everything that is under way: it
 polls the engine, hands finished completions to the rewards, polls those, and wakes whoever waits. With nothing under
 way it sleeps until the next ``attempt``.
+
+An engine in this process decodes inside ``poll``. One whose work is done elsewhere (``Elsewhere``) only looks: the pump
+then sleeps until there is something to see, so that whatever else shares the event loop is not held up.
 """
 
 from __future__ import annotations
@@ -11,12 +14,29 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
+from rollcall.aside import in_thread
 from rollcall.engine.protocol import Engine, Request, Sampling
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Prompt, Score
 
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
+REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
+HERE = "local"
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """An engine that works in other processes."""
+
+    async def changed(self) -> None:
+        """Returns when a poll may have something to tell."""
+        ...
+
+    def take_maker(self, request_id: str) -> str:
+        """Who made a request that ``poll`` returned; asked once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +45,14 @@ class Attempt:
     scores: tuple[Score, ...]
     started_s: float
     finished_s: float
+    worker: str
 
 
 @dataclass(slots=True)
 class Clock:
     """Where the pump's time went since it was last read."""
 
-    engine_s: float = 0.0
+    engine_s: float = 0.0  # in which the engine had something to do
     reward_s: float = 0.0
     engine_tokens: int = 0
 
@@ -48,16 +69,24 @@ class _Waiting:
     started_s: float
     done: asyncio.Future[Attempt]
     completions: tuple[Completion, ...] = field(default=())
+    worker: str = HERE
 
 
 class Rollouts:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.clock = Clock()
+        self._elsewhere = engine if isinstance(engine, Elsewhere) else None
         self._waiting: dict[int, _Waiting] = {}
         self._scorers: list[Scorer] = []
         self._work = asyncio.Event()
+        self._idle = asyncio.Condition()
         self._num_attempts = 0
+        self._held_back: list[Request] | None = None  # a list: the engine gets nothing new for now
+        self._change: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._one_asks = asyncio.Lock()
+        self._looked_s = time.perf_counter()
 
     async def attempt(self, prompt: Prompt, *, seeds: tuple[int, ...], sampling: Sampling, scorer: Scorer) -> Attempt:
         key, self._num_attempts = self._num_attempts, self._num_attempts + 1
@@ -65,51 +94,126 @@ class Rollouts:
         self._waiting[key] = _Waiting(prompt, scorer, time.time(), done)
         if scorer not in self._scorers:
             self._scorers.append(scorer)
-        try:
-            self.engine.submit(Request(id=str(key), prompt_ids=prompt.token_ids, seeds=seeds, sampling=sampling))
-        except ValueError:
-            del self._waiting[key]
-            raise
-        self._work.set()
+        request = Request(id=str(key), prompt_ids=prompt.token_ids, seeds=seeds, sampling=sampling)
+        if self._held_back is None:
+            self._submit(request)
+        else:
+            self._held_back.append(request)
         return await done
+
+    async def drain(self) -> None:
+        """Hand nothing new to the engine, and wait until it has finished what it has."""
+        self._held_back = [] if self._held_back is None else self._held_back
+        async with self._idle:
+            await self._idle.wait_for(lambda: not self.engine.num_unfinished)
+
+    def go_on(self) -> None:
+        """The engine gets what was held back, and what comes."""
+        held_back, self._held_back = self._held_back or [], None
+        for request in held_back:
+            self._submit(request)
 
     async def pump(self) -> None:
         """Runs beside whoever attempts, until cancelled."""
-        while True:
-            await self._work.wait()
-            self._poll_engine()
-            self._poll_rewards()
-            if not self._waiting:
+        try:
+            while True:
+                await self._work.wait()
                 self._work.clear()
-            await asyncio.sleep(0)
+                worked = bool(self.engine.num_unfinished)
+                self._poll_engine()
+                self._poll_rewards()
+                if worked and not self.engine.num_unfinished:
+                    async with self._idle:
+                        self._idle.notify_all()
+                if self._waiting:
+                    if self._elsewhere is not None:
+                        await self._rest(self._elsewhere)
+                    self._work.set()
+                await asyncio.sleep(0)
+        finally:
+            for task in (self._change, *self._asking):
+                if task is not None:
+                    task.cancel()
+
+    def _submit(self, request: Request) -> None:
+        if not self.engine.num_unfinished:
+            self._looked_s = time.perf_counter()
+        try:
+            self.engine.submit(request)
+        except ValueError as error:
+            waiting = self._waiting.pop(int(request.id))
+            if not waiting.done.cancelled():
+                waiting.done.set_exception(error)
+        self._work.set()
+
+    async def _rest(self, engine: Elsewhere) -> None:
+        """Until the engine has something to tell, a request is to be handed on, or rewards may be there."""
+        news = asyncio.create_task(self._work.wait())
+        events: set[asyncio.Task[Any]] = {news, *self._asking}
+        if self.engine.num_unfinished:
+            self._change = self._change or asyncio.create_task(engine.changed())
+            events.add(self._change)
+        scoring = any(scorer.num_unfinished for scorer in self._scorers)
+        try:
+            done, _ = await asyncio.wait(
+                events, timeout=REWARD_LOOK_S if scoring else None, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            news.cancel()
+        if self._change in done:
+            self._change = None
+        self._asking -= done
+        for task in done:
+            task.result()
 
     def _poll_engine(self) -> None:
         started = time.perf_counter()
-        finished = self.engine.poll() if self.engine.num_unfinished else []
-        self.clock.engine_s += time.perf_counter() - started
+        unfinished = self.engine.num_unfinished
+        finished = self.engine.poll() if unfinished else []
+        now = time.perf_counter()
+        if self._elsewhere is None:
+            self.clock.engine_s += now - started
+        elif unfinished:
+            self.clock.engine_s += now - self._looked_s
+        self._looked_s = now
         for result in finished:
             key = int(result.request_id)
             waiting = self._waiting[key]
             waiting.completions = result.completions
+            if self._elsewhere is not None:
+                waiting.worker = self._elsewhere.take_maker(result.request_id)
             self.clock.engine_tokens += sum(len(completion.token_ids) for completion in result.completions)
-            waiting.scorer.submit(key, waiting.prompt, result.completions)
+            if self._elsewhere is not None and waiting.scorer.asks_models:
+                self._asking.add(asyncio.create_task(self._ask(key, waiting)))
+            else:
+                waiting.scorer.submit(key, waiting.prompt, result.completions)
+
+    async def _ask(self, key: int, waiting: _Waiting) -> None:
+        """Score by a model in another process: one group at a time, since a scorer belongs to one thread at a time."""
+        async with self._one_asks:
+            scores = await in_thread(waiting.scorer.score, waiting.prompt, waiting.completions)
+        self._finish(key, scores)
 
     def _poll_rewards(self) -> None:
         started = time.perf_counter()
         for scorer in self._scorers:
-            wait_s = 0.0 if self.engine.num_unfinished or not scorer.num_unfinished else REWARD_WAIT_S
-            for key, scores in scorer.poll(wait_s):
-                waiting = self._waiting.pop(key)
-                if not waiting.done.cancelled():
-                    waiting.done.set_result(
-                        Attempt(
-                            completions=waiting.completions,
-                            scores=scores,
-                            started_s=waiting.started_s,
-                            finished_s=time.time(),
-                        )
-                    )
+            idle = self._elsewhere is None and not self.engine.num_unfinished
+            for key, scores in scorer.poll(REWARD_WAIT_S if idle else 0.0) if scorer.num_unfinished else []:
+                self._finish(key, scores)
         self.clock.reward_s += time.perf_counter() - started
+
+    def _finish(self, key: int, scores: tuple[Score, ...]) -> None:
+        waiting = self._waiting.pop(key)
+        if not waiting.done.cancelled():
+            waiting.done.set_result(
+                Attempt(
+                    completions=waiting.completions,
+                    scores=scores,
+                    started_s=waiting.started_s,
+                    finished_s=time.time(),
+                    worker=waiting.worker,
+                )
+            )
 
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:

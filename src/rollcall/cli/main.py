@@ -38,6 +38,14 @@ Once installed:
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
 
+\b
+On several machines (docs/clusters.md):
+  rollcall plan run.yaml       who sits on which GPU, and whether it fits
+  rollcall node --rank R --num-nodes N --rendezvous /shared/rollcall
+                               on each machine: rank 0 founds, others join
+  rollcall check 32            wait for all accelerators
+  rollcall submit run.yaml     run it there; rollcall job logs --follow
+
 Run files to copy are in examples/; docs/configuration.md explains every key.
 """
 

@@ -54,7 +54,7 @@ def _torch(node: NodeFacts) -> str:
 
 def _measured(report: Report) -> list[str]:
     lines = []
-    if report.shared is not None:
+    if report.shared is not None and not report.shared.unseen:  # else a finding tells
         seen = f"seen everywhere after {report.shared.seen_after_s:.2f} s, {report.shared.num_renames} renames watched"
         lines.append(f"shared folder {report.shared.path}: {seen}")
     if report.bytes_per_s is not None:

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
 from rollcall.cluster.connect import connect
@@ -88,16 +89,24 @@ class HttpChannel:
         try:
             async with (
                 aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
-                session.ws_connect(url, heartbeat=ANSWER_S, max_msg_size=0) as socket,
+                session.ws_connect(url, max_msg_size=0) as socket,
             ):
-                async for message in socket:
+                while True:
+                    try:
+                        message = await socket.receive(timeout=ANSWER_S)
+                    except TimeoutError:
+                        # A quiet job, or nobody there. Ray's side (2.60) answers no pings, so the head is asked instead.
+                        reply = await asyncio.to_thread(self.ask, "GET", f"/api/jobs/{job_id}")
+                        if reply.status == 200 and _is_over(reply.text):
+                            return ""
+                        continue
                     if message.type != aiohttp.WSMsgType.TEXT:
                         break
                     if len(message.data) > skip:
                         take(message.data[skip:])
                     skip = max(0, skip - len(message.data))
                 return "" if socket.close_code in (1000, 1005) else f"closed with code {socket.close_code}"
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, Unreachable) as error:
             return redact(str(error) or type(error).__name__)
 
     def _authorize(self, request: Any) -> Any:
@@ -167,15 +176,18 @@ class AtHead:
 
     def read(self, job_id: str, skip: int) -> tuple[str, str, bool]:
         """The log past its first ``skip`` characters, and whether the job was over before it was read."""
-        from json import loads
-
         wrong, _, details = self.ask("GET", f"/api/jobs/{job_id}", None, None, ANSWER_S)
         wrong, status, text = (
             (wrong, 0, "") if wrong else self.ask("GET", f"/api/jobs/{job_id}/logs", None, None, ANSWER_S)
         )
         if wrong or status != 200:
             return wrong or f"the log of {job_id} cannot be read: {text[-200:]}", "", False
-        return "", loads(text)["logs"][skip:], loads(details)["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+        return "", loads(text)["logs"][skip:], _is_over(details)
+
+
+def _is_over(details: str) -> bool:
+    """Of a job as the API describes it."""
+    return loads(details)["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 def _reason(error: Exception) -> str:

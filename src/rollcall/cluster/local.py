@@ -15,10 +15,12 @@ from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
-from rollcall.decoder import Decoder
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.vllm.child import Child
+from rollcall.engine.vllm.engine import VllmEngine
+from rollcall.engine.vllm.setup import find_python
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Critic, Learner, score_samples
+from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.learner.model import (
     load_causal_lm,
     load_tokenizer,
@@ -35,12 +37,15 @@ COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it sav
 NUM_REWARD_WORKERS = 2
 
 
+LocalEngine = NativeEngine | VllmEngine
+
+
 @dataclass(slots=True, kw_only=True)
 class Workers:
     """What the controller drives."""
 
     tokenizer: Any
-    engine: NativeEngine
+    engine: LocalEngine
     learner: Learner
     critic: Critic | None
     reference: ScoreSamples | None  # log-probs of the frozen reference
@@ -50,6 +55,14 @@ class Workers:
     val: PromptSet | None
     stop_token_ids: tuple[int, ...]
     _preemptions_seen: int = 0
+
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    @property
+    def shares_policy(self) -> bool:
+        return isinstance(self.engine, NativeEngine)
 
     def take_preemptions(self) -> int:
         new = self.engine.num_preemptions - self._preemptions_seen
@@ -74,6 +87,7 @@ class Workers:
         return self.engine.max_positions
 
     def close(self) -> None:
+        self.engine.close()
         self.scorer.close()
         if self.eval_scorer is not self.scorer:
             self.eval_scorer.close()
@@ -108,13 +122,14 @@ def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
 def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     """Load everything the run file names. ``say`` tells the user what is being done."""
     torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    check_engine(config.rollout)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     inputs = load_inputs(config, say=say)
     load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype)
     model = load()
     learner = build_learner(config, model, gang=Gang.alone())
-    engine = build_engine(config.rollout, model, inputs.tokenizer)
+    engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
     rewards = model_rewards(config, score=learner.score, load_reward_model=partial(load_reward_model, device=device))
     scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
     return Workers(
@@ -131,7 +146,8 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     )
 
 
-def build_learner(config: Config, model: Any, *, gang: Gang) -> Learner:
+def build_learner(config: Config, model: Any, *, gang: Gang, device: torch.device | None = None) -> Learner:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
         model,
         config.actor,
@@ -140,37 +156,63 @@ def build_learner(config: Config, model: Any, *, gang: Gang) -> Learner:
         max_response_tokens=config.rollout.max_response_tokens,
         total_updates=config.trainer.steps * config.actor.minibatches * config.actor.epochs,
         gang=gang,
+        device=device,
     )
-    num_parameters = sum(tensor.numel() for tensor in learner.decoder.named_tensors().values())
-    pays = learner.decoder.device.type == "cuda" and num_parameters >= COMPILE_FROM
+    pays = learner.body.device.type == "cuda" and num_parameters >= COMPILE_FROM
     if config.actor.compile if config.actor.compile is not None else pays:
-        learner.decoder.compile()
+        learner.body.compile()
     return learner
 
 
-def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> NativeEngine:
-    return NativeEngine(
-        model,
-        tokenizer,
-        max_running=rollout.max_running,
-        kv_tokens=rollout.kv_tokens,
-        kv_fraction=rollout.kv_memory_fraction,
-    )
+def check_engine(rollout: RolloutSection) -> None:
+    """Refuse an engine that is not installed before anything is loaded for it."""
+    if rollout.engine == "vllm":
+        find_python(rollout.vllm.python)
 
 
-def build_critic(config: Config, model: Any, *, gang: Gang) -> Critic:
+def build_engine(
+    rollout: RolloutSection, model: Any, tokenizer: Any, *, say: Callable[[str], None] = print
+) -> LocalEngine:
+    """The engine of this process; whatever runs it, its weights are those of ``model``."""
+    if rollout.engine == "native":
+        return NativeEngine(
+            model,
+            tokenizer,
+            max_running=rollout.max_running,
+            kv_tokens=rollout.kv_tokens,
+            kv_fraction=rollout.kv_memory_fraction,
+        )
+    say("starting vLLM in a process of its own (a minute or so)")
+    child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
+    try:
+        child.wait_until_ready(say)
+        return VllmEngine(
+            model,
+            tokenizer,
+            child,
+            section=rollout.vllm,
+            max_running=rollout.max_running,
+            kv_tokens=rollout.kv_tokens,
+            kv_fraction=rollout.kv_memory_fraction,
+            say=say,
+        )
+    except BaseException:  # an interrupt too: it must not go on loading
+        child.close()
+        raise
+
+
+def build_critic(config: Config, model: Any, *, gang: Gang, device: torch.device | None = None) -> Critic:
     assert isinstance(config.algorithm, Ppo)
     updates = config.trainer.steps * config.critic.minibatches * config.critic.epochs
-    return Critic(model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang)
+    return Critic(model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang, device=device)
 
 
-def build_reference(config: Config, model: Any) -> ScoreSamples:
-    return partial(
-        score_samples,
-        Decoder.of(model),
-        temperature=config.rollout.temperature,
-        tokens_per_microbatch=config.actor.tokens_per_microbatch,
-    )
+def build_reference(
+    config: Config, model: Any, *, gang: Gang | None = None, device: torch.device | None = None
+) -> Reference:
+    """The frozen model's scores. In parts as the actor is, where it is given the actor's gang."""
+    body = make_body(model, config.actor, gang=gang, device=device, frozen=True) if gang else whole_body(model)
+    return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
 
 
 def build_eval_scorer(config: Config, scorer: Scorer) -> Scorer:

@@ -3,9 +3,9 @@
 Held for the whole run: weights, optimizer state, KV cache. Held while a role works: gradients and activations. Roles in
 one process take turns, so a slot needs the sum of the first and the largest of the second.
 
-The learner's state is taken as sharded over all slots of its role, with one layer (and the next) and the embeddings
-gathered while it runs; rollout and inference hold one copy per tensor group; rollout in the actor's process has no weights
-of its own.
+The learner's state is whole in each tensor group, or with ``sharding`` in parts over data ranks, with one layer (and the
+next) and the embeddings gathered while it runs; so is a reference in its processes. Rollout and inference hold one copy per
+tensor group; rollout in the process of an actor that is not sharded has no weights of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from rollcall.cluster.placement import Mesh, Plan, Role, RoleGroup, slot_text
 from rollcall.config import Config, OptimizerSection
+from rollcall.learner.mesh import is_split
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -224,25 +225,39 @@ class _Job:
     def role(self, role: Role, mesh: Mesh, group: RoleGroup) -> RoleMemory:
         match role:
             case Role.ACTOR:
-                return self._trained(role, self.config.actor, mesh, num_parameters=self.sizes.num_parameters, head=True)
+                section, num_parameters = self.config.actor, self.sizes.num_parameters
+                data = self._data_shards(section, mesh, group)
+                return self._trained(role, section, mesh, data=data, num_parameters=num_parameters, head=True)
             case Role.CRITIC:
-                return self._trained(
-                    role, self.config.critic, mesh, num_parameters=self.sizes.body_parameters, head=False
-                )
+                section, num_parameters = self.config.critic, self.sizes.body_parameters
+                data = self._data_shards(section, mesh, group)
+                return self._trained(role, section, mesh, data=data, num_parameters=num_parameters, head=False)
             case Role.REFERENCE:
-                return self._frozen(role, mesh, shards=mesh.data * mesh.tensor)
+                beside = Role.ACTOR in group.roles and self._is_split(mesh)
+                data = self._data_shards(self.config.actor, mesh, group) if beside else 1
+                return self._frozen(role, mesh, shards=data * mesh.tensor)
             case Role.INFERENCE:
                 return self._frozen(role, mesh, shards=mesh.tensor)
             case Role.ROLLOUT:
-                return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles)
+                return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles and not self._is_split(mesh))
             case Role.REWARD:
                 return self._reward(mesh)
 
+    def _is_split(self, mesh: Mesh) -> bool:
+        return is_split(self.config.actor, num_ranks=mesh.data * mesh.tensor)
+
+    def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
+        """Data ranks that each hold a part of the state."""
+        if section.sharding == "hsdp":
+            on_node = sum(process.node_rank == group.processes[0].node_rank for process in group.processes)
+            return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.data)
+        return mesh.data if section.sharding == "fsdp" else 1
+
     def _trained(
-        self, role: Role, section: OptimizerSection, mesh: Mesh, *, num_parameters: int, head: bool
+        self, role: Role, section: OptimizerSection, mesh: Mesh, *, data: int, num_parameters: int, head: bool
     ) -> RoleMemory:
-        shards, width = mesh.data * mesh.tensor, self.width
-        gathered = self._gathered(mesh)
+        shards, width = data * mesh.tensor, self.width
+        gathered = self._gathered(mesh) if data > 1 else 0
         masters = width == 2 and section.master_weights
         # Sums in float32 beside the gradients of one backward; AdamW holds two numbers per weight.
         gradients = num_parameters * (4 + width) // shards + gathered
@@ -255,6 +270,8 @@ class _Job:
         if head:
             activations += self._logits(tokens, mesh) + 4 * self.sizes.vocab * self.sizes.hidden // mesh.tensor
         weights = num_parameters * width // shards + gathered
+        if section.cpu_offload:
+            weights, optimizer = gathered, 0
         return RoleMemory(role=role, weights=weights, gradients=gradients, optimizer=optimizer, activations=activations)
 
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:

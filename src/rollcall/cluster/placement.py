@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, groupby
 
-from rollcall.config import ClusterSection, Config
+from rollcall.config import SLOT_SYNTAX, ClusterSection, Config
 from rollcall.config_errors import nearest
 
 WHERE = "cluster.component_placement"
-SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
 
 
@@ -131,7 +130,11 @@ def needs_of(config: Config) -> Needs:
         roles.add(Role.REFERENCE)
     if any(reward.type == "model" for reward in config.reward):
         roles.add(Role.REWARD)
-    return Needs(roles=frozenset(roles))
+    sizes = {Role.ACTOR: config.actor.tensor_parallel_size, Role.CRITIC: config.critic.tensor_parallel_size}
+    return Needs(
+        roles=frozenset(roles),
+        tensor_parallel={role: size for role, size in sizes.items() if role in roles and size > 1},
+    )
 
 
 def plan_placement(cluster: ClusterSection, *, needs: Needs | None = None) -> Plan:
@@ -281,7 +284,7 @@ def _parse_part(text: str, *, layout: _Layout, given: str, raw: str | int) -> _P
     match = _PART.fullmatch(text)
     if match is None:
         what = f"{text!r} is not a set of slots" if text else "there is an empty part"
-        raise PlacementError(f"{given}: {what}; {SYNTAX}")
+        raise PlacementError(f"{given}: {what}; {SLOT_SYNTAX}")
     everything, low, high, first_rank, last_rank = match.groups()
     first, last = (0, layout.num_slots - 1) if everything else (int(low), int(high if high is not None else low))
     if first > last:

@@ -8,6 +8,7 @@ process run one after the other, so an update never meets a half-decoded step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,22 @@ from typing import Any
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.cluster.backend import Seat
 from rollcall.cluster.environment import submitted_env, worker_env
-from rollcall.cluster.local import NUM_REWARD_WORKERS, build_eval_scorer, load_inputs, model_rewards
+from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
+from rollcall.cluster.memory import SizesUnknown, read_sizes
 from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement
 from rollcall.cluster.remote_engine import RemoteEngine
-from rollcall.cluster.role_worker import TRAINED, Facts, Seating
+from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
+from rollcall.cluster.run_plan import indivisible, learner_problems
+from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
 from rollcall.cluster.virtual import VirtualCluster, init_ray
+from rollcall.cluster.weight_sync import refuse_unreachable
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
+from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.learner.learner import TokenScores
+from rollcall.learner.optimizer import optimizer_class
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Floats, Prompt, Sample
 
@@ -34,6 +41,7 @@ class RemoteLearner:
     def __init__(self, team: Team, config: Config) -> None:
         self.num_tokens_trained = 0
         self._team = team
+        self._in_parts = roles_in_parts(config, team.members)
         actor = config.actor
         self._rescores = actor.minibatches * actor.epochs > 1 and config.algorithm.old_logprobs == "learner"
 
@@ -47,18 +55,26 @@ class RemoteLearner:
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         role = Role.INFERENCE if Role.INFERENCE in self._team.members else Role.ACTOR
-        return self._team.spread(role, "score", samples)
+        return run_forward(self._team, role, "score", samples, in_parts=role in self._in_parts)
 
 
 class RemoteCritic:
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, config: Config) -> None:
         self._team = team
+        self._in_parts = Role.CRITIC in roles_in_parts(config, team.members)
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        return self._team.spread(Role.CRITIC, "values", samples)
+        return run_forward(self._team, Role.CRITIC, "values", samples, in_parts=self._in_parts)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         return self._team.call_role(Role.CRITIC, "update_critic", list(samples))[0]
+
+
+def run_forward(team: Team, role: Role, method: str, samples: Sequence[Sample], *, in_parts: bool) -> list[Any]:
+    """One result per sample. Processes that hold parts of a model share the samples out among themselves."""
+    if not in_parts:
+        return team.spread(role, method, samples)
+    return team.call_role(role, method, list(samples))[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,15 +96,23 @@ class RemoteWorkers:
     cluster: VirtualCluster
     _preemptions_seen: int = 0
 
+    @property
+    def is_remote(self) -> bool:
+        return True
+
+    @property
+    def shares_policy(self) -> bool:
+        return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
+
     def take_preemptions(self) -> int:
         new = self.engine.num_preemptions - self._preemptions_seen
         self._preemptions_seen += new
         return new
 
     def write_checkpoint(self, directory: Path) -> None:
-        self._by_first(Role.ACTOR, "write_checkpoint", Role.ACTOR, directory.resolve())
+        self.team.call_role(Role.ACTOR, "write_checkpoint", Role.ACTOR, directory.resolve())
         if self.critic:
-            self._by_first(Role.CRITIC, "write_checkpoint", Role.CRITIC, directory.resolve())
+            self.team.call_role(Role.CRITIC, "write_checkpoint", Role.CRITIC, directory.resolve())
         if not (directory / "model" / "config.json").exists():
             raise CheckpointError(
                 f"the actor wrote {directory} on its node and it is not to be seen here; put run.dir on a folder that all "
@@ -101,7 +125,7 @@ class RemoteWorkers:
         self.team.call(workers, "read_checkpoint", directory.resolve())
 
     def export(self, directory: Path) -> None:
-        self._by_first(Role.ACTOR, "export", directory.resolve())
+        self.team.call_role(Role.ACTOR, "export", directory.resolve())
 
     def close(self) -> None:
         self.scorer.close()
@@ -109,22 +133,22 @@ class RemoteWorkers:
             self.eval_scorer.close()
         self.cluster.shutdown()
 
-    def _by_first(self, role: Role, method: str, *args: Any) -> None:
-        self.team.call(self.team.members[role][:1], method, *args)
-
 
 def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> RemoteWorkers:
     """Place the plan's processes on the cluster that this node belongs to, and load every role."""
     assert config.cluster is not None
     plan = plan_placement(config.cluster, needs=needs_of(config))
+    refuse_unreachable(config, plan)
     inputs = load_inputs(config, say=say)
+    _refuse_impossible(config, plan, model_path=inputs.model_path)
     say(f"placing {sum(len(group.processes) for group in plan.groups)} processes on {plan.num_nodes} nodes")
     init_ray()
     cluster = VirtualCluster(
         list(plan.slots_per_node), num_gpus_per_node=max(plan.slots_per_node), name=config.run.name
     )
     try:
-        team, facts = _place(config, plan, cluster, model_path=inputs.model_path)
+        team, facts = _place(config, plan, cluster, inputs=inputs)
+        engine = RemoteEngine(team, room=config.rollout.max_running, node_weights=config.cluster.node_weights)
     except BaseException:  # an interrupt too: slots must not stay taken
         cluster.shutdown()
         raise
@@ -137,10 +161,10 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
     return RemoteWorkers(
         tokenizer=inputs.tokenizer,
-        engine=RemoteEngine(team),
+        engine=engine,
         learner=learner,
-        critic=RemoteCritic(team) if Role.CRITIC in team.members else None,
-        reference=partial(team.spread, Role.REFERENCE, "score_reference") if Role.REFERENCE in team.members else None,
+        critic=RemoteCritic(team, config) if Role.CRITIC in team.members else None,
+        reference=_reference(team, config) if Role.REFERENCE in team.members else None,
         scorer=scorer,
         eval_scorer=build_eval_scorer(config, scorer),
         train=inputs.train,
@@ -152,7 +176,20 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     )
 
 
-def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, model_path: str) -> tuple[Team, Facts]:
+def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
+    """What the learners cannot do, before any process is started."""
+    problems = learner_problems(config, plan)
+    with suppress(SizesUnknown):  # of an architecture that the processes then refuse by name
+        problems += indivisible(plan, read_sizes(model_path))
+    if problems:
+        raise ClusterError("; ".join(problems))
+    members = {role: list(range(plan.world_size(role))) for role in TRAINED if role in plan.processes}
+    in_parts = roles_in_parts(config, members)
+    for role in members:
+        optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
+
+
+def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Inputs) -> tuple[Team, Facts]:
     assert config.cluster is not None
     processes = sorted(
         (process for group in plan.groups for process in group.processes), key=lambda process: process.slots
@@ -161,7 +198,7 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, model_path: s
     section = config.cluster
     group = WorkerGroup(
         cluster=cluster,
-        remote_worker_builder=WorkerBuilder("rollcall.cluster.role_worker.RoleWorker", config, model_path),
+        remote_worker_builder=WorkerBuilder("rollcall.cluster.role_worker.RoleWorker", config, inputs.model_path),
         name_prefix=config.run.name,
         seats=[
             Seat(node_rank=process.node_rank, slots=tuple(slot - starts[process.node_rank] for slot in process.slots))
@@ -189,9 +226,22 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, model_path: s
             (port,) = team.call([first], "lease_port")
             meeting[role] = (group.worker_metadata[first]["address"], port)
     sizes = {role: len(workers) for role, workers in members.items()}
-    seatings = [Seating(ranks=dict(process.ranks), sizes=sizes, meeting=meeting) for process in processes]
+    in_parts = roles_in_parts(config, members)
+    seatings = [
+        Seating(ranks=dict(process.ranks), sizes=sizes, meeting=meeting, in_parts=in_parts) for process in processes
+    ]
     facts = group.get_all_worker_results(group.run_all_workers_multiple_data("build", seatings))
+    marks = {
+        f"{'+'.join(process.ranks)} on node {process.node_rank}": one.tokenizer
+        for process, one in zip(processes, facts, strict=True)
+    }
+    refuse_other_tokenizers(tokenizer_mark(inputs.tokenizer), marks, path=inputs.model_path)
     return team, facts[0]
+
+
+def _reference(team: Team, config: Config) -> Callable[[Sequence[Sample]], list[TokenScores]]:
+    in_parts = Role.REFERENCE in roles_in_parts(config, team.members)
+    return partial(run_forward, team, Role.REFERENCE, "score_reference", in_parts=in_parts)
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

@@ -8,30 +8,42 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from rollcall.checkpoint.export import export_model
-from rollcall.checkpoint.training import copy_into, read_critic, read_learner, write_critic, write_learner
+from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
 from rollcall.cluster.actor import lease_port
+from rollcall.cluster.engine_seat import EngineSeat, Progress
 from rollcall.cluster.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
 from rollcall.cluster.placement import Role
+from rollcall.cluster.weight_sync import WorkerWeights
 from rollcall.config import Config, ModelReward
-from rollcall.decoder import Decoder
-from rollcall.engine.protocol import Finished, Request
+from rollcall.engine.protocol import Request
+from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import TokenScores, score_samples
-from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype, stop_token_ids
+from rollcall.learner.learner import TokenScores, score_samples, whole_body
+from rollcall.learner.mesh import is_split
+from rollcall.learner.model import (
+    load_causal_lm,
+    load_tokenizer,
+    outline_causal_lm,
+    resolve_device,
+    resolve_dtype,
+    stop_token_ids,
+)
+from rollcall.learner.whole import Body
 from rollcall.types import Completion, Floats, Prompt, Sample
+from rollcall.weights import Invitation
 
-LOOK_S = 0.2  # an engine with nothing finished answers after this long, so that new requests reach it
 TRAINED = (Role.ACTOR, Role.CRITIC)
+POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the policy's weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +53,7 @@ class Seating:
     ranks: Mapping[Role, int]
     sizes: Mapping[Role, int]  # processes of each role
     meeting: Mapping[Role, tuple[str, int]]  # address and port of rank 0, for roles that train
+    in_parts: frozenset[Role]  # roles whose processes hold parts of one model and run every forward together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +62,24 @@ class Facts:
 
     max_positions: int
     stop_token_ids: tuple[int, ...]
+    tokenizer: str  # its mark
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What an engine did since it was last asked."""
-
-    finished: list[Finished]
-    num_preemptions: int
+def roles_in_parts(config: Config, members: Mapping[Role, Sequence[int]]) -> frozenset[Role]:
+    """Roles whose processes hold parts of one model. A reference in the actor's processes is divided as the actor is."""
+    found = {
+        role
+        for role in TRAINED
+        if role in members and is_split(getattr(config, role.value), num_ranks=len(members[role]))
+    }
+    if Role.ACTOR in found and sorted(members.get(Role.REFERENCE, ())) == sorted(members[Role.ACTOR]):
+        found.add(Role.REFERENCE)
+    return frozenset(found)
 
 
 class RoleWorker:
     def __init__(self, config: Config, model_path: str) -> None:
+        transformers_logging.disable_progress_bar()  # every process would draw its own
         self.config = config
         self.model_path = model_path
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -69,7 +88,7 @@ class RoleWorker:
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
         self._lease: socket.socket | None = None
-        self._preemptions_seen = 0
+        self._weights = WorkerWeights(config, on_gpu=self.device.type == "cuda")
 
     def lease_port(self) -> int:
         """A port for the gang that this process is rank 0 of, held until the process ends."""
@@ -79,24 +98,48 @@ class RoleWorker:
     def build(self, seating: Seating) -> Facts:
         """Load what this process's roles need."""
         roles = set(seating.ranks)
-        load = partial(load_causal_lm, self.model_path, device=self.device, dtype=self.dtype)
-        model = load()
         gang = self._join(seating)
-        self.learner = build_learner(self.config, model, gang=gang) if Role.ACTOR in roles else None
+        if roles.isdisjoint(POLICY):
+            model = outline_causal_lm(self.model_path, dtype=self.dtype)
+        else:
+            # Of a model that is in parts only the parts go to the device, unless an engine here reads all of it.
+            model = self._load(gang, in_parts=Role.ACTOR in seating.in_parts and Role.ROLLOUT not in roles)
+        self.learner = None
+        if Role.ACTOR in roles:
+            self.learner = build_learner(self.config, model, gang=gang, device=self.device)
+            if self.learner.body.in_parts and Role.ROLLOUT not in roles:
+                model.to("meta")
         self.engine = build_engine(self.config.rollout, model, self.tokenizer) if Role.ROLLOUT in roles else None
-        self.critic = build_critic(self.config, load(), gang=gang) if Role.CRITIC in roles else None
-        self.reference = build_reference(self.config, load()) if Role.REFERENCE in roles else None
+        self.seat = EngineSeat(self.engine, room=self.config.rollout.max_running) if self.engine is not None else None
+        self.critic = self.reference = None
+        if Role.CRITIC in roles:
+            critic = self._load(gang, in_parts=Role.CRITIC in seating.in_parts)
+            self.critic = build_critic(self.config, critic, gang=gang, device=self.device)
+        if Role.REFERENCE in roles:
+            in_parts = Role.REFERENCE in seating.in_parts
+            self.reference = build_reference(
+                self.config, self._load(gang, in_parts=in_parts), gang=gang if in_parts else None, device=self.device
+            )
         self.reward_models = {
             index: load_reward_model(reward, device=self.device)
             for index, reward in enumerate(self.config.reward)
             if Role.REWARD in roles and isinstance(reward, ModelReward)
         }
         self.model = model
-        self.decoder = self.learner.decoder if self.learner else Decoder.of(model)
+        self.body = self.learner.body if self.learner else whole_body(model)
         return Facts(
             max_positions=model.config.max_position_embeddings,
             stop_token_ids=stop_token_ids(self.tokenizer, model.config, model.generation_config),
+            tokenizer=tokenizer_mark(self.tokenizer),
         )
+
+    def _load(self, gang: Gang, *, in_parts: bool) -> Any:
+        """Of a model that is in parts, the gang's first process loads the weights and gives the others theirs."""
+        if not in_parts:
+            return load_causal_lm(self.model_path, device=self.device, dtype=self.dtype)
+        if gang.rank == 0:
+            return load_causal_lm(self.model_path, device=torch.device("cpu"), dtype=self.dtype)
+        return outline_causal_lm(self.model_path, dtype=self.dtype)
 
     def _join(self, seating: Seating) -> Gang:
         trained = [role for role in TRAINED if role in seating.ranks]
@@ -110,58 +153,70 @@ class RoleWorker:
 
     # The engine
 
-    def advance(self, requests: Sequence[Request], aborted: Sequence[str]) -> Progress:
-        """Take requests in, and decode until one is finished or a moment has passed."""
-        assert self.engine is not None
-        for request in requests:
-            self.engine.submit(request)
-        for request_id in aborted:
-            self.engine.abort(request_id)
-        until = time.monotonic() + LOOK_S
-        finished: list[Finished] = []
-        while self.engine.num_unfinished and not finished and time.monotonic() < until:
-            finished = self.engine.poll()
-        new = self.engine.num_preemptions - self._preemptions_seen
-        self._preemptions_seen += new
-        return Progress(finished=finished, num_preemptions=new)
+    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Progress:
+        """Take requests in, decode for a moment, and give back up to so many that are not begun."""
+        assert self.seat is not None
+        return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
 
-    def use_weights(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
-        """Sample from this version on; ``weights`` is None where the actor's own parameters are read."""
-        if weights is not None:
-            copy_into(self._parameters(), weights)
+    def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
+        """Take this version from the actor's process, which invited this one by that name, and sample from it."""
+        self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
         if self.engine is not None:
             self.engine.update_weights(version)
 
     # The policy
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().cpu().contiguous() for name, parameter in self._parameters().items()}
+    def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
+        """Send the policy to these from now on, each of which is (or is not) on this node."""
+        return self._weights.invite(receivers, host)
+
+    def send_weights(self, version: int) -> None:
+        """What the learner holds is this version: for those that were invited, and for the engine in this process."""
+        self._weights.send(self._whole_policy(), version=version)
+        self._weights.share(version)
+        if self.engine is not None:
+            self.engine.update_weights(version)
+
+    def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, which an engine in this process gets too where the learner has them in parts."""
+        assert self.learner is not None
+        in_parts = self.learner.body.in_parts
+        own = whole_body(self.model).named if in_parts and self.engine is not None else {}
+        for name, tensor in self.learner.body.whole_tensors():
+            if name in own:
+                own[name].copy_(tensor)
+            yield name, tensor
 
     def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
         """One step of the gang; its metrics and the tokens trained so far."""
         assert self.learner is not None
+        if self.seat is not None:
+            self.seat.hold()
         return self.learner.update(samples), self.learner.num_tokens_trained
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        return score_samples(
-            self.decoder,
-            samples,
-            temperature=self.config.rollout.temperature,
-            tokens_per_microbatch=self.config.actor.tokens_per_microbatch,
-        )
+        scores = score_samples(self.body, samples, self.config.actor, temperature=self.config.rollout.temperature)
+        return self._once(scores, self.body)
 
     def export(self, directory: Path) -> None:
-        export_model(self.model, self.tokenizer, directory, dtype=None)
+        assert self.learner is not None
+        model = self.learner.whole_model()
+        if model is not None:
+            export_model(model, self.tokenizer, directory, dtype=None)
+
+    def _once(self, results: list[Any], body: Body) -> list[Any]:
+        """Where a model is in parts all its processes have all results: one of them tells."""
+        return results if not body.in_parts or body.gang.rank == 0 else []
 
     # The others
 
     def score_reference(self, samples: Sequence[Sample]) -> list[TokenScores]:
         assert self.reference is not None
-        return self.reference(samples)
+        return self._once(self.reference(samples), self.reference.body)
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         assert self.critic is not None
-        return self.critic.values(samples)
+        return self._once(self.critic.values(samples), self.critic.body)
 
     def update_critic(self, samples: Sequence[Sample]) -> dict[str, float]:
         assert self.critic is not None
@@ -170,7 +225,7 @@ class RoleWorker:
     def reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
         return list(self.reward_models[index](prompt, completions))
 
-    # Checkpoints: rank 0 of a role writes, everyone reads
+    # Checkpoints: all processes of a role are asked, the first one writes, everyone reads
 
     def write_checkpoint(self, role: Role, directory: Path) -> None:
         if role is Role.ACTOR:

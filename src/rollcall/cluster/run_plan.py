@@ -18,6 +18,7 @@ from rollcall.cluster.memory import (
 )
 from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement, slot_text
 from rollcall.config import ClusterSection, Config
+from rollcall.learner.mesh import split_problems
 
 DEFAULT_CARD_GIB = 80.0
 TIGHT = 0.92  # share of the card from which a plan is called tight: the estimate is not that exact
@@ -79,11 +80,12 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         sizes = read_sizes(config.model.path, model_config=model_config)
         reward_sizes = _reward_sizes(config, plan, notes)
         memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
-        problems += _indivisible(plan, sizes)
+        problems += indivisible(plan, sizes)
     except SizesUnknown as error:
         if model_config is not None:
             raise
         notes.append(f"memory is not estimated: {error}")
+    problems += learner_problems(config, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
     _judge_batch(config, plan, notes)
     return RunPlan(
@@ -116,13 +118,33 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
     return max(found, key=lambda sizes: sizes.num_parameters, default=None)
 
 
-def _indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
+def learner_problems(config: Config, plan: Plan) -> list[str]:
+    """Why actor or critic cannot be divided over the processes that the plan gives them."""
+    trained = [role for role in (Role.ACTOR, Role.CRITIC) if role in plan.processes]
+    nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
+    problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
+    for role in trained:
+        width = len(plan.processes[role][0].slots)
+        if width > 1:
+            problems.append(
+                f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per slot "
+                f"and {role}.tensor_parallel_size={width}"
+            )
+    return problems
+
+
+def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
     return [
         f"{role} splits the model over {mesh.tensor} slots, but it has {count} {what}: {count} = {mesh.tensor} x "
         f"{count // mesh.tensor} + {count % mesh.tensor}; use slots per process (or tensor_parallel_size) that divide {count}"
         for role, mesh in plan.meshes.items()
-        for what, count in (("attention heads", sizes.heads), ("key/value heads", sizes.kv_heads))
-        if count % mesh.tensor
+        for what, count in (
+            ("attention heads", sizes.heads),
+            ("key/value heads", sizes.kv_heads),
+            ("MLP columns", sizes.intermediate),
+        )
+        # Neighbours may have the same key/value head.
+        if count % mesh.tensor and (what != "key/value heads" or mesh.tensor % count)
     ]
 
 

@@ -6,6 +6,7 @@ stands for the answers. Run methods return at once; ``get_all_worker_results`` w
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ class WorkerGroup:
         self.specs = _specs(
             seats, cluster=cluster, role=self.name_prefix, env=env_vars or {}, node_env=node_env_vars or {}
         )
+        self._one_call = threading.Lock()
         self._crew: Crew | None = cluster.launch(self, self.specs, remote_worker_builder.recipe, timeout_s=timeout_s)
         self.workers = [Worker(self._crew, self._metadata(spec)) for spec in self.specs]
 
@@ -172,7 +174,8 @@ class WorkerGroup:
         crew = self._running
         if len(workers) > 1:
             args = tuple(crew.share(value) for value in args)
-        return [crew.call(rank, method_name, (), args, {}) for rank in workers]
+        with self._one_call:  # two threads' calls reach all workers in one order: the workers may have to meet in them
+            return [crew.call(rank, method_name, (), args, {}) for rank in workers]
 
     def run_all_workers_multiple_data(
         self,

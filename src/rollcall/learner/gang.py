@@ -1,12 +1,15 @@
 """The processes that train one model together.
 
-Each holds the whole model, works on its own rows, and adds its gradients to everyone's before the optimizer steps; so all
-take the same step. A learner on its own is a gang of one. Every member must make the same calls in the same order.
+Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows; gradients are added up over all
+before the optimizer steps, so all take the same step. A learner on its own is a gang of one. Every member must make the
+same calls in the same order.
 """
 
 from __future__ import annotations
 
 import heapq
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,12 +28,13 @@ COLLECTIVE_S = 1800.0
 class Gang:
     rank: int
     size: int
+    nodes: tuple[str, ...]  # where each member runs
     sum_over: Callable[[Tensor], None]  # in place
     gather: Callable[[Any], list[Any]]  # a small object of each member, by rank
 
     @classmethod
     def alone(cls) -> Gang:
-        return cls(rank=0, size=1, sum_over=lambda tensor: None, gather=lambda value: [value])
+        return cls(rank=0, size=1, nodes=("",), sum_over=lambda tensor: None, gather=lambda value: [value])
 
     @classmethod
     def join(cls, *, address: str, port: int, rank: int, size: int, device: torch.device) -> Gang:
@@ -56,7 +60,8 @@ class Gang:
         def sum_over(tensor: Tensor) -> None:
             dist.all_reduce(tensor)
 
-        return cls(rank=rank, size=size, sum_over=sum_over, gather=gather)
+        node = os.environ.get("NODE_RANK") or socket.gethostname()
+        return cls(rank=rank, size=size, nodes=tuple(gather(node)), sum_over=sum_over, gather=gather)
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes its sum over the gang, in place."""
@@ -73,15 +78,8 @@ class Gang:
         self._sum_bucket(bucket)
 
     def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
-        """This member's part of the items, about equal in cost; items with equal keys stay together where there are
-        enough keys for everyone."""
-        if self.size == 1:
-            return list(range(len(costs)))
-        units: dict[int, list[int]] = {}
-        for item, key in enumerate(keys):
-            units.setdefault(key, []).append(item)
-        parts = list(units.values()) if len(units) >= 2 * self.size else [[item] for item in range(len(costs))]
-        return balance(parts, [sum(costs[item] for item in part) for part in parts], size=self.size)[self.rank]
+        """This member's part of the items."""
+        return share(costs, keys=keys, rank=self.rank, size=self.size)
 
     def _sum_bucket(self, tensors: list[Tensor]) -> None:
         if not tensors:
@@ -92,6 +90,22 @@ class Gang:
         for tensor in tensors:
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
+
+
+def share(costs: Sequence[int], *, keys: Sequence[int], rank: int, size: int) -> list[int]:
+    """The part of the items that ``rank`` of ``size`` gets, about equal in cost; items with equal keys stay together where
+    there are enough keys for everyone.
+
+    >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], rank=1, size=2)
+    [1, 2, 3]
+    """
+    if size == 1:
+        return list(range(len(costs)))
+    units: dict[int, list[int]] = {}
+    for item, key in enumerate(keys):
+        units.setdefault(key, []).append(item)
+    parts = list(units.values()) if len(units) >= 2 * size else [[item] for item in range(len(costs))]
+    return balance(parts, [sum(costs[item] for item in part) for part in parts], size=size)[rank]
 
 
 def balance(parts: Sequence[list[int]], costs: Sequence[int], *, size: int) -> list[list[int]]:

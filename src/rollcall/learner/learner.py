@@ -8,7 +8,7 @@ nor accumulation changes the gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,14 @@ from torch import Tensor
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.decoder import Decoder
-from rollcall.learner.cores import map_side_by_side, num_side_by_side
 from rollcall.learner.gang import Gang
-from rollcall.learner.logprobs import TokenStats, token_stats
-from rollcall.learner.model import packed_hidden
-from rollcall.learner.optimizer import NonFiniteError, Optimizer
+from rollcall.learner.mesh import split_of
+from rollcall.learner.model import empty_copy
+from rollcall.learner.optimizer import NonFiniteError, Optimizer, optimizer_class
 from rollcall.learner.packing import pack
+from rollcall.learner.tensor_parallel import refuse_indivisible
+from rollcall.learner.whole import Body, LossOf, Whole
 from rollcall.types import Floats, MicroBatch, Sample
-
-LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,11 @@ class TokenScores:
 
 
 class Learner:
-    """The policy and its optimizer."""
+    """The policy and its optimizer.
+
+    In a gang of several every member gets all samples and takes its share of them. Where the model is in parts
+    (``section.sharding``, ``section.tensor_parallel_size``) every call is one of the whole gang, ``score`` too.
+    """
 
     def __init__(
         self,
@@ -52,15 +55,17 @@ class Learner:
         max_response_tokens: int,
         total_updates: int,
         gang: Gang | None = None,
+        device: torch.device | None = None,
     ):
+        """``model`` may lie elsewhere than on ``device`` where each rank takes but a part of it."""
         self.model = model
         self.gang = gang or Gang.alone()
-        self.decoder = Decoder.of(model)
         self.section = section
         self.algorithm = algorithm
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
-        self.optimizer = Optimizer(self.decoder.named_tensors(), section, total_updates=total_updates)
+        self.body = make_body(model, section, gang=self.gang, device=device)
+        self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
         self.num_tokens_trained = 0
 
     @property
@@ -70,18 +75,10 @@ class Learner:
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""
-        return score_samples(
-            self.decoder,
-            samples,
-            temperature=self.temperature,
-            tokens_per_microbatch=self.section.tokens_per_microbatch,
-        )
+        return score_samples(self.body, samples, self.section, temperature=self.temperature)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """All updates of one step (epochs x minibatches); the metrics are means over them.
-
-        Every member of a gang gets all samples and takes its share of them.
-        """
+        """All updates of one step (epochs x minibatches); the metrics are means over them."""
         rows: list[dict[str, float]] = []
         if self.rescores and samples[0].old_logprobs is None:
             scores = self.score(samples)
@@ -94,17 +91,25 @@ class Learner:
             metrics[name] = rows[0][name]
         return metrics
 
+    def whole_model(self) -> Any:
+        """The module with the weights as they are, on the gang's first rank; None on the others."""
+        first = self.gang.rank == 0
+        if not self.body.in_parts:
+            return self.model if first else None
+        model = empty_copy(self.model) if first else None
+        into = Decoder.of(model).named_tensors() if model is not None else {}
+        with torch.no_grad():
+            for name, tensor in self.body.whole_tensors():
+                if first:
+                    into[name].copy_(tensor)
+        return model
+
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
-        rows = share_rows(samples, self._rows_with_gradient(samples), self.gang)
-        batches = pack(
-            [samples[row] for row in rows],
-            weights=weights[rows],
-            tokens_per_microbatch=self.section.tokens_per_microbatch,
-            parts=num_side_by_side(self.decoder.device),
-        )
-        total = accumulate_gradients(batches, self._loss, self.optimizer, gang=self.gang)
+        rows = share_rows(samples, self._rows_with_gradient(samples), self.body)
+        batches = pack_weighted([samples[row] for row in rows], weights[rows], self.section, self.body)
+        total = accumulate_gradients(batches, self._loss, self.optimizer, self.body)
         self.num_tokens_trained += int(total.pop("packed"))
         weight = total.pop("weight")
         num_tokens = total.pop("tokens")
@@ -127,7 +132,7 @@ class Learner:
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         recompute = self.section.activation_checkpointing
-        stats = batch_stats(self.decoder, batch, temperature=self.temperature, recompute=recompute)
+        stats = self.body.stats(batch, temperature=self.temperature, recompute=recompute)
         behaviour = self._tensor(batch.behaviour_logprobs)
         result = policy_loss(
             self.algorithm,
@@ -137,7 +142,7 @@ class Learner:
             reference_logprobs=self._tensor(batch.reference_logprobs),
             advantages=self._tensor(batch.advantages),
             weights=self._tensor(batch.weights),
-            row=torch.from_numpy(batch.row).to(self.decoder.device),
+            row=torch.from_numpy(batch.row).to(self.body.device),
             num_rows=batch.num_rows,
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
@@ -151,35 +156,39 @@ class Learner:
         return result.loss, {**result.metrics, **extra}
 
     def _tensor(self, array: Any) -> Any:
-        return None if array is None else torch.from_numpy(array).to(self.decoder.device)
+        return None if array is None else torch.from_numpy(array).to(self.body.device)
 
 
 class Critic:
     """PPO's value function: a policy-shaped body with a one-number head, and its own optimizer."""
 
     def __init__(
-        self, model: Any, section: OptimizerSection, *, algorithm: Ppo, total_updates: int, gang: Gang | None = None
+        self,
+        model: Any,
+        section: OptimizerSection,
+        *,
+        algorithm: Ppo,
+        total_updates: int,
+        gang: Gang | None = None,
+        device: torch.device | None = None,
     ):
         self.gang = gang or Gang.alone()
-        self.decoder = Decoder.of(model)
-        size, device, dtype = model.config.hidden_size, self.decoder.device, self.decoder.dtype
-        self.head = torch.zeros(1, size, device=device, dtype=dtype)  # a fresh critic knows nothing: values are 0
-        self.head_bias = torch.zeros(1, device=device, dtype=dtype)
+        # A fresh critic knows nothing: values are 0.
+        heads = {"head": torch.zeros(1, model.config.hidden_size), "head_bias": torch.zeros(1)}
         self.section = section
         self.algorithm = algorithm
-        self.optimizer = Optimizer(self.named_tensors(), section, total_updates=total_updates)
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        body = {name: tensor for name, tensor in self.decoder.named_tensors().items() if name != "lm_head"}
-        return {**body, "head": self.head, "head_bias": self.head_bias}
+        self.body = make_body(model, section, gang=self.gang, device=device, heads=heads, name="critic")
+        self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """The value before each response token, [T] per sample."""
-        out = [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples]
-        for batch in pack_unweighted(samples, self.section.tokens_per_microbatch):
-            scatter(self._values(batch), batch, samples, out)
-        return out
+
+        def run(batch: MicroBatch) -> tuple[Tensor, ...]:
+            return (self.body.values(batch),)
+
+        (values,) = over_samples(self.body, samples, self.section, run, num_outputs=1)
+        return values
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         rows: list[dict[str, float]] = []
@@ -187,29 +196,19 @@ class Critic:
             for part in split_by_draw(samples, self.section.minibatches):
                 counts = np.array([int(sample.mask.sum()) for sample in part])
                 weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
-                mine = share_rows(part, range(len(part)), self.gang)
-                batches = pack(
-                    [part[row] for row in mine],
-                    weights=weights[mine],
-                    tokens_per_microbatch=self.section.tokens_per_microbatch,
-                    parts=num_side_by_side(self.decoder.device),
-                )
-                total = accumulate_gradients(batches, self._loss, self.optimizer, gang=self.gang)
+                mine = share_rows(part, range(len(part)), self.body)
+                batches = pack_weighted([part[row] for row in mine], weights[mine], self.section, self.body)
+                total = accumulate_gradients(batches, self._loss, self.optimizer, self.body)
                 self.optimizer.step()
                 rows.append({"value_loss": total["loss"]})
         return {"value_loss": float(np.mean([row["value_loss"] for row in rows]))}
 
-    def _values(self, batch: MicroBatch) -> Tensor:
-        hidden = packed_hidden(self.decoder, batch, recompute=self.section.activation_checkpointing)
-        picked = hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
-        return torch.nn.functional.linear(picked, self.head, self.head_bias)[:, 0].float()
-
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None, "the critic learns from returns"
-        device = self.decoder.device
+        device = self.body.device
         result = value_loss(
             self.algorithm,
-            values=self._values(batch),
+            values=self.body.values(batch, recompute=self.section.activation_checkpointing),
             old_values=torch.from_numpy(batch.values).to(device),
             returns=torch.from_numpy(batch.returns).to(device),
             weights=torch.from_numpy(batch.weights).to(device),
@@ -217,30 +216,73 @@ class Critic:
         return result.loss, {"loss": result.loss.detach()}
 
 
-def share_rows(samples: Sequence[Sample], rows: Sequence[int], gang: Gang) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The frozen policy, asked for the log-probs of samples."""
+
+    body: Body
+    section: OptimizerSection
+    temperature: float
+
+    def __call__(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        return score_samples(self.body, samples, self.section, temperature=self.temperature)
+
+
+def make_body(
+    model: Any,
+    section: OptimizerSection,
+    *,
+    gang: Gang,
+    device: torch.device | None = None,
+    heads: Mapping[str, Tensor] | None = None,
+    frozen: bool = False,
+    name: str = "actor",
+) -> Body:
+    """The model's weights as this rank of the gang has them: all, or a part."""
+    split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
+    optimizer_class(section, name=name, in_parts=split is not None)
+    decoder = Decoder.of(model)
+    if split is None:
+        if heads is not None:
+            heads = {key: head.to(decoder.device, decoder.dtype) for key, head in heads.items()}
+        return Whole(decoder, gang=gang, heads=heads)
+    from rollcall.learner.sharded import Sharded
+
+    refuse_indivisible(
+        heads=decoder.num_heads,
+        kv_heads=decoder.num_kv_heads,
+        intermediate=len(decoder.layers[0].gate_up) // 2,
+        tensor=split.tensor,
+        name=name,
+    )
+    where = device or decoder.device
+    if section.cpu_offload and where.type == "cpu":
+        raise ValueError(
+            f"{name}.cpu_offload=true keeps weights off an accelerator, and this run is on the CPU; leave it out"
+        )
+    return Sharded(decoder, section, gang=gang, split=split, device=where, heads=heads, frozen=frozen)
+
+
+def whole_body(model: Any) -> Body:
+    """All of a model, in this process, for whoever only scores."""
+    return Whole(Decoder.of(model), gang=Gang.alone())
+
+
+def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
     """Those of the rows that this member of the gang works on: a fair share of the tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
-    return [rows[index] for index in gang.share(costs, keys=[samples[row].draw for row in rows])]
+    return [rows[index] for index in body.share(costs, keys=[samples[row].draw for row in rows])]
 
 
 def accumulate_gradients(
-    batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer, *, gang: Gang
+    batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer, body: Body
 ) -> dict[str, float]:
     """Backward through every micro-batch of the gang; the metrics are sums over them (``*_max``: the largest)."""
-    weights = list(optimizer.named.values())
-
-    def gradients_of(batch: MicroBatch) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
-        loss, metrics = loss_of(batch)
-        return torch.autograd.grad(loss, weights, allow_unused=True), metrics
-
-    own: list[dict[str, Tensor]] = []
-    for gradients, metrics in map_side_by_side(gradients_of, batches, width=num_side_by_side(weights[0].device)):
-        optimizer.accumulate(gradients)
-        own.append(metrics)
+    own = body.accumulate(batches, loss_of, optimizer)
     rows = [{name: float(value) for name, value in row.items()} for row in own]  # here, not while others still compute
     for row, batch in zip(rows, batches, strict=True):
         row["packed"] = float(batch.num_tokens)
-    everyone = [row for member in gang.gather(rows) for row in member]
+    everyone = [row for member in body.gang.gather(rows if body.counts else []) for row in member]
     if not everyone:
         raise ValueError(
             "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
@@ -253,33 +295,66 @@ def accumulate_gradients(
     if not math.isfinite(total["loss"]):
         optimizer.discard()
         raise NonFiniteError(f"the loss is {total['loss']}")
-    optimizer.sum_over(gang)
+    body.sum_gradients(optimizer)
     return total
-
-
-def batch_stats(decoder: Decoder, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
-    hidden = packed_hidden(decoder, batch, recompute=recompute)
-    picked = hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
-    targets = torch.from_numpy(batch.targets).to(hidden.device)
-    return token_stats(picked, decoder.lm_head, targets, temperature=temperature)
 
 
 @torch.no_grad()
 def score_samples(
-    decoder: Decoder, samples: Sequence[Sample], *, temperature: float, tokens_per_microbatch: int
+    body: Body, samples: Sequence[Sample], section: OptimizerSection, *, temperature: float
 ) -> list[TokenScores]:
     """A model's statistics of the samples' tokens; also how the frozen reference is asked."""
-    names = ("logprobs", "entropy", "certainty")
-    out = {name: [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples] for name in names}
-    for batch in pack_unweighted(samples, tokens_per_microbatch):
-        stats = batch_stats(decoder, batch, temperature=temperature)
-        for name in names:
-            scatter(getattr(stats, name), batch, samples, out[name])
-    return [TokenScores(**{name: out[name][index] for name in names}) for index in range(len(samples))]
+
+    def run(batch: MicroBatch) -> tuple[Tensor, ...]:
+        stats = body.stats(batch, temperature=temperature)
+        return stats.logprobs, stats.entropy, stats.certainty
+
+    rows = zip(*over_samples(body, samples, section, run, num_outputs=3), strict=True)
+    return [TokenScores(logprobs=one, entropy=two, certainty=three) for one, two, three in rows]
 
 
-def pack_unweighted(samples: Sequence[Sample], tokens_per_microbatch: int) -> list[MicroBatch]:
-    return pack(samples, weights=np.zeros(len(samples), dtype=np.float32), tokens_per_microbatch=tokens_per_microbatch)
+def over_samples(
+    body: Body,
+    samples: Sequence[Sample],
+    section: OptimizerSection,
+    run: Callable[[MicroBatch], tuple[Tensor, ...]],
+    *,
+    num_outputs: int,
+) -> list[list[Floats]]:
+    """What ``run`` gives for each loss token, as [T] per sample, once per output. Where the model is in parts, each member
+    runs its share of the samples and everyone gets all."""
+    mine = share_rows(samples, range(len(samples)), body) if body.in_parts else list(range(len(samples)))
+    own = [samples[index] for index in mine]
+    out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
+    batches = pack(
+        own,
+        weights=np.zeros(len(own), dtype=np.float32),
+        tokens_per_microbatch=section.tokens_per_microbatch,
+        max_rows=section.logprob_batch_size,
+    )
+    for place, batch in enumerate(body.passes(batches)):
+        outputs = run(batch)
+        if place < len(batches):
+            for values, rows in zip(outputs, out, strict=True):
+                scatter(values, batch, own, rows)
+    if not body.in_parts:
+        return out
+    everyone = body.gang.gather((mine, out) if body.counts else ([], [[]] * num_outputs))
+    found = [{index: rows[place] for mine, out in everyone for place, index in enumerate(mine) for rows in (out[number],)}
+             for number in range(num_outputs)]  # fmt: skip
+    return [[rows[index] for index in range(len(samples))] for rows in found]
+
+
+def pack_weighted(
+    samples: Sequence[Sample], weights: Floats, section: OptimizerSection, body: Body
+) -> list[MicroBatch]:
+    return pack(
+        samples,
+        weights=weights,
+        tokens_per_microbatch=section.tokens_per_microbatch,
+        max_rows=section.train_micro_batch_size,
+        parts=body.parts,
+    )
 
 
 def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: list[Floats]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,35 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> An
     model = model.to(device).eval().requires_grad_(False)
     fuse_parameters(model)
     return model
+
+
+def outline_causal_lm(path: str, *, dtype: torch.dtype) -> Any:
+    """What ``load_causal_lm`` gives, without the weights: they are on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    check_model_path(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:
+        raise ModelError(f"model.path={path} cannot be loaded: {_first_line(error)}") from error
+    with suppress(OSError):  # most small models have none
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    model = model.eval().requires_grad_(False)
+    fuse_parameters(model)
+    return model
+
+
+def empty_copy(model: Any) -> Any:
+    """The same module in host memory, its weights not filled in; ``model`` may be on the meta device."""
+    with torch.device("meta"):
+        copy = type(model)(model.config).to(model.dtype)
+    copy = copy.to_empty(device="cpu").eval().requires_grad_(False)
+    copy.tie_weights()
+    copy.generation_config = model.generation_config
+    fuse_parameters(copy)
+    return copy
 
 
 def load_tokenizer(path: str, *, chat_template: str | None) -> Any:

@@ -1,12 +1,15 @@
-"""AdamW with warm-up, decay, clipping, and float32 master weights for bfloat16 models.
+"""The optimizer that the run file names (AdamW unless it says otherwise), with warm-up, decay, clipping, and float32
+master weights for bfloat16 models.
 
 Gradients are summed over micro-batches in float32, so that the number of micro-batches does not change the update.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +24,17 @@ class NonFiniteError(RuntimeError):
 
 
 class Optimizer:
-    def __init__(self, weights: dict[str, Tensor], section: OptimizerSection, *, total_updates: int):
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        section: OptimizerSection,
+        *,
+        total_updates: int,
+        norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+    ):
+        """``norm`` is that of all gradients together, where these weights are not all there are."""
         self.section = section
+        self._norm = norm or norm_of
         self.total_updates = total_updates
         self.num_updates = 0
         self.named = {name: weight.requires_grad_() for name, weight in weights.items()}
@@ -34,11 +46,15 @@ class Optimizer:
             for name, parameter in self.named.items()
         }
         self._sums: dict[str, Tensor] = {}
-        decayed = [target for target in self.targets.values() if target.ndim >= 2]
-        plain = [target for target in self.targets.values() if target.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        decays = {name: target.ndim >= 2 for name, target in self.targets.items()}
+        # By position in the groups: how a saved state numbers the weights.
+        self.names = [name for wanted in (True, False) for name in decays if decays[name] is wanted]
+        groups = [
+            {"params": [self.targets[name] for name in decays if decays[name]], "weight_decay": section.weight_decay},
+            {"params": [self.targets[name] for name in decays if not decays[name]], "weight_decay": 0.0},
+        ]
         on_cuda = next(iter(self.targets.values())).is_cuda
-        self.adamw = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=on_cuda)
+        self.adamw = make_optimizer(groups, section, on_cuda=on_cuda)
 
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums."""
@@ -65,14 +81,13 @@ class Optimizer:
 
     def step(self) -> dict[str, float]:
         """Clip, update, clear. Raises NonFiniteError before anything is changed."""
-        sums = list(self._sums.values())
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(sums)))
-        if not math.isfinite(grad_norm := float(norm)):
+        grad_norm = float(self._norm(self._sums))
+        if not math.isfinite(grad_norm):
             self.discard()
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         clip = self.section.grad_clip
         if clip and grad_norm > clip:
-            torch._foreach_mul_(sums, clip / (grad_norm + 1e-6))
+            torch._foreach_mul_(list(self._sums.values()), clip / (grad_norm + 1e-6))
         lr = self.learning_rate(self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -105,6 +120,7 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
+        self._lay_out_states()
         self.num_updates = state["num_updates"]
         if self.uses_masters:
             for name, master in state["masters"].items():
@@ -112,5 +128,72 @@ class Optimizer:
             self._publish_masters()
 
     @torch.no_grad()
+    def _lay_out_states(self) -> None:
+        """As the weights lie in memory: a state from another world may lie otherwise, which makes every step slow."""
+        for weight, entry in self.adamw.state.items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                    entry[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+    @torch.no_grad()
     def _publish_masters(self) -> None:
         torch._foreach_copy_([self.named[name] for name in self.targets], list(self.targets.values()))
+
+
+def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors.values()))))
+
+
+# Each number of a weight is updated from its own gradient and state alone, so parts of a weight can be updated apart.
+ELEMENTWISE = (
+    "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adagrad",
+    "torch.optim.Adadelta", "torch.optim.Adamax", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.ASGD",
+    "torch.optim.Rprop",
+)  # fmt: skip
+
+
+def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts: bool = False) -> type:
+    """The class that ``optimizer.name`` means; ``in_parts``: for weights of which each rank has a part."""
+    path = section.optimizer.name
+    module, _, attribute = path.rpartition(".")
+    where = f"{name}.optimizer.name={path}"
+    if not module:
+        raise ValueError(f"{where} has no module; write the import path, such as torch.optim.{attribute or 'AdamW'}")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"{where} cannot be imported ({error}); install it, or write torch.optim.AdamW") from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+        raise ValueError(f"{where} is not an optimizer of torch's kind; write for example torch.optim.AdamW")
+    if path in ("torch.optim.LBFGS", "torch.optim.SparseAdam"):
+        raise ValueError(
+            f"{where} needs a closure or sparse gradients, which an update here does not have; write torch.optim.AdamW"
+        )
+    if in_parts and path not in ELEMENTWISE:
+        raise ValueError(
+            f"{where} may need whole weights, and with {name}.sharding={section.sharding} and "
+            f"{name}.tensor_parallel_size={section.tensor_parallel_size} each rank has parts; use sharding=replicate, or one of "
+            f"{', '.join(ELEMENTWISE)}"
+        )
+    accepted = inspect.signature(found).parameters
+    if strangers := [key for key in section.optimizer.kwargs if key not in accepted]:
+        raise ValueError(
+            f"{name}.optimizer.kwargs.{strangers[0]} is not an argument of {path}; it takes "
+            f"{', '.join(key for key in accepted if key != 'params')}"
+        )
+    return found
+
+
+def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, on_cuda: bool) -> torch.optim.Optimizer:
+    kind = optimizer_class(section)
+    accepted = inspect.signature(kind).parameters
+    adam = kind in (torch.optim.AdamW, torch.optim.Adam)
+    # The section's defaults are Adam's; another optimizer has its own, unless the run file says otherwise.
+    own = ["lr", *(key for key in ("betas", "eps") if adam or key in section.model_fields_set)]
+    settings = {key: getattr(section, key) for key in own if key in accepted}
+    kwargs = section.optimizer.kwargs
+    if kind is torch.optim.AdamW and "fused" not in kwargs and "foreach" not in kwargs:
+        settings["fused"] = on_cuda
+    if "weight_decay" not in accepted:
+        groups = [{"params": group["params"]} for group in groups]
+    return kind(groups, **settings, **kwargs)

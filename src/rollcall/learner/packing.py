@@ -16,11 +16,18 @@ from rollcall.types import Floats, MicroBatch, Sample
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
 
 
-def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: int, parts: int = 1) -> list[MicroBatch]:
+def pack(
+    samples: Sequence[Sample],
+    *,
+    weights: Floats,
+    tokens_per_microbatch: int,
+    max_rows: int | None = None,
+    parts: int = 1,
+) -> list[MicroBatch]:
     """Pack in the given order. ``weights[i]`` is the loss weight of each loss token of sample ``i``.
 
-    Samples without a loss token cost nothing and are left out. ``parts`` > 1 asks for a multiple of that many
-    micro-batches of about equally many tokens, to run side by side.
+    Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows of a micro-batch beside its
+    tokens. ``parts`` > 1 asks for a multiple of that many micro-batches of about equally many tokens, to run side by side.
     """
     share = _share(samples, tokens_per_microbatch, parts)
     batches: list[list[int]] = []
@@ -32,7 +39,8 @@ def pack(samples: Sequence[Sample], *, weights: Floats, tokens_per_microbatch: i
             continue
         own = max(len(sample.response_ids) - 1, 0)
         cost = own + (0 if sample.draw in draws else len(sample.prompt_ids))
-        if not batches or spent + cost > tokens_per_microbatch or placed >= share * len(batches):
+        full = batches and max_rows is not None and len(batches[-1]) >= max_rows
+        if not batches or full or spent + cost > tokens_per_microbatch or placed >= share * len(batches):
             batches.append([])
             spent, draws = 0, set()
             cost = own + len(sample.prompt_ids)

@@ -105,6 +105,11 @@ class Scorer:
         """Submissions not yet returned by ``poll`` or ``drain``."""
         return self._num_unfinished
 
+    @property
+    def asks_models(self) -> bool:
+        """Whether ``submit`` and ``score`` wait for a model."""
+        return bool(self._model_rewards)
+
     def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
         """Score the completions of a prompt; the scores come back from ``poll`` under ``key``."""
         self._num_unfinished += 1

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from rollcall.decoder import Decoder
-from rollcall.engine.native.runner import Chunk, Runner, Sequence
+from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Finished, Request
-from rollcall.types import Completion, FinishReason, Segment
+from rollcall.engine.sequence import Sequence, check_fits, completion_of, cut_at_stop_string, note_version
+from rollcall.types import FinishReason
 
 
 class NativeEngine:
@@ -40,24 +40,7 @@ class NativeEngine:
         return len(self._requests)
 
     def submit(self, request: Request) -> None:
-        if request.id in self._requests:
-            raise ValueError(f"request {request.id!r} is already running; give each request its own id")
-        if request.sampling.max_tokens < 1:
-            raise ValueError(
-                f"request {request.id!r} asks for {request.sampling.max_tokens} new tokens; ask for 1 or more"
-            )
-        longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if longest > self.max_positions:
-            raise ValueError(
-                f"request {request.id!r} needs {len(request.prompt_ids)} prompt + {request.sampling.max_tokens} new = {longest} "
-                f"positions; the model has {self.max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
-            )
-        if longest > self.runner.room:
-            raise ValueError(
-                f"request {request.id!r} needs KV room for {len(request.prompt_ids)} prompt + {request.sampling.max_tokens} new = "
-                f"{longest} tokens; the cache has {self.runner.room}; raise rollout.kv_tokens or lower "
-                "rollout.max_response_tokens"
-            )
+        check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.runner.room)
         sequences = [
             Sequence(request=request, index=index, order=self._num_submitted + index)
             for index in range(len(request.seeds))
@@ -87,6 +70,9 @@ class NativeEngine:
             self._waiting.appendleft(self._drop(row))
         self._waiting = deque(sorted(self._waiting, key=lambda sequence: sequence.order))
 
+    def close(self) -> None:
+        """Nothing outlives the object."""
+
     def _admit(self) -> None:
         if not self._waiting:
             return
@@ -110,21 +96,9 @@ class NativeEngine:
             before = len(sequence.token_ids)
             _extend(sequence, new_tokens, new_logprobs)
             if sequence.request.sampling.stop_strings:
-                self._cut_at_stop_string(sequence, before)
-            _note_version(sequence, self.version, len(sequence.token_ids) - before)
+                cut_at_stop_string(sequence, before, self.tokenizer)
+            note_version(sequence, self.version, len(sequence.token_ids) - before)
         self._remove_finished()
-
-    def _cut_at_stop_string(self, sequence: Sequence, before: int) -> None:
-        """End at the first token that completes a stop string, however many tokens were decoded past it."""
-        stops = sequence.request.sampling.stop_strings
-        if not any(stop in self._decode(sequence.token_ids) for stop in stops):
-            return
-        for count in range(before + 1, len(sequence.token_ids) + 1):
-            text = self._decode(sequence.token_ids[:count])
-            if any(stop in text for stop in stops):
-                del sequence.token_ids[count:], sequence.logprobs[count:]
-                sequence.finish = FinishReason.STOP
-                return
 
     def _remove_finished(self) -> None:
         for row in reversed(range(len(self._running))):
@@ -146,25 +120,11 @@ class NativeEngine:
         ]
         return [
             Finished(
-                request_id=rid, completions=tuple(self._completion(sequence) for sequence in self._requests.pop(rid))
+                request_id=rid,
+                completions=tuple(completion_of(sequence, self.tokenizer) for sequence in self._requests.pop(rid)),
             )
             for rid in done
         ]
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        assert sequence.finish is not None
-        return Completion(
-            token_ids=np.array(sequence.token_ids, dtype=np.int32),
-            logprobs=np.array(sequence.logprobs, dtype=np.float32),
-            mask=np.ones(len(sequence.token_ids), dtype=np.bool_),
-            segments=tuple(sequence.segments),
-            finish=sequence.finish,
-            seed=sequence.seed,
-            text=self._decode(sequence.token_ids),
-        )
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def make_runner(decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float) -> Runner:
@@ -188,9 +148,3 @@ def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> Non
         tokens, sequence.finish = tokens[: min(ends) + 1], FinishReason.STOP
     sequence.token_ids += tokens
     sequence.logprobs += logprobs[: len(tokens)]
-
-
-def _note_version(sequence: Sequence, version: int, num_new: int) -> None:
-    if sequence.segments and sequence.segments[-1].version == version:
-        num_new += sequence.segments.pop().num_tokens
-    sequence.segments.append(Segment(version=version, num_tokens=num_new))

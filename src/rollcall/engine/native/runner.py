@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from rollcall.engine.protocol import Request
-from rollcall.types import FinishReason, Floats, Ints, Longs, Segment
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Sequence:
-    """One completion on its way. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
-
-    request: Request
-    index: int  # which of the request's completions
-    order: int  # arrival; the youngest is preempted first
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    finish: FinishReason | None = None
-
-    @property
-    def seed(self) -> int:
-        return self.request.seeds[self.index]
-
-    @property
-    def length(self) -> int:
-        """Prompt and generated tokens. The KV of all but the last is cached; the last is fed next."""
-        return len(self.request.prompt_ids) + len(self.token_ids)
-
-    @property
-    def limit(self) -> int:
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
-
-    def all_ids(self) -> Ints:
-        return np.concatenate((self.request.prompt_ids, np.array(self.token_ids, dtype=np.int32)))
+from rollcall.engine.sequence import Sequence
+from rollcall.types import Floats, Ints, Longs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,187 @@
+"""Runs on workers of known duration, for what a run costs beyond its rollouts and updates.
+
+The real controller, router, remote engine and learner handles drive stand-ins. ``team_of`` has them in threads of
+this process, one call of each at a time, as their processes would do it; ``team_on_ray`` in processes on a Ray of this
+machine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import ROOT
+from benchmarks.ours import Recorder
+from benchmarks.standin_worker import Pace, StandIn
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
+from rollcall.cluster.placement import Role
+from rollcall.cluster.remote import RemoteLearner
+from rollcall.cluster.remote_engine import RemoteEngine
+from rollcall.cluster.team import Team
+from rollcall.config import Config
+from rollcall.controller import Controller
+from rollcall.data.load import PromptSet
+from rollcall.journal import Journal
+from rollcall.observe.console import QuietConsole
+from rollcall.reward.scorer import Scorer
+from rollcall.types import Prompt
+
+
+class ThreadGroup:
+    """What the remote handles call of a worker group, with the workers in threads of this process."""
+
+    def __init__(self, workers: Sequence[StandIn], *, node_ranks: Sequence[int]) -> None:
+        self.workers = list(workers)
+        self.worker_metadata = [{"node_rank": rank, "address": "127.0.0.1"} for rank in node_ranks]
+        self._threads = [ThreadPoolExecutor(max_workers=1) for _ in workers]
+
+    def run_single_worker_single_data(self, method: str, worker: int, *args: Any) -> Future[Any]:
+        return self._threads[worker].submit(getattr(self.workers[worker], method), *args)
+
+    def run_some_workers_single_data(self, method: str, workers: Sequence[int], *args: Any) -> list[Future[Any]]:
+        return [self.run_single_worker_single_data(method, worker, *args) for worker in workers]
+
+    def wait_for_some(self, futures: Sequence[Future[Any]], *, timeout_s: float) -> list[Future[Any]]:
+        return list(wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED).done)
+
+    def get_all_worker_results(self, futures: Sequence[Future[Any]]) -> list[Any]:
+        return [future.result() for future in futures]
+
+    def shutdown(self) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class StandInWorkers:
+    """What the controller drives."""
+
+    engine: RemoteEngine
+    learner: RemoteLearner
+    scorer: Scorer
+    train: PromptSet
+    team: Team
+    shares_policy: bool
+    is_remote: bool = True
+    critic: None = None
+    reference: None = None
+    val: None = None
+    stop_token_ids: tuple[int, ...] = ()
+    max_positions: int = 1 << 20
+
+    @property
+    def eval_scorer(self) -> Scorer:
+        return self.scorer
+
+    def take_preemptions(self) -> int:
+        return 0
+
+    def write_checkpoint(self, directory: Path) -> None:
+        self.team.call(self.team.members[Role.ACTOR][:1], "write_checkpoint", directory)
+
+    def read_checkpoint(self, directory: Path) -> None:
+        return None
+
+    def export(self, directory: Path) -> None:
+        return None
+
+    def close(self) -> None:
+        self.scorer.close()
+
+
+def team_of(paces: Sequence[Pace], *, node_ranks: Sequence[int], actors: Sequence[int]) -> Team:
+    """Stand-ins in threads: all but the actors have an engine, and the actors too where the policy is shared."""
+    group: Any = ThreadGroup([StandIn(pace) for pace in paces], node_ranks=node_ranks)
+    return Team(group=group, members=_members(paces, actors))
+
+
+def team_on_ray(paces: Sequence[Pace], *, actors: Sequence[int]) -> Team:
+    """Stand-ins in processes; the Ray they are on ends with ``stop``."""
+    from rollcall.cluster import VirtualCluster, WorkerBuilder, WorkerGroup, init_ray
+
+    init_ray(num_gpus=len(paces))
+    cluster = VirtualCluster([len(paces)], num_gpus_per_node=len(paces))
+    builder = WorkerBuilder("benchmarks.standin_worker.StandIn", Pace())
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    group = WorkerGroup(cluster=cluster, remote_worker_builder=builder, name_prefix="standin", env_vars=env)
+    group.get_all_worker_results(group.run_all_workers_multiple_data("set_pace", list(paces)))
+    return Team(group=group, members=_members(paces, actors))
+
+
+def stop(team: Team) -> None:
+    if isinstance(team.group, ThreadGroup):
+        team.group.shutdown()
+        return
+    import ray
+
+    team.group.cluster.shutdown()
+    ray.shutdown()
+
+
+def _members(paces: Sequence[Pace], actors: Sequence[int]) -> dict[Role, list[int]]:
+    rollouts = [worker for worker, pace in enumerate(paces) if worker not in actors or pace.shares_policy]
+    return {Role.ROLLOUT: rollouts, Role.ACTOR: list(actors)}
+
+
+def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_tokens: int = 64) -> StandInWorkers:
+    """``room`` is in completions, as ``rollout.max_running``."""
+    team.call(sorted({worker for members in team.members.values() for worker in members}), "set_room", room)
+    weights = config.cluster.node_weights if config.cluster else None
+    return StandInWorkers(
+        engine=RemoteEngine(team, room=room, node_weights=weights),
+        learner=RemoteLearner(team, config),
+        scorer=Scorer(config.reward, num_workers=2, model_rewards={}),
+        train=PromptSet(
+            prompts=[_prompt(index, prompt_tokens) for index in range(prompts)], num_overlong=0, source="stand-ins"
+        ),
+        team=team,
+        shares_policy=not set(team.members[Role.ROLLOUT]).isdisjoint(team.members[Role.ACTOR]),
+    )
+
+
+def _prompt(index: int, num_tokens: int) -> Prompt:
+    text = hashlib.blake2b(str(index).encode(), digest_size=4).hexdigest()
+    return Prompt(id=str(index), token_ids=np.full(num_tokens, 5, dtype=np.int32), text=text, answer=text, metadata={})
+
+
+@contextmanager
+def controller_of(
+    config: Config, workers: StandInWorkers, *, resume: Checkpoint | None = None
+) -> Iterator[tuple[Controller, Recorder]]:
+    recorder = Recorder()
+    run_dir = config.run.dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
+    with Journal(run_dir / "journal") as journal:
+        yield (
+            Controller(
+                config,
+                workers,
+                run_dir=run_dir,
+                journal=journal,
+                store=store,
+                sinks=[recorder],
+                console=QuietConsole(),
+                resume=store.latest() if resume is None else resume,
+            ),
+            recorder,
+        )
+
+
+def run_steps(config: Config, workers: StandInWorkers) -> Recorder:
+    """The training loop to its end, from where the run directory stands."""
+    with controller_of(config, workers) as (controller, recorder):
+        try:
+            asyncio.run(controller.run())
+        finally:
+            workers.close()
+    return recorder

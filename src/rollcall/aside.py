@@ -1,0 +1,42 @@
+"""A blocking call beside the event loop, in a thread of its own.
+
+The threads are daemons and nobody joins them: a call that waits for a process which is about to be ended must not keep
+this one from ending. Such a call raises as soon as its process is gone, and whoever awaited it has left by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``function`` returns or raises, while the loop goes on."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever awaits
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=f"aside: {getattr(function, '__name__', 'call')}", daemon=True).start()
+    return await done

@@ -1,0 +1,89 @@
+"""A rollout process's engine as the controller's router sees it: requests in, progress out, a moment at a time.
+
+The engine is given what it can decode at once; what is beyond that waits here, where it can be given back to the router
+for a worker that has nothing to do.
+
+An update changes the parameters that a collocated engine reads. From then until the engine has the new version it decodes
+nothing (``hold``): tokens would be sampled from weights that their version does not name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollcall.engine.protocol import Engine, Finished, Request
+
+
+class CountingEngine(Engine, Protocol):
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What an engine did since it was last asked."""
+
+    finished: list[Finished]
+    returned: list[str]  # requests not begun, as asked for
+    num_waiting: int  # requests not begun that are still here
+    num_preemptions: int
+    held_at: int | None  # it waits for a version newer than this
+
+
+class EngineSeat:
+    """``room`` is how many completions the engine decodes at once."""
+
+    def __init__(self, engine: CountingEngine, *, room: int) -> None:
+        self.engine = engine
+        self._room = room
+        self._waiting: deque[Request] = deque()
+        self._begun: dict[str, int] = {}  # request -> its completions
+        self._preemptions_seen = 0
+        self._held_at: int | None = None
+
+    def hold(self) -> None:
+        """The parameters are about to change: decode nothing until the engine is told their version."""
+        self._held_at = self.engine.version
+
+    def advance(
+        self, requests: Sequence[Request], aborted: Sequence[str], *, give_back: int, look_s: float
+    ) -> Progress:
+        """Take requests in, and decode until one is finished or ``look_s`` has passed."""
+        self._waiting.extend(requests)
+        returned = [self._waiting.pop().id for _ in range(min(give_back, len(self._waiting)))]
+        self._begin(aborted)
+        for request_id in aborted:
+            self.engine.abort(request_id)
+        if self._held_at != self.engine.version:
+            self._held_at = None
+        finished: list[Finished] = []
+        until = time.monotonic() + look_s
+        while self._held_at is None and self.engine.num_unfinished and not finished and time.monotonic() < until:
+            finished = self.engine.poll()
+        for item in finished:
+            del self._begun[item.request_id]
+        self._begin()
+        new = self.engine.num_preemptions - self._preemptions_seen
+        self._preemptions_seen += new
+        return Progress(
+            finished=finished,
+            returned=returned,
+            num_waiting=len(self._waiting),
+            num_preemptions=new,
+            held_at=self._held_at,
+        )
+
+    def _begin(self, at_once: Sequence[str] = ()) -> None:
+        """What there is room for goes to the engine, and ``at_once`` whether there is or not."""
+        left: deque[Request] = deque()
+        for request in self._waiting:
+            size, used = len(request.seeds), sum(self._begun.values())
+            if request.id in at_once or (not left and (not used or used + size <= self._room)):
+                self.engine.submit(request)
+                self._begun[request.id] = size
+            else:
+                left.append(request)
+        self._waiting = left

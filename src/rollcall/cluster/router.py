@@ -1,0 +1,298 @@
+"""Which engine gets which request. Pure: requests and a clock in, decisions out.
+
+Work goes out by group, and a request keeps its seeds, so who makes it changes nothing but the time. A worker is given what
+it can decode at once (``room``, in completions) and one request more, to begin with as soon as there is a place; the rest
+waits here, where it belongs to nobody.
+
+- With node weights, each node gets its share of the requests whatever its speed, and its workers share that by speed.
+- Without, all workers share everything by speed: a request goes to whoever is expected to finish it first, and a slow
+  worker takes none that the others would finish before it. At the tail, what a worker has not begun goes to an idle one.
+
+Speed is measured: completions per second of the time in which a worker had any, and seconds from giving it a request to
+having it back. Both forget, so a node that slows down or recovers is noticed; a worker that was too slow for any work is
+tried again with one request, at first after two weight versions, then after more and more.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollcall.cluster.state import ClusterError
+from rollcall.engine.protocol import Request
+
+KEPT = 0.98  # of what was measured before, with each finished request
+TOLERANCE = 1.25  # lengths differ, so workers of the same speed do not look quite the same
+RETRY_VERSIONS = 20  # the most without work until a worker is tried again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rollout process."""
+
+    worker: int  # its number in the team
+    node_rank: int
+    name: str  # as groups tell who made them
+
+
+@dataclass(slots=True)
+class _Given:
+    request: Request
+    when_s: float
+
+    @property
+    def size(self) -> int:
+        return len(self.request.seeds)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One worker: what it has, and how fast it was."""
+
+    place: Place
+    given: dict[str, _Given] = field(default_factory=dict)
+    load: int = 0  # completions it has
+    num_waiting: int = 0  # requests that it said it has not begun
+    asked_back: int = 0  # of those
+    done: float = 0.0  # completions, older ones counting less
+    busy_s: float = 0.0  # the time they took, likewise
+    since_s: float = 0.0  # up to when busy_s is counted, while there is work
+    latency_s: float | None = None
+    version: int = 0  # when it last got something
+    on_trial: bool = False  # its next request tells how fast it is now, and nothing from before counts
+    patience: int = 1  # versions without work until it is tried again
+
+    def measured(self, now: float) -> tuple[float, float]:
+        """Completions, and the seconds they took. A worker that has finished nothing for longer than a request takes is
+        slow, or stuck: the time beyond counts."""
+        overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
+        return self.done, self.busy_s + max(overdue_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Speed:
+    rate: float  # completions per second, with all that a worker does at once
+    latency_s: float  # of one request
+    share: float  # of the work, relative to the others
+
+
+class Router:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        *,
+        room: int,
+        node_weights: Sequence[float] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pools: dict[int, _Pool] = {}
+        self._weights: Mapping[int, float] = {0: 1.0}
+        self._num_given: dict[int, int] = {}  # requests by pool
+        self._pool_of: dict[str, _Pool] = {}
+        if node_weights is None:
+            self._pools[0] = _Pool(places, room=room, clock=clock)
+            return
+        nodes = sorted({place.node_rank for place in places})
+        self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
+        if not self._weights:
+            raise ClusterError(
+                f"cluster.node_weights={list(node_weights)} gives no task to a node that has a rollout process; those are "
+                f"nodes {', '.join(map(str, nodes))}: give one of them a weight above 0"
+            )
+        for rank in self._weights:
+            here = [place for place in places if place.node_rank == rank]
+            self._pools[rank] = _Pool(here, room=room, clock=clock)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._pool_of)
+
+    def load(self, worker: int) -> int:
+        """Completions that this worker has to make."""
+        return sum(pool.seats[worker].load for pool in self._pools.values() if worker in pool.seats)
+
+    def add(self, request: Request) -> None:
+        """To the node that is furthest behind its share."""
+        rank = min(self._weights, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
+        self._num_given[rank] = self._num_given.get(rank, 0) + 1
+        pool = self._pool_of[request.id] = self._pools[rank]
+        pool.queue.append(request)
+
+    def hand_out(self, *, version: int = 0) -> list[tuple[int, Request]]:
+        """What goes to which worker now; ``version`` is that of the weights."""
+        return [given for pool in self._pools.values() for given in pool.hand_out(version)]
+
+    def hand_out_now(self, request_id: str) -> tuple[int, Request] | None:
+        """A request that waits here goes out whoever has room; None: it does not wait here."""
+        return self._pool_of[request_id].hand_out_now(request_id) if request_id in self._pool_of else None
+
+    def worker_of(self, request_id: str) -> int | None:
+        """Who has it; None: nobody yet."""
+        return self._pool_of[request_id].worker_of(request_id)
+
+    def finish(self, request_id: str) -> str:
+        """It is done; returns who made it."""
+        return self._pool_of.pop(request_id).finish(request_id)
+
+    def note_waiting(self, worker: int, *, num_waiting: int, returned: Sequence[str]) -> None:
+        """What a worker said: how many requests it has not begun, and which it gives back."""
+        for pool in self._pools.values():
+            if worker in pool.seats:
+                pool.note_waiting(worker, num_waiting=num_waiting, returned=returned)
+
+    def ask_back(self) -> dict[int, int]:
+        """Worker -> requests that it should give back if it has not begun them: someone else has nothing to do."""
+        return {worker: count for pool in self._pools.values() for worker, count in pool.ask_back().items()}
+
+
+class _Pool:
+    """Workers that share one queue."""
+
+    def __init__(self, places: Sequence[Place], *, room: int, clock: Callable[[], float]) -> None:
+        self.seats = {place.worker: _Seat(place) for place in places}
+        self.queue: deque[Request] = deque()
+        self._room = room
+        self._size = 1  # completions of a request, by the last one
+        self._clock = clock
+
+    def hand_out(self, version: int) -> list[tuple[int, Request]]:
+        out: list[tuple[int, Request]] = []
+        waiting = sum(len(request.seeds) for request in self.queue)
+        now = self._clock()
+        speeds = self._speeds(now) if self.queue else {}
+        while self.queue:
+            size = len(self.queue[0].seeds)
+            seat = self._best(size, waiting=waiting, version=version, speeds=speeds)
+            if seat is None:
+                break
+            out.append(self._give(seat, self.queue.popleft(), version=version, now=now))
+            waiting -= size
+        return out
+
+    def hand_out_now(self, request_id: str) -> tuple[int, Request] | None:
+        request = next((request for request in self.queue if request.id == request_id), None)
+        if request is None:
+            return None
+        self.queue.remove(request)
+        seat = min(self.seats.values(), key=lambda seat: seat.load)
+        return self._give(seat, request, version=seat.version, now=self._clock())
+
+    def worker_of(self, request_id: str) -> int | None:
+        return next((worker for worker, seat in self.seats.items() if request_id in seat.given), None)
+
+    def finish(self, request_id: str) -> str:
+        worker = self.worker_of(request_id)
+        assert worker is not None, "nobody had this request"
+        seat, now = self.seats[worker], self._clock()
+        given = seat.given.pop(request_id)
+        seat.done = KEPT * seat.done + given.size
+        seat.busy_s = KEPT * seat.busy_s + now - seat.since_s
+        seat.since_s = now
+        seat.load -= given.size
+        took_s = now - given.when_s
+        if seat.on_trial:
+            self._judge(seat, given.size, took_s=took_s)
+        seat.latency_s = took_s if seat.latency_s is None else 0.9 * seat.latency_s + 0.1 * took_s
+        return seat.place.name
+
+    def _judge(self, seat: _Seat, size: int, *, took_s: float) -> None:
+        """Take one request as the measure of a worker that had none for long."""
+        others = [speed for worker, speed in self._speeds(self._clock()).items() if worker != seat.place.worker]
+        latency_s = statistics.median(speed.latency_s for speed in others)
+        share = min(latency_s / took_s, 1.0) if took_s else 1.0
+        seat.done = size
+        seat.busy_s = size / (share * statistics.median(speed.rate for speed in others))
+        seat.latency_s = None
+        seat.on_trial = False
+        seat.patience = 1 if TOLERANCE * share >= 1 else min(2 * seat.patience, RETRY_VERSIONS)
+
+    def note_waiting(self, worker: int, *, num_waiting: int, returned: Sequence[str]) -> None:
+        seat = self.seats[worker]
+        seat.num_waiting = num_waiting
+        seat.asked_back = 0
+        for request_id in returned:
+            given = seat.given.pop(request_id)
+            seat.load -= given.size
+            self.queue.appendleft(given.request)
+
+    def ask_back(self) -> dict[int, int]:
+        if self.queue or not any(seat.num_waiting > seat.asked_back for seat in self.seats.values()):
+            return {}
+        speeds = self._speeds(self._clock())
+        places = sum(
+            (self._room - seat.load) // self._size
+            for seat in self.seats.values()
+            if self._has_place(seat, self._size) and self._in_time(seat, self._size, waiting=0, speeds=speeds)
+        )
+        asked: dict[int, int] = {}
+        for seat in sorted(self.seats.values(), key=lambda seat: -seat.load):
+            count = min(seat.num_waiting - seat.asked_back, places)
+            if count > 0:
+                seat.asked_back += count
+                asked[seat.place.worker] = count
+                places -= count
+        return asked
+
+    def _give(self, seat: _Seat, request: Request, *, version: int, now: float) -> tuple[int, Request]:
+        given = seat.given[request.id] = _Given(request, now)
+        if not seat.load:
+            seat.since_s = now
+        seat.load += given.size
+        self._size = given.size
+        seat.version = version
+        return seat.place.worker, request
+
+    def _best(self, size: int, *, waiting: int, version: int, speeds: Mapping[int, _Speed]) -> _Seat | None:
+        """Who is expected to finish a request of this size first and has room for it; None: it had better wait."""
+        able = [seat for seat in self.seats.values() if not seat.load or seat.load < self._room + size]
+        forgotten = [seat for seat in able if not seat.load and version - seat.version > seat.patience]
+        if forgotten and len(self.seats) > 1:
+            forgotten[0].on_trial = True
+            return forgotten[0]
+
+        fit = [seat for seat in able if self._in_time(seat, size, waiting=waiting, speeds=speeds)]
+
+        def turn(seat: _Seat) -> tuple[bool, float, int]:
+            return (
+                not self._has_place(seat, size),
+                (seat.load + size) / speeds[seat.place.worker].share,
+                seat.place.worker,
+            )
+
+        return min(fit, key=turn, default=None)
+
+    def _has_place(self, seat: _Seat, size: int) -> bool:
+        """Whether it would begin with a request at once."""
+        return seat.load + size <= self._room
+
+    def _in_time(self, seat: _Seat, size: int, *, waiting: int, speeds: Mapping[int, _Speed]) -> bool:
+        """Whether this worker ends with a request about when the others would be done with everything."""
+        others = [other for other in self.seats.values() if other is not seat]
+        if not others or not any(other.load for other in self.seats.values()):
+            return True  # somebody has to begin
+        turns = 1 if self._has_place(seat, size) else 2  # it begins when another has ended
+        work = waiting + sum(other.load for other in others)
+        theirs = [speeds[other.place.worker] for other in others]
+        without_s = max(statistics.median(s.latency_s for s in theirs), work / sum(s.rate for s in theirs))
+        return turns * speeds[seat.place.worker].latency_s <= TOLERANCE * without_s
+
+    def _speeds(self, now: float) -> dict[int, _Speed]:
+        """What is not measured yet is taken to be as with the others; that counts as one request."""
+        size = self._size
+        measured = {worker: seat.measured(now) for worker, seat in self.seats.items()}
+        known = [done / max(spent, 1e-6) for done, spent in measured.values() if done]
+        usual = sum(known) / len(known) if known else 1.0
+        latencies = [seat.latency_s for seat in self.seats.values() if seat.latency_s is not None]
+        latency = statistics.median(latencies) if latencies else 0.0
+        speeds: dict[int, _Speed] = {}
+        for worker, (done, spent) in measured.items():
+            rate = (done + size) / (spent + size / usual)
+            own = self.seats[worker].latency_s
+            # With more work some engines have a higher rate at the same latency, others the same rate at a higher latency.
+            # A speed of both parts moves towards even loads either way; of one alone, one of the two would run away.
+            share = (rate / usual) ** 0.75 * (latency / own if own else 1.0) ** 0.25
+            speeds[worker] = _Speed(rate=rate, latency_s=latency if own is None else own, share=share)
+        return speeds

@@ -1,0 +1,132 @@
+"""New weights on the cluster: who sends, who receives, and when they meet.
+
+The first actor process sends; every process with a rollout or an inference role but no actor receives. Those that hold an
+actor read its parameters and take the version alone. The controller tells all of them at once (``WeightSync``); the bytes
+go from process to process (``WorkerWeights``), by what ``rollout.weights`` says. A process that is new, or back after a
+failure, makes the sender invite everyone anew, and the first update then goes out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from rollcall.cluster.placement import Plan, Role
+from rollcall.cluster.team import Team
+from rollcall.config import Config, WeightTransport
+from rollcall.weights import (
+    Invitation,
+    SameProcessReceiver,
+    WeightReceiver,
+    WeightSender,
+    open_receiver,
+    open_sender,
+)
+from rollcall.weights.transports import carrying_for
+
+HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy without training it
+
+
+def refuse_unreachable(config: Config, plan: Plan) -> None:
+    """Before anything starts: a transport that cannot get to one of the plan's processes."""
+    actors = plan.processes[Role.ACTOR]
+    for role in HOLDERS:
+        for process in plan.processes.get(role, ()):
+            if process.slots not in {actor.slots for actor in actors}:
+                carrying_for(
+                    config.rollout.weights,
+                    on_host=process.node_rank == actors[0].node_rank,
+                    on_gpu=False,
+                    receiver=f"{role.value} rank {process.rank} on node {process.node_rank}",
+                )
+
+
+class WeightSync:
+    """The controller's side."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._invited: dict[int, str] = {}  # name of each receiver, by process
+        self._invitations: Mapping[str, Invitation] = {}
+
+    def push(self, version: int) -> None:
+        """Every process that holds a policy has this version once it returns."""
+        group, actors = self._team.group, self._team.members[Role.ACTOR]
+        apart = {worker: name for worker, name in self._names().items() if worker not in actors}
+        if apart != self._invited:
+            self._invite(apart)
+        # All of the actor's processes: each may hold a part of what the first one sends.
+        futures = group.run_some_workers_single_data("send_weights", actors, version)
+        for worker, name in apart.items():
+            arguments = (version, name, self._invitations[name])
+            futures.append(group.run_single_worker_single_data("use_weights", worker, *arguments))
+        try:
+            group.get_all_worker_results(futures)
+        except BaseException:
+            self._invited = {}  # whoever is left meets anew
+            raise
+
+    def _invite(self, apart: dict[int, str]) -> None:
+        metadata, first = self._team.group.worker_metadata, self._team.members[Role.ACTOR][0]
+        node = metadata[first]["node_rank"]
+        on_node = {name: metadata[worker]["node_rank"] == node for worker, name in apart.items()}
+        (self._invitations,) = self._team.call([first], "invite", on_node, metadata[first]["address"])
+        self._invited = apart
+
+    def _names(self) -> dict[int, str]:
+        """Processes that hold a policy, by what an error calls them."""
+        metadata = self._team.group.worker_metadata
+        names: dict[int, str] = {}
+        for role in HOLDERS:
+            for rank, worker in enumerate(self._team.members.get(role, [])):
+                names.setdefault(worker, f"{role.value} rank {rank} on node {metadata[worker]['node_rank']}")
+        return dict(sorted(names.items()))
+
+
+class WorkerWeights:
+    """A process's side: its end of every transport it takes part in."""
+
+    def __init__(self, config: Config, *, on_gpu: bool) -> None:
+        self._transport: WeightTransport = config.rollout.weights
+        self._folder = Path(config.run.dir).resolve() / "weights"
+        self._on_gpu = on_gpu
+        self._sender: WeightSender | None = None
+        self._shared = SameProcessReceiver(name="the actor's own process")
+        self._receiver: WeightReceiver | None = None
+        self._invitation: Invitation | None = None
+
+    def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
+        """Become the sender to these receivers, each of which is (or is not) on this host."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = open_sender(
+            self._transport,
+            receivers=receivers,
+            name="actor rank 0",
+            host=host,
+            on_gpu=self._on_gpu,
+            folder=self._folder,
+        )
+        return self._sender.invitations
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """To all that were invited. A process that invited nobody helps to gather the tensors, no more."""
+        if self._sender is None:
+            for _ in tensors:
+                continue
+            return
+        self._sender.send(dict(tensors), version=version)
+
+    def share(self, version: int) -> None:
+        """Note the version of the tensors that the learner and the engine of this process both read."""
+        self._shared.receive(version=version)
+
+    def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
+        if self._receiver is None or invitation != self._invitation:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = open_receiver(invitation, name=name, tensors=tensors)
+            self._invitation = invitation
+        self._receiver.receive(version=version)

@@ -1,0 +1,116 @@
+"""The run file's algorithms: one class per ``name``, each with its own defaults and its paper."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Union
+
+from pydantic import Field
+
+from rollcall.config_base import Section
+from rollcall.config_base import field as _field
+
+
+class AlgorithmBase(Section):
+    """What all algorithms share. Each variant below fixes its defaults and names its paper."""
+
+    clip_low: float = _field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
+    clip_high: float = _field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
+    dual_clip: float | None = _field(
+        None, "Bound on the loss of negative advantages (dual-clip PPO); `null`: off.", gt=1
+    )
+    kl_coef: float = _field(0.0, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = _field("k3", "Per-token estimator of that KL.")
+    kl_in: Literal["loss", "reward"] = _field("loss", "Add the KL to the loss, or take it off the token rewards.")
+    entropy_coef: float = _field(0.0, "Weight of the entropy bonus.", ge=0)
+    old_logprobs: Literal["learner", "engine"] = _field(
+        "learner",
+        "Base of the ratio: `learner` recomputes it (decoupled), `engine` takes the behaviour log-probs (bypass).",
+    )
+    tis_cap: float | None = _field(
+        2.0, "Truncated importance sampling: the loss is weighted by min(old / behaviour, cap); `null`: off.", gt=0
+    )
+    mismatch_mask: tuple[float, float] | None = _field(
+        None, "Tokens whose old / behaviour ratio is outside [low, high] are left out of the loss; `null`: none."
+    )
+    dynamic_sampling: bool = _field(
+        False, "Leave out groups whose rewards are all equal and draw more prompts instead."
+    )
+    max_refills: int = _field(4, "Most times a step draws extra prompts for dynamic sampling.", ge=0)
+    overlong_buffer: int = _field(
+        0, "Tokens before the limit over which a length penalty grows to `overlong_penalty`.", ge=0
+    )
+    overlong_penalty: float = _field(1.0, "Penalty at the token limit (soft overlong punishment).", ge=0)
+
+
+class Grpo(AlgorithmBase):
+    """GRPO, arXiv:2402.03300: group-normalised rewards, clipped ratio, mean over each response, then over responses."""
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGrpo(AlgorithmBase):
+    """Dr. GRPO, arXiv:2503.20783: no division by the group's deviation or the response's length."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+
+
+class Dapo(AlgorithmBase):
+    """DAPO, arXiv:2503.14476: clip-higher, dynamic sampling, token-level loss, soft overlong punishment."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_high: float = _field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
+    dynamic_sampling: bool = _field(True, "Leave out groups whose rewards are all equal and draw more prompts instead.")
+
+
+class Gspo(AlgorithmBase):
+    """GSPO, arXiv:2507.18071: one length-normalised ratio per sequence."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = _field(3e-4, "The sequence ratio is clipped below 1 - clip_low.", ge=0)
+    clip_high: float = _field(4e-4, "The sequence ratio is clipped above 1 + clip_high.", ge=0)
+
+
+class Cispo(AlgorithmBase):
+    """CISPO, arXiv:2506.13585: the clipped ratio is a constant weight on the policy gradient; no token is dropped."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: float = _field(1.0, "The weight is clipped below 1 - clip_low.", ge=0)
+    clip_high: float = _field(4.0, "The weight is clipped above 1 + clip_high.", ge=0)
+
+
+class Rloo(AlgorithmBase):
+    """RLOO, arXiv:2402.14740: each reward against the mean of its group's others."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class ReinforcePlusPlus(AlgorithmBase):
+    """REINFORCE++, arXiv:2501.03262: token returns (KL inside the reward), normalised over the whole batch."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    kl_in: Literal["loss", "reward"] = _field("reward", "Add the KL to the loss, or take it off the token rewards.")
+    kl_estimator: Literal["k1", "k2", "k3"] = _field("k1", "Per-token estimator of that KL.")
+    gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
+
+
+class Ppo(AlgorithmBase):
+    """PPO, arXiv:1707.06347, with a critic and GAE (arXiv:1506.02438)."""
+
+    name: Literal["ppo"] = "ppo"
+    gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
+    lam: float = _field(0.95, "GAE lambda.", ge=0, le=1)
+    value_clip: float | None = _field(
+        0.2, "Values move at most this far from the old ones in the loss; `null`: off.", gt=0
+    )
+
+
+class Intuitor(AlgorithmBase):
+    """Intuitor, arXiv:2505.19590: GRPO with self-certainty as the only reward."""
+
+    name: Literal["intuitor"] = "intuitor"
+    kl_coef: float = _field(0.005, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
+
+
+Algorithm = Annotated[
+    Union[Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePlusPlus, Ppo, Intuitor], Field(discriminator="name")
+]

@@ -1,0 +1,15 @@
+"""What every section of the run file is: keys that are known, values that do not change, a meaning beside each default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+
+def field(default: Any, meaning: str, **kwargs: Any) -> Any:
+    return Field(default, description=meaning, **kwargs)

@@ -1,0 +1,83 @@
+"""The run file's rewards: one class per ``type``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Union
+
+from pydantic import Field
+
+from rollcall.config_base import Section
+from rollcall.config_base import field as _field
+
+
+class RewardBase(Section):
+    weight: float = _field(1.0, "Factor in the weighted sum.")
+    timeout_s: float = _field(10.0, "Longest time for one completion, in seconds; past it the score is 0.", gt=0)
+
+
+class ExactReward(RewardBase):
+    """1 if the completion, stripped, equals the answer."""
+
+    type: Literal["exact"] = "exact"
+
+
+class NumberReward(RewardBase):
+    """1 if the last number in the completion equals the answer's last number."""
+
+    type: Literal["number"] = "number"
+
+
+class MathReward(RewardBase):
+    """1 if math-verify finds the completion's final expression equal to the answer's."""
+
+    type: Literal["math"] = "math"
+
+
+class RegexReward(RewardBase):
+    """1 if the pattern is found in the completion (format rewards)."""
+
+    type: Literal["regex"] = "regex"
+    pattern: str = Field(description="Python regular expression, searched with DOTALL.")
+
+
+class CountdownReward(RewardBase):
+    """1 if the expression in the completion uses the row's `numbers` once each and makes its `target`."""
+
+    type: Literal["countdown"] = "countdown"
+    format_score: float = _field(0.1, "Score of a well-formed expression with the wrong value.", ge=0, le=1)
+
+
+class ReasoningGymReward(RewardBase):
+    """The score of the reasoning-gym task that made the row."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+
+
+class FunctionReward(RewardBase):
+    """A function of yours: `f(prompt, completion, answer, metadata) -> float`."""
+
+    type: Literal["function"] = "function"
+    path: str = Field(description="`module:function`, importable from the working directory.")
+
+
+class SelfCertaintyReward(RewardBase):
+    """Mean over tokens of KL(uniform || policy): how sure the policy is of itself (Intuitor)."""
+
+    type: Literal["self_certainty"] = "self_certainty"
+
+
+class ModelReward(RewardBase):
+    """The score of a reward model (`AutoModelForSequenceClassification` with one label)."""
+
+    type: Literal["model"] = "model"
+    path: str = Field(description="Directory or hub name of the reward model.")
+    max_tokens: int = _field(2048, "Prompt and completion are cut to this many tokens, from the left.", ge=1)
+
+
+Reward = Annotated[
+    Union[
+        ExactReward, NumberReward, MathReward, RegexReward, CountdownReward, ReasoningGymReward, FunctionReward,
+        SelfCertaintyReward, ModelReward,
+    ],
+    Field(discriminator="type"),
+]  # fmt: skip

@@ -1,0 +1,101 @@
+"""One completion on its way, and what every engine does with it: refuse, note, cut, hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollcall.engine.protocol import Request
+from rollcall.types import Completion, FinishReason, Ints, Segment
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One completion on its way. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
+
+    request: Request
+    index: int  # which of the request's completions
+    order: int  # arrival; the youngest is preempted first
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.request.seeds[self.index]
+
+    @property
+    def length(self) -> int:
+        """Prompt and generated tokens. The KV of all but the last is cached; the last is fed next."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    @property
+    def limit(self) -> int:
+        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+
+    def all_ids(self) -> Ints:
+        return np.concatenate((self.request.prompt_ids, np.array(self.token_ids, dtype=np.int32)))
+
+
+def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int) -> None:
+    """Refuse a request that an engine with this many positions and this much KV room could never finish."""
+    if request.id in running:
+        raise ValueError(f"request {request.id!r} is already running; give each request its own id")
+    num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
+    if num_new < 1:
+        raise ValueError(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
+    longest = num_prompt + num_new
+    if longest > max_positions:
+        raise ValueError(
+            f"request {request.id!r} needs {num_prompt} prompt + {num_new} new = {longest} positions; the model has "
+            f"{max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
+        )
+    if longest > room:
+        raise ValueError(
+            f"request {request.id!r} needs KV room for {num_prompt} prompt + {num_new} new = {longest} tokens; the cache has "
+            f"{room}; raise rollout.kv_tokens or lower rollout.max_response_tokens"
+        )
+
+
+def note_version(sequence: Sequence, version: int, num_new: int) -> None:
+    if sequence.segments and sequence.segments[-1].version == version:
+        num_new += sequence.segments.pop().num_tokens
+    sequence.segments.append(Segment(version=version, num_tokens=num_new))
+
+
+def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
+    """End at the first token that completes a stop string, however many were decoded past it; false: there is none.
+
+    The first ``before`` tokens are known to hold none.
+    """
+    stops = sequence.request.sampling.stop_strings
+    if not any(stop in text_of(sequence.token_ids, tokenizer) for stop in stops):
+        return False
+    for count in range(before + 1, len(sequence.token_ids) + 1):
+        text = text_of(sequence.token_ids[:count], tokenizer)
+        if any(stop in text for stop in stops):
+            del sequence.token_ids[count:], sequence.logprobs[count:]
+            sequence.finish = FinishReason.STOP
+            return True
+    return False
+
+
+def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
+    assert sequence.finish is not None
+    return Completion(
+        token_ids=np.array(sequence.token_ids, dtype=np.int32),
+        logprobs=np.array(sequence.logprobs, dtype=np.float32),
+        mask=np.ones(len(sequence.token_ids), dtype=np.bool_),
+        segments=tuple(sequence.segments),
+        finish=sequence.finish,
+        seed=sequence.seed,
+        text=text_of(sequence.token_ids, tokenizer),
+    )
+
+
+def text_of(token_ids: list[int], tokenizer: Any) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,25 @@
+"""Whether the tokenizers of a run's processes are one: each process loads its own, from the files of its own node."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def tokenizer_mark(tokenizer: Any) -> str:
+    """Equal for tokenizers that give every id the same text and end at the same token."""
+    digest = hashlib.blake2b(digest_size=8)
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{index}\0{token}\0".encode("utf-8", "surrogatepass"))
+    digest.update(f"{sorted(tokenizer.all_special_ids)}\0{tokenizer.eos_token_id}".encode())
+    return digest.hexdigest()
+
+
+def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -> None:
+    """``marks`` is by who has it, in words; prompts are tokenised with ours."""
+    if others := [who for who, mark in marks.items() if mark != ours]:
+        raise ValueError(
+            f"the tokenizer of {path} is another one for {', '.join(others)} than for the controller, which makes the prompts; "
+            "put the same files there, or the model on a folder that all nodes share"
+        )

@@ -1,0 +1,199 @@
+"""The vLLM engine: the protocol on this side, vLLM itself in a child process.
+
+``poll`` takes the answer to the steps that were asked for before, and asks for the next ones at once, so vLLM decodes while
+the caller is busy with what came back. An update or an abort first takes in what is still to come: so it falls between two
+tokens, and every token is noted under the version that it was sampled from.
+
+Seeds decide the draws, whatever else is in the batch, but not the same draws as in the native engine: vLLM has its own
+generator. Stop strings are looked for here, in the tokenizer's own text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rollcall.config import VllmSection
+from rollcall.engine.protocol import Finished, Request
+from rollcall.engine.sequence import Sequence, check_fits, completion_of, cut_at_stop_string, note_version
+from rollcall.engine.vllm.child import START_S, Child, UpdateRefused
+from rollcall.engine.vllm.setup import make_spec
+from rollcall.types import FinishReason
+
+STEPS = 8  # tokens of each completion between two looks
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, but for 0
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        child: Child,
+        *,
+        section: VllmSection,
+        max_running: int,
+        kv_tokens: int | None,
+        kv_fraction: float = 0.3,
+        say: Callable[[str], None] = print,
+    ):
+        self.model = model  # the source of the weights
+        self.tokenizer = tokenizer
+        self.child = child
+        self.version = 0
+        self.num_preemptions = 0
+        self._requests: dict[str, list[Sequence]] = {}
+        self._rows: dict[str, Sequence] = {}  # what vLLM has, or will have with the next steps
+        self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
+        self._num_submitted = 0
+        self._is_advancing = False
+        self._asleep: set[str] = set()
+        spec = make_spec(
+            model,
+            section,
+            max_running=max_running,
+            kv_tokens=kv_tokens,
+            kv_fraction=kv_fraction,
+        )
+        config: Any = model.config
+        self.max_positions: int = config.max_position_embeddings
+        self.vocabulary: int = config.vocab_size
+        self.room: int = spec["kv_tokens"]
+        self._sleeps: bool = spec["sleep"]
+        child.ask("load", spec=spec, deadline_s=START_S, say=say)
+        self._ship(0)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def submit(self, request: Request) -> None:
+        check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.room)
+        if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
+                f"{LEAST_TEMPERATURE}; use 0 (greedy), at least {LEAST_TEMPERATURE}, or rollout.engine=native"
+            )
+        if (highest := int(request.prompt_ids.max())) >= self.vocabulary:
+            raise ValueError(
+                f"request {request.id!r} has token {highest}, and the model knows {self.vocabulary}: its prompt comes from "
+                "another model's tokenizer; give model.path a directory with the model's own"
+            )
+        self._requests[request.id] = []
+        for index in range(len(request.seeds)):
+            sequence = Sequence(request=request, index=index, order=self._num_submitted)
+            self._requests[request.id].append(sequence)
+            self._rows[str(sequence.order)] = sequence
+            self._new.append(_row(sequence))
+            self._num_submitted += 1
+
+    def poll(self) -> list[Finished]:
+        if self._rows and not self._is_advancing:
+            self._advance()
+        self._take_in()
+        if self._rows:
+            self._advance()
+        elif self._sleeps and not self._asleep:
+            self.sleep()
+        done = [name for name, group in self._requests.items() if all(sequence.finish for sequence in group)]
+        return [
+            Finished(
+                request_id=name,
+                completions=tuple(completion_of(sequence, self.tokenizer) for sequence in self._requests.pop(name)),
+            )
+            for name in done
+        ]
+
+    def abort(self, request_id: str) -> None:
+        self._take_in()
+        rows = [name for name, sequence in self._rows.items() if sequence.request.id == request_id]
+        for name in rows:
+            self._rows[name].finish = FinishReason.ABORT
+        self._drop(rows)
+
+    def update_weights(self, version: int) -> None:
+        """Send the model's parameters. What is under way goes on with them, its context computed anew."""
+        self._take_in()
+        self._wake("weights")
+        self._ship(version)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back while nothing is sampled; ``submit`` and ``update_weights`` wake what they need."""
+        assert not self._rows and not self._is_advancing, "an engine at work cannot sleep"
+        self.child.ask("sleep")
+        self._asleep = {"weights", "kv_cache"}
+
+    def close(self) -> None:
+        self.child.close()
+
+    def _ship(self, version: int) -> None:
+        try:
+            self.child.ask("update", version=version, **self.child.memory.write(self.model.named_parameters()))
+        except UpdateRefused as error:
+            if "torn" not in str(error):
+                raise
+            self.child.ask("update", version=version, **self.child.memory.write(self.model.named_parameters()))
+
+    def _advance(self) -> None:
+        self._wake("weights", "kv_cache")
+        new, self._new = self._new, []
+        self.child.send("advance", submit=new, steps=STEPS)
+        self._is_advancing = True
+
+    def _take_in(self) -> None:
+        """The tokens of the steps that were asked for, if any were."""
+        if not self._is_advancing:
+            return
+        self._is_advancing = False
+        answer = self.child.receive()
+        self.num_preemptions += answer["preempted"]
+        cut: list[str] = []
+        for name, tokens, logprobs, finish in answer["rows"]:
+            sequence = self._rows[name]
+            before = len(sequence.token_ids)
+            sequence.token_ids += tokens
+            sequence.logprobs += logprobs
+            if finish is not None:
+                sequence.finish = FinishReason(finish)
+            if sequence.request.sampling.stop_strings and cut_at_stop_string(sequence, before, self.tokenizer):
+                cut += [name] if finish is None else []
+            note_version(sequence, self.version, len(sequence.token_ids) - before)
+        self._rows = {name: sequence for name, sequence in self._rows.items() if sequence.finish is None or name in cut}
+        self._drop(cut)
+
+    def _drop(self, rows: list[str]) -> None:
+        new = {row["id"] for row in self._new}
+        self._new = [row for row in self._new if row["id"] not in rows]
+        if known := [name for name in rows if name not in new]:
+            self.child.ask("abort", rows=known)
+        for name in rows:
+            del self._rows[name]
+
+    def _wake(self, *tags: str) -> None:
+        if due := sorted(self._asleep.intersection(tags)):
+            self.child.ask("wake", tags=due)
+            self._asleep -= set(due)
+
+
+def _row(sequence: Sequence) -> dict[str, Any]:
+    sampling = sequence.request.sampling
+    return {
+        "id": str(sequence.order),
+        "prompt": sequence.request.prompt_ids.tolist(),
+        "seed": vllm_seed(sequence.seed),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+
+
+def vllm_seed(seed: int) -> int:
+    """A seed that vLLM takes as it is: it reads -1 as none, and torch's generator on a CPU has 32 bits, so all 64 are hashed."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,271 @@
+"""The vLLM process: one file, run by the Python of vLLM's own environment.
+
+It imports the standard library, torch and vLLM, and nothing of this package. Whoever started it (``child.py``) sends one
+JSON message at a time over an inherited socket and waits for the one answer; between two messages this process waits, and
+when its starter is gone it ends. A message names what to ``do``:
+
+    load     make an engine from a model's config, with weights that mean nothing until the first update
+    advance  take completions in, decode a few steps, answer with the new tokens of every completion
+    abort    forget completions
+    update   take the weights that lie in shared memory, unless they are stale or torn
+    sleep, wake, quit
+
+An update may come while completions are under way. vLLM then puts them back into its queue and drops all keys and values
+that the old weights made, so every token is sampled under one version of the weights, context included.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zlib
+from multiprocessing.connection import Connection
+from typing import Any
+
+LOOK_S = 0.5  # how often to see whether the starter still lives
+
+
+class Refused(Exception):
+    """An update that must not be applied; the engine stays as it is."""
+
+
+class Server:
+    def __init__(self, connection: Connection, memory_fd: int):
+        self.connection = connection
+        self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # as the processes of a tensor-parallel engine see it
+        self.spec: dict[str, Any] | None = None
+        self.engine: Any = None
+        self.version = -1
+        self._preemptions: dict[str, int] = {}  # of the completions under way
+
+    def serve(self) -> None:
+        import vllm  # type: ignore[import-not-found]
+
+        self._answer({"vllm": vllm.__version__})
+        while True:
+            message = json.loads(self.connection.recv_bytes())
+            do = message.pop("do")
+            if do == "quit":
+                self._unload()
+                return
+            try:
+                answer = getattr(self, f"do_{do}")(**message)
+            except Refused as error:
+                answer = {"refused": str(error)}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            self._answer(answer or {})
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self.connection.send_bytes(json.dumps(answer).encode())
+
+    # What a message can ask for
+
+    def do_load(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """What is loaded already is kept, without its completions; its weights no longer count."""
+        if self.engine is not None and spec == self.spec:
+            self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+            self._forget_context()
+        else:
+            self._unload()
+            with tempfile.TemporaryDirectory(prefix="rollcall-vllm-") as folder:
+                with open(os.path.join(folder, "config.json"), "w") as file:
+                    json.dump(spec["config"], file)
+                self.engine = make_engine(spec, folder)
+            self.spec = spec
+        self.version = -1
+        return {"kv_blocks": int(self.engine.vllm_config.cache_config.num_gpu_blocks)}
+
+    def do_advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+        if self.version < 0:
+            raise RuntimeError("no weights have been sent yet")
+        for row in submit:
+            self.engine.add_request(row["id"], {"prompt_token_ids": row["prompt"]}, sampling_params(row))
+        rows: dict[str, list[Any]] = {}  # id -> tokens, log-probs, finish
+        num_preempted = 0
+        for _ in range(steps):
+            if not self.engine.has_unfinished_requests():
+                break
+            for output in self.engine.step():
+                add_tokens(rows.setdefault(output.request_id, [[], [], None]), output.outputs[0])
+            num_preempted += self._count_preemptions()
+        return {"rows": [[name, *row] for name, row in rows.items()], "preempted": num_preempted}
+
+    def do_abort(self, rows: list[str]) -> None:
+        self.engine.abort_request(rows)
+
+    def do_update(self, version: int, size: int, tensors: list[list[Any]]) -> None:
+        if version < self.version:
+            raise Refused(f"version {version} is stale: this engine has version {self.version}")
+        verify(self.memory_path, size, tensors)
+        self.engine.collective_rpc(apply_weights, args=(self.memory_path, size, tensors))
+        self._forget_context()
+        self.version = version
+
+    def do_sleep(self) -> None:
+        self.engine.sleep(level=1)
+
+    def do_wake(self, tags: list[str]) -> None:
+        self.engine.wake_up(tags)
+
+    def _forget_context(self) -> None:
+        """Drop every key and value, those of running completions too: they are computed again before the next token."""
+        if self.engine.reset_prefix_cache(reset_running_requests=True) is False:
+            raise RuntimeError("vLLM could not reset its prefix cache")
+        self._count_preemptions()  # these do not tell of a lack of room
+
+    def _count_preemptions(self) -> int:
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        before, now = self._preemptions, {name: one.num_preemptions for name, one in scheduler.requests.items()}
+        self._preemptions = now
+        return sum(count - before.get(name, 0) for name, count in now.items())
+
+    def _unload(self) -> None:
+        if self.engine is None:
+            return
+        from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
+
+        self.engine.engine_core.shutdown()
+        self.engine, self._preemptions = None, {}
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def make_engine(spec: dict[str, Any], folder: str) -> Any:
+    from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
+    from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]
+
+    size = spec["tensor_parallel_size"]
+    args = EngineArgs(
+        model=folder,
+        skip_tokenizer_init=True,  # token ids in and out: there is no second tokenizer to disagree
+        generation_config="vllm",  # sampling is what each request says, and nothing else
+        load_format="dummy",
+        dtype=spec["dtype"],
+        max_model_len=spec["max_positions"],
+        max_num_seqs=spec["max_running"],
+        block_size=spec["kv_block"],
+        num_gpu_blocks_override=spec["kv_blocks"],
+        kv_cache_memory_bytes=spec["kv_bytes"],
+        # Room is given in tokens above; this share is only compared with what is free, where a learner sits too.
+        gpu_memory_utilization=0.01,
+        disable_hybrid_kv_cache_manager=True,  # layers with a window take room like the others, so that room can be told
+        logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: what is sampled from
+        enforce_eager=spec["enforce_eager"],
+        enable_sleep_mode=spec["sleep"],
+        tensor_parallel_size=size,
+        distributed_executor_backend="uni" if size == 1 else "mp",
+        async_scheduling=False,  # no token is under way between two steps, so an update falls between two tokens
+        disable_log_stats=True,
+        seed=0,
+    )
+    return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+
+
+def sampling_params(row: dict[str, Any]) -> Any:
+    from vllm import SamplingParams  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+    return SamplingParams(
+        temperature=row["temperature"],
+        top_p=row["top_p"],
+        top_k=row["top_k"],
+        max_tokens=row["max_tokens"],
+        stop_token_ids=row["stop_token_ids"],
+        seed=row["seed"],
+        ignore_eos=True,  # the stop tokens are all that stops
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def add_tokens(row: list[Any], output: Any) -> None:
+    tokens, logprobs, _ = row
+    for token, entry in zip(output.token_ids, output.logprobs or [], strict=True):
+        tokens.append(token)
+        logprobs.append(entry[token].logprob)
+    row[2] = output.finish_reason
+
+
+# Weights. A tensor is [name, dtype, shape, offset, number of bytes, checksum].
+
+
+def checksum(data: Any) -> int:
+    return zlib.crc32(data)
+
+
+def verify(path: str, size: int, tensors: list[list[Any]]) -> None:
+    """Every byte is there and is what was sent; nothing of the engine has been touched so far."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size < size:
+            raise Refused(f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {size} were sent")
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
+            for name, _, _, offset, length, expected in tensors:
+                with view[offset : offset + length] as part:
+                    if checksum(part) != expected:
+                        raise Refused(f"torn: {name} is not what was sent")
+
+
+def apply_weights(worker: Any, path: str, size: int, tensors: list[list[Any]]) -> None:
+    """In a process of the engine: load in place by vLLM's reload, which knows fused, sharded and repacked layouts.
+
+    Two things that the reload of vLLM 0.32 leaves undone are mended: a parameter that no tensor was sent for is only
+    logged, and on a CPU an output layer tied to the embeddings keeps a repacked copy of the old ones.
+    """
+    import torch
+
+    with open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # a writable buffer, as torch wants it
+
+    def stream() -> Any:
+        for name, dtype, shape, offset, length, _ in tensors:
+            kind = getattr(torch, dtype)
+            yield name, torch.frombuffer(memory, dtype=kind, count=length // kind.itemsize, offset=offset).view(shape)
+
+    model = worker.get_model()
+    wanted = {name for name, _ in model.named_parameters()}
+    loaded: set[str] = set()
+    load_weights = model.load_weights
+    model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
+    try:
+        worker.reload_weights(weights_iterator=stream())
+    finally:
+        del model.load_weights  # the class's own shows again
+    if missing := sorted(wanted - loaded):
+        raise RuntimeError(f"no weights were sent for {', '.join(missing[:3])}; the engine's weights are now mixed")
+    config = worker.model_runner.model_config.hf_config
+    if getattr(config, "tie_word_embeddings", False) and model.lm_head.weight.device.type == "cpu":
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # type: ignore[import-not-found]
+
+        dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+
+def end_with(parent: int) -> None:
+    """End this process and the ones it started when the starter is gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    socket_fd, memory_fd, parent = (int(text) for text in sys.argv[1:])
+    end_with(parent)
+    Server(Connection(socket_fd), memory_fd).serve()
+
+
+if __name__ == "__main__":
+    main()

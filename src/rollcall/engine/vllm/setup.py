@@ -1,0 +1,125 @@
+"""Before vLLM starts: where it is installed, whether this model can run in it, how much room its KV cache gets."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcall.config import VllmSection
+
+PYTHON_VARIABLE = "ROLLCALL_VLLM_PYTHON"
+INSTALL = (
+    "make an environment for it with `python3 -m venv .vllm && .vllm/bin/pip install vllm` (on a machine without a GPU: "
+    "scripts/setup_peers.sh .peers vllm) and name its Python in rollout.vllm.python"
+)
+PROBE_S = 60.0
+PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+CPU_KV_BYTES = 1 << 30  # at most, unless rollout.kv_tokens asks for more
+KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's own kernels for CPUs want multiples of 32
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
+
+
+class VllmUnavailable(ValueError):
+    """There is no vLLM where the run file says, or it cannot run this; the message says what to do."""
+
+
+def find_python(given: str | None) -> str:
+    """The Python that vLLM runs in: the run file's, $ROLLCALL_VLLM_PYTHON's, or this one if vLLM is installed here."""
+    named = given or os.environ.get(PYTHON_VARIABLE)
+    source = f"rollout.vllm.python={given}" if given else f"${PYTHON_VARIABLE}={named}"
+    if named is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise VllmUnavailable(f"rollout.engine=vllm, but vLLM is not installed; {INSTALL}")
+        return sys.executable
+    path = shutil.which(str(Path(named).expanduser()))
+    if path is None:
+        raise VllmUnavailable(f"{source} is not a program that can be run; {INSTALL}")
+    # Where it is installed, without importing it: that takes half a minute.
+    probe = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S)
+    if probe.returncode:
+        why = probe.stderr.strip().splitlines()[-1:] or ["its packages have no vllm"]
+        raise VllmUnavailable(f"{source} cannot import vLLM ({why[0]}); {INSTALL}")
+    return os.path.abspath(path)  # its link to another Python is what makes it an environment, so not resolved
+
+
+def make_spec(
+    model: nn.Module,
+    section: VllmSection,
+    *,
+    max_running: int,
+    kv_tokens: int | None,
+    kv_fraction: float,
+) -> dict[str, Any]:
+    """What the child needs to make its engine, all of it derived from the model that is here."""
+    config: Any = model.config
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    _refuse(config, section, device=device)
+    block = KV_BLOCK[device.type]
+    token_bytes = _kv_token_bytes(config, dtype, section.tensor_parallel_size)
+    if kv_tokens is None:
+        whole = max_running * config.max_position_embeddings
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            kv_tokens = min(int(total * kv_fraction) // token_bytes, whole)
+        else:
+            kv_tokens = min(max(CPU_KV_BYTES // token_bytes, config.max_position_embeddings), whole)
+    # vLLM keeps one for itself; a window that begins in the middle of a block reaches into one more.
+    blocks = -(-kv_tokens // block) + 1 + bool(getattr(config, "sliding_window", None))
+    return {
+        "config": config_fields(model),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_running": max_running,
+        "max_positions": min(config.max_position_embeddings, kv_tokens),
+        "kv_tokens": kv_tokens,
+        "kv_block": block,
+        "kv_blocks": blocks,
+        "kv_bytes": blocks * block * token_bytes,
+        "tensor_parallel_size": section.tensor_parallel_size,
+        "enforce_eager": section.enforce_eager or device.type == "cpu",  # there, compiling costs more than it saves
+        "sleep": section.sleep and device.type == "cuda",
+    }
+
+
+def config_fields(model: nn.Module) -> dict[str, Any]:
+    """The model's config.json; its weights come later."""
+    config: Any = model.config
+    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+
+
+def _kv_token_bytes(config: Any, dtype: torch.dtype, tensor_parallel_size: int) -> int:
+    """On each GPU; where there are more GPUs than KV heads, each has one."""
+    heads = max(1, config.num_key_value_heads // tensor_parallel_size)
+    return 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _refuse(config: Any, section: VllmSection, *, device: torch.device) -> None:
+    size, head_dim = section.tensor_parallel_size, _head_dim(config)
+    if device.type == "cpu" and head_dim not in CPU_HEAD_DIMS:
+        raise VllmUnavailable(
+            f"this model has heads of {head_dim}; on a CPU vLLM has kernels for {', '.join(map(str, CPU_HEAD_DIMS))} alone; "
+            "use rollout.engine=native"
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise VllmUnavailable(
+            f"rollout.vllm.tensor_parallel_size={size} cannot divide {heads} attention heads and {kv_heads} KV heads; use a "
+            "divisor of both"
+        )
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        raise VllmUnavailable(
+            f"rollout.vllm.tensor_parallel_size={size} needs {size} GPUs, and this process sees {torch.cuda.device_count()}; "
+            "give its rollout process more slots in cluster.component_placement (`0-7:0-3` gives each of 4 processes two)"
+        )

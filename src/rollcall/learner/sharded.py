@@ -1,0 +1,514 @@
+"""A model whose weights lie in parts on the ranks of a gang: FSDP2 over the data ranks, tensor parallel inside.
+
+Each decoder layer is a module that owns its fused weights, and so is what stands around them (embeddings, final norm,
+output head). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves each rank
+its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
+
+Every forward and backward is a meeting of the whole gang: all ranks run equally many. ``passes`` agrees on the number,
+and a rank with fewer micro-batches runs idle ones, whose gradient is zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from rollcall.attention import layout_of, packed_attention
+from rollcall.config import OptimizerSection
+from rollcall.decoder import (
+    Attend,
+    Decoder,
+    Layer,
+    after_attention,
+    before_attention,
+    leave_open,
+    rms_norm,
+    rope_tables,
+)
+from rollcall.learner.gang import Gang, share
+from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.mesh import Meshes, Split, make_meshes
+from rollcall.learner.optimizer import Optimizer
+from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, run_layer, split_order
+from rollcall.learner.whole import LossOf
+from rollcall.types import MicroBatch
+
+LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name != "window")
+
+
+@dataclass(slots=True, kw_only=True)
+class Shape:
+    """The numbers and functions that all layers share."""
+
+    heads: int  # of this rank
+    kv_heads: int
+    head_dim: int
+    eps: float
+    group: TensorGroup
+    before: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
+    after: Callable[..., Tensor] = after_attention
+
+    @property
+    def sizes(self) -> tuple[int, int, int, float]:
+        return self.heads, self.kv_heads, self.head_dim, self.eps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One micro-batch on its way through the model."""
+
+    token_ids: Tensor  # [N]
+    cos: Tensor  # [N, 1, D]
+    sin: Tensor
+    attend: Attend
+    logit_index: Tensor  # [M]
+    targets: Tensor  # [M]
+    temperature: float
+    recompute: bool
+
+
+class ShardedLayer(nn.Module):
+    def __init__(self, weights: Mapping[str, nn.Parameter | None], *, index: int, window: int, shape: Shape):
+        super().__init__()
+        self.index, self.window, self.shape = index, window, shape
+        for name, weight in weights.items():
+            self.register_parameter(name, weight)
+
+    def forward(self, x: Tensor, work: Work) -> Tensor:
+        if work.recompute and torch.is_grad_enabled():
+            return checkpoint(self._run, x, work, use_reentrant=False)  # type: ignore[return-value]
+        return self._run(x, work)
+
+    def _run(self, x: Tensor, work: Work) -> Tensor:
+        shape, layer = self.shape, self._layer()
+        if shape.group.size > 1:
+            return run_layer(
+                x, layer, index=self.index, cos=work.cos, sin=work.sin, sizes=shape.sizes, attend=work.attend,
+                group=shape.group,
+            )  # fmt: skip
+        leave_open(x, work.cos, work.sin)
+        q, k, v = shape.before(x, layer, work.cos, work.sin, shape.sizes)
+        attended = work.attend(self.index, q, k, v)
+        leave_open(attended)
+        return shape.after(x, attended, layer, shape.eps)
+
+    def _layer(self) -> Layer:
+        weights = {name: self._local(name, getattr(self, name)) for name in LAYER_TENSORS}
+        return Layer(**weights, window=self.window)
+
+    def _local(self, name: str, weight: Any) -> Any:
+        if not isinstance(weight, DTensor):
+            return weight
+        group = self.shape.group
+        if name in ("qkv", "qkv_bias"):
+            return group.with_kv_copies(weight.to_local(), num_own=self.shape.heads * self.shape.head_dim)
+        if cut_dim(name) is not None:
+            return weight.to_local()
+        # What a rank sees of a weight that all have: its heads' share, or with sequence parallel its tokens' share.
+        partial = name in ("q_norm", "k_norm") or group.sequence_parallel
+        return weight.to_local(grad_placements=[Partial() if partial else Replicate()])
+
+
+class ShardedRoot(nn.Module):
+    """Embeddings, layers, final norm, and the policy's or the critic's head."""
+
+    def __init__(self, weights: Mapping[str, nn.Parameter], layers: Sequence[ShardedLayer], *, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        for name, weight in weights.items():
+            self.register_parameter(name, weight)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, work: Work) -> tuple[Tensor, ...]:
+        """The token statistics (or the values), [M] each, the same on every rank of a tensor group."""
+        group, count = self.shape.group, len(work.token_ids)
+        weights: dict[str, Any] = self._parameters
+        x = F.embedding(group.own_part(work.token_ids), weights["embed"])
+        if not group.sequence_parallel:
+            x = group.join_parts(x, count)
+        for layer in self.layers:
+            x = layer(x, work)
+        # Each rank of a tensor group takes its part of the rows from here on, so its gradients are its own share.
+        rows = group.own_part(work.logit_index)
+        hidden = rms_norm(group.enter(x, count).index_select(0, rows), weights["norm"], self.shape.eps)
+        if "head" in weights:
+            out = (F.linear(hidden, weights["head"], weights["head_bias"])[:, 0].float(),)
+        else:
+            lm_head = weights.get("lm_head", weights["embed"])
+            stats = token_stats(hidden, lm_head, group.own_part(work.targets), temperature=work.temperature)
+            out = (stats.logprobs, stats.entropy, stats.certainty)
+        # Copied: FSDP hooks its backward to what comes out here, and the statistics are views of one tensor.
+        return tuple(group.join_parts(part, len(work.targets)).clone() for part in out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where one weight of the whole model lies."""
+
+    module: nn.Module
+    field: str
+    shape: torch.Size  # of the whole weight
+    dim: int | None  # cut by tensor parallel along this; None: all ranks of the tensor group have the same
+    order: Tensor | None  # rows of the whole weight in the order they are cut
+    is_root: bool  # sharded over the ranks of the tensor groups too
+
+    @property
+    def parameter(self) -> Any:
+        return self.module._parameters[self.field]
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part: plain, and sharing the parameter's memory."""
+        with torch.no_grad():
+            return self.parameter.detach().to_local()
+
+
+class Sharded:
+    """One rank's part of a model, and the forward that all ranks run together."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        section: OptimizerSection,
+        *,
+        gang: Gang,
+        split: Split,
+        device: torch.device,
+        heads: Mapping[str, Tensor] | None = None,
+        frozen: bool = False,
+    ):
+        """``decoder`` has the whole weights, on any device (on the meta device: the first rank's), and is not kept; ``heads`` are a critic's, which take the
+        output head's place."""
+        self.gang, self.split, self.device, self.dtype = gang, split, device, decoder.dtype
+        self.section = section
+        self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
+        self.meshes: Meshes = make_meshes(split, device_type=device.type, kv_copies=self.kv_copies)
+        self.frozen = frozen
+        self.in_parts = True
+        self.counts = split.tensor_rank == 0
+        self.parts = 1  # micro-batches at once: collectives have to come in order
+        self.head_dim = decoder.head_dim
+        self.windows = [layer.window for layer in decoder.layers]
+        self.rotary = own_rotary(decoder).to(device)
+        self._first_gives = any(gang.gather(decoder.device.type == "meta"))
+        self.cos = self.sin = torch.empty(0)
+        group = TensorGroup(
+            group=self.meshes.tensor_group,
+            rank=split.tensor_rank,
+            size=split.tensor,
+            sequence_parallel=section.sequence_parallel,
+            kv_group=self.meshes.kv_group,
+            kv_copies=self.kv_copies,
+        )
+        self.shape = Shape(
+            heads=decoder.num_heads // split.tensor,
+            kv_heads=max(1, decoder.num_kv_heads // split.tensor),
+            head_dim=decoder.head_dim,
+            eps=decoder.eps,
+            group=group,
+        )
+        self.pieces: dict[str, Piece] = {}
+        self._build(decoder, heads or {})
+        self.named = {name: piece.local for name, piece in self.pieces.items()}
+
+    def _build(self, decoder: Decoder, heads: Mapping[str, Tensor]) -> None:
+        layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
+        around = {
+            name: tensor
+            for name, tensor in decoder.named_tensors().items()
+            if "." not in name and not (heads and name == "lm_head")
+        }
+        around |= heads
+        parameters = {name: self._parameter(self._whole(tensor)) for name, tensor in around.items()}
+        root = ShardedRoot(parameters, layers, shape=self.shape)
+        self.root = self._shard(root, self.meshes.every, is_root=True)
+        body = {
+            name: Piece(module=root, field=name, shape=tensor.shape, dim=None, order=None, is_root=True)
+            for name, tensor in around.items()
+        }
+        last = {name: body.pop(name) for name in heads}
+        self.pieces = {**body, **self.pieces, **last}  # in the order of Decoder.named_tensors
+
+    def _layer(self, decoder: Decoder, index: int) -> ShardedLayer:
+        layer = decoder.layers[index]
+        parameters: dict[str, nn.Parameter | None] = {}
+        found: dict[str, Piece] = {}
+        for field in LAYER_TENSORS:
+            whole = getattr(layer, field)
+            if whole is None:
+                parameters[field] = None
+                continue
+            order = split_order(
+                field, heads=decoder.num_heads, kv_heads=decoder.num_kv_heads, dim=decoder.head_dim,
+                intermediate=len(layer.gate_up) // 2, tensor=self.split.tensor,
+            )  # fmt: skip
+            piece = Piece(
+                module=nn.Module(), field=field, shape=whole.shape, dim=cut_dim(field), order=order, is_root=False
+            )
+            found[field] = piece
+            parameters[field] = self._parameter(self._tensor_part(piece, self._whole(whole)), piece)
+        module = ShardedLayer(parameters, index=index, window=layer.window, shape=self.shape)
+        for field, piece in found.items():
+            self.pieces[f"layers.{index}.{field}"] = Piece(
+                module=module, field=field, shape=piece.shape, dim=piece.dim, order=piece.order, is_root=False
+            )
+        self._shard(module, self.meshes.data, is_root=False)
+        return module
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A weight of the decoder, with its values."""
+        if not self._first_gives:
+            return tensor
+        if self.gang.rank == 0:
+            given = tensor.detach().to(self.device, self.dtype).contiguous()
+        else:
+            given = torch.empty(tensor.shape, device=self.device, dtype=self.dtype)
+        dist.broadcast(given, src=0)
+        return given
+
+    def _parameter(self, tensor: Tensor, piece: Piece | None = None) -> nn.Parameter:
+        """In float32 where updates go to master weights: FSDP rounds what it gathers."""
+        masters = self.section.master_weights and not self.frozen
+        kept = tensor.detach().to(self.device, torch.float32 if masters else self.dtype).contiguous()
+        if kept.data_ptr() == tensor.data_ptr():
+            kept = kept.clone()
+        if piece is not None and self.split.tensor > 1:
+            placement = Replicate() if piece.dim is None else Shard(piece.dim)
+            kept = DTensor.from_local(kept, self.meshes.tensor, [placement], run_check=False)
+        return nn.Parameter(kept, requires_grad=not self.frozen)
+
+    def _shard(self, module: nn.Module, mesh: Any, *, is_root: bool) -> Any:
+        rounds = self.dtype != torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if rounds else None
+        sharded: Any = fully_shard(
+            module,
+            mesh=mesh,
+            # The root's backward follows its forward at once.
+            reshard_after_forward=not is_root,
+            mp_policy=policy or MixedPrecisionPolicy(),
+            offload_policy=CPUOffloadPolicy() if self.section.cpu_offload else OffloadPolicy(),
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        return sharded
+
+    def compile(self) -> None:
+        """Layers that are whole while they run; between tensor ranks there is a collective every few operations."""
+        if self.split.tensor == 1:
+            self.shape.before = torch.compile(before_attention)
+            self.shape.after = torch.compile(after_attention)
+
+    # The forward
+
+    def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
+        logprobs, entropy, certainty = self._forward(batch, temperature=temperature, recompute=recompute)
+        return TokenStats(logprobs=logprobs, entropy=entropy, certainty=certainty)
+
+    def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
+        (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
+        return values
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """These micro-batches, and behind them idle ones until every rank has equally many."""
+        return [*batches, *[_idle_batch()] * (max(self.gang.gather(len(batches))) - len(batches))]
+
+    def _forward(self, batch: MicroBatch, *, temperature: float, recompute: bool) -> tuple[Tensor, ...]:
+        device = self.device
+        layout = layout_of(batch, device=device, dtype=self.dtype)
+        scale = self.head_dim**-0.5
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return packed_attention(q, k, v, layout, scale=scale, window=self.windows[index])
+
+        needed = int(batch.positions.max()) + 1
+        if needed > len(self.cos):
+            like = torch.empty(1, device=device, dtype=self.dtype)
+            self.cos, self.sin = rope_tables(self.rotary, max(needed, 256), like=like)
+        positions = torch.from_numpy(batch.positions).to(device)
+        out = self.root(
+            Work(
+                token_ids=torch.from_numpy(batch.token_ids).to(device),
+                cos=self.cos[positions].unsqueeze(1),
+                sin=self.sin[positions].unsqueeze(1),
+                attend=attend,
+                logit_index=torch.from_numpy(batch.logit_index).to(device),
+                targets=torch.from_numpy(batch.targets).to(device),
+                temperature=temperature,
+                recompute=recompute,
+            )
+        )
+        if not torch.is_grad_enabled():
+            self.root.reshard()  # no backward comes to do it, and gathered weights would outlive an update
+        return out
+
+    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
+        """The items that this rank's tensor group works on."""
+        return share(costs, keys=keys, rank=self.split.data_rank, size=self.split.num_data)
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
+    ) -> list[dict[str, Tensor]]:
+        """Backward through every micro-batch, and as many idle passes as others have more."""
+        rows: list[dict[str, Tensor]] = []
+        for place, batch in enumerate(self.passes(batches)):
+            if place < len(batches):
+                loss, metrics = loss_of(batch)
+                rows.append(metrics)
+            else:
+                loss = self._forward(batch, temperature=1.0, recompute=False)[0].sum() * 0.0
+            loss.backward()
+            optimizer.accumulate(self._take_gradients())
+        return rows
+
+    def sum_gradients(self, optimizer: Optimizer) -> None:
+        """FSDP has done it, in every backward."""
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        """This rank's part of what the last backward gave, in the order of ``named``."""
+        gradients: list[Tensor | None] = []
+        for piece in self.pieces.values():
+            gradient = piece.parameter.grad
+            gradients.append(None if gradient is None else gradient.to_local())
+            piece.parameter.grad = None
+        return gradients
+
+    def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Of all weights' tensors together; each rank has parts, and some parts are on several."""
+        own = {name: self._once(name, tensor) for name, tensor in tensors.items() if tensor.numel()}
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if own:
+            squares = torch.stack(torch._foreach_norm(list(own.values()))).double().square()
+            copies = [self._num_copies(self.pieces[name]) for name in own]
+            total += (squares / torch.tensor(copies, device=squares.device)).sum().to(self.device)
+        self.gang.sum_over(total)
+        return total.sqrt()
+
+    def _num_copies(self, piece: Piece) -> int:
+        return self.split.replicate * (1 if piece.is_root or piece.dim is not None else self.split.tensor)
+
+    def _once(self, name: str, tensor: Tensor) -> Tensor:
+        """Rows of shared key/value heads made smaller, so that all their copies together count as one."""
+        order = self.pieces[name].order
+        if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias")):
+            return tensor
+        factors = torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt()
+        own = self.cut(name, factors)
+        return tensor * (own if tensor.ndim == 1 else own[:, None])
+
+    # Whole weights, and anything shaped like them
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor that everyone's parts make, on the device."""
+        piece, split = self.pieces[name], self.split
+        size, group = self._shards(piece)
+        cut = piece.dim is not None and split.tensor > 1
+        rows = piece.shape[0] if piece.order is None else len(piece.order) // split.tensor
+        part = pad_rows(local.detach().to(self.device), -(-rows // size))
+        whole = all_gather(part, group=group, size=size)[:rows]
+        if cut:
+            parts = all_gather(whole, group=self.meshes.tensor_group, size=split.tensor)
+            whole = parts if piece.dim == 0 else torch.cat(parts.chunk(split.tensor), dim=1)
+        if piece.order is not None:
+            whole = whole.new_empty(piece.shape).index_copy_(0, piece.order.to(whole.device), whole)
+        return whole
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor: what ``gather`` puts together."""
+        piece = self.pieces[name]
+        part = self._tensor_part(piece, whole)
+        size, _ = self._shards(piece)
+        rank = self.split.rank % size if piece.is_root else self.split.shard_rank
+        rows = -(-len(part) // size)
+        return part[rank * rows : (rank + 1) * rows]
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """In the dtype that the model computes in."""
+        for name, local in self.named.items():
+            yield name, self.gather(name, local.detach().to(self.dtype))
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, local in self.named.items():
+            local.copy_(self.cut(name, weights[name]))
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state as a whole model has it, in host memory, on the gang's first rank; others get an empty one."""
+        state = optimizer.state_dict()
+        whole: dict[int, dict[str, Any]] = {}
+        for index, entry in state["adamw"]["state"].items():
+            name = optimizer.names[index]
+            gathered = {
+                key: self._to_first(name, value) if self._is_part(name, value) else value
+                for key, value in entry.items()
+            }
+            whole[index] = gathered
+        masters = {name: self._to_first(name, local) for name, local in self.named.items()} if self._has_masters else {}
+        if self.gang.rank != 0:
+            return {}
+        return {**state, "adamw": {**state["adamw"], "state": whole}, "masters": masters}
+
+    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """From a whole model's state, or from that of any other number of ranks: they are the same."""
+        parts = {
+            index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
+            for index, entry in state["adamw"]["state"].items()
+        }
+        optimizer.load_state_dict({**state, "adamw": {**state["adamw"], "state": parts}})
+        if self._has_masters and state["masters"]:
+            self.load(state["masters"])
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.dtype != torch.float32 and self.section.master_weights
+
+    def _is_part(self, name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
+
+    def _own(self, name: str, value: Any) -> Any:
+        """Copied, all of it: the state may be mapped from a file that somebody removes."""
+        if not isinstance(value, Tensor):
+            return value
+        return (self.cut(name, value) if value.ndim > 0 and value.shape == self.pieces[name].shape else value).clone()
+
+    def _to_first(self, name: str, local: Tensor) -> Tensor | None:
+        whole = self.gather(name, local)
+        return whole.cpu() if self.gang.rank == 0 else None
+
+    def _tensor_part(self, piece: Piece, whole: Tensor) -> Tensor:
+        if piece.order is not None:
+            whole = whole.index_select(0, piece.order.to(whole.device))
+        if piece.dim is None or self.split.tensor == 1:
+            return whole
+        return whole.chunk(self.split.tensor, dim=piece.dim)[self.split.tensor_rank]
+
+    def _shards(self, piece: Piece) -> tuple[int, Any]:
+        if piece.is_root:
+            return self.split.shard * self.split.tensor, self.meshes.every_group
+        return self.split.shard, self.meshes.shard_group
+
+
+def own_rotary(decoder: Decoder) -> nn.Module:
+    """Apart from the model, whose weights may be let go; its angles follow from the config where there are none yet."""
+    rotary: Any = decoder.rotary
+    return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
+
+
+def _idle_batch() -> MicroBatch:
+    one = np.zeros(1, dtype=np.int64)
+    nothing = np.zeros(1, dtype=np.float32)
+    return MicroBatch(
+        token_ids=one, positions=one, kv_index=one, cu_q=np.array([0, 1], dtype=np.int32),
+        cu_k=np.array([0, 1], dtype=np.int32), logit_index=one, targets=one, row=one, sample_index=one, weights=nothing,
+        behaviour_logprobs=nothing, old_logprobs=None, reference_logprobs=None, advantages=nothing, returns=None, values=None,
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""Tensor parallel: each rank of a tensor group has some of the heads and some of the MLP's columns.
+
+A layer's input is either whole on every rank, or, with sequence parallel, each rank's own part of the tokens. ``enter``
+brings it to the products that are cut by heads or columns, ``leave`` sums what they give and brings it back:
+
+               forward                        backward
+  enter        nothing   | all-gather         all-reduce | reduce-scatter
+  leave        all-reduce | reduce-scatter    nothing    | all-gather
+  join_parts   all-gather                     own part
+
+The fused weights are cut by rows in the order of ``split_order``: the queries of a rank, its keys, its values; its gates,
+its ups. Where there are more ranks than key/value heads, neighbours have the same one, and add up its gradients so that the
+copies stay equal. Embeddings, final norm and output head are not cut: each rank works on its own part of the tokens there, so any
+vocabulary and tied weights will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollcall.decoder import Attend, Layer, project_qkv, rms_norm, silu_mul
+
+BY_ROWS = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
+BY_COLUMNS = ("out", "down")
+
+# torch 2.13 warns of the names that torch 2.11 has.
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def refuse_indivisible(*, heads: int, kv_heads: int, intermediate: int, tensor: int, name: str) -> None:
+    counts = {"attention heads": heads, "key/value heads": kv_heads, "MLP columns": intermediate}
+    for what, count in counts.items():
+        if not fits(count, tensor, shared=what == "key/value heads"):
+            sizes = [
+                size
+                for size in range(1, tensor)
+                if all(fits(other, size, shared=name == "key/value heads") for name, other in counts.items())
+            ]
+            raise ValueError(
+                f"{name}.tensor_parallel_size={tensor} does not divide the model's {count} {what}: {count} = {tensor} x "
+                f"{count // tensor} + {count % tensor}; use {' or '.join(map(str, sizes))}"
+            )
+
+
+def fits(count: int, tensor: int, *, shared: bool) -> bool:
+    """Whether so many parts can be dealt out; ``shared`` ones may also be on several ranks each."""
+    return count % tensor == 0 or (shared and tensor % count == 0)
+
+
+def cut_dim(field: str) -> int | None:
+    """The dimension along which a layer's weight is cut; None: every rank has all of it."""
+    return 0 if field in BY_ROWS else 1 if field in BY_COLUMNS else None
+
+
+def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
+    """Which row of the fused weight stands where, so that equal slices are what the ranks need; None: all stay.
+
+    >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
+    [0, 1, 4, 6, 2, 3, 5, 7]
+    >>> split_order("qkv", heads=4, kv_heads=1, dim=1, intermediate=0, tensor=2).tolist()
+    [0, 1, 4, 5, 2, 3, 4, 5]
+    """
+    if field not in BY_ROWS or tensor == 1:
+        return None
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim] if field.startswith("qkv") else [intermediate] * 2
+    numbers = [tensor, *[min(tensor, kv_heads)] * 2] if field.startswith("qkv") else [tensor] * 2
+    parts = [part.chunk(number) for part, number in zip(torch.arange(sum(sizes)).split(sizes), numbers, strict=True)]
+    return torch.cat([part[rank * len(part) // tensor] for rank in range(tensor) for part in parts])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorGroup:
+    """The ranks of one tensor group and how they pass activations on."""
+
+    group: Any  # ProcessGroup
+    rank: int
+    size: int
+    sequence_parallel: bool
+    kv_group: Any = None  # of the ranks that have the same key/value head
+    kv_copies: int = 1
+
+    def part_size(self, count: int) -> int:
+        """Rows of each rank's part; the last ranks' parts may reach past the end."""
+        return -(-count // self.size)
+
+    def own_part(self, rows: Tensor) -> Tensor:
+        """This rank's part of [N, ...], filled up with zeros to ``part_size``."""
+        if self.size == 1:
+            return rows
+        size = self.part_size(len(rows))
+        part = rows[self.rank * size : (self.rank + 1) * size]
+        return pad_rows(part, size)
+
+    def join_parts(self, part: Tensor, count: int) -> Tensor:
+        """Everyone's parts, [count, ...]; what is computed from them is the same on every rank."""
+        if self.size == 1:
+            return part
+        return _JoinParts.apply(part, self)[:count]  # type: ignore[index]
+
+    def enter(self, x: Tensor, count: int) -> Tensor:
+        """[count, C] for products that are cut by heads or columns."""
+        if self.size == 1:
+            return x
+        if self.sequence_parallel:
+            return _Gather.apply(x, self)[:count]  # type: ignore[index]
+        return _Copy.apply(x, self.group)  # type: ignore[return-value]
+
+    def with_kv_copies(self, weight: Tensor, *, num_own: int) -> Tensor:
+        """A fused q/k/v weight whose rows from ``num_own`` on others have too: their gradients are everyone's."""
+        if self.kv_copies == 1:
+            return weight
+        own, copied = weight.split((num_own, len(weight) - num_own))
+        return torch.cat((own, _Copy.apply(copied, self.kv_group)))  # type: ignore[arg-type]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over ranks of what such products give: whole, or this rank's part."""
+        if self.size == 1:
+            return x
+        if self.sequence_parallel:
+            return _ReduceScatter.apply(pad_rows(x, self.part_size(len(x)) * self.size), self)  # type: ignore[return-value]
+        return _Reduce.apply(x, self)  # type: ignore[return-value]
+
+
+def pad_rows(x: Tensor, count: int) -> Tensor:
+    missing = count - len(x)
+    return F.pad(x, (0,) * (2 * x.ndim - 1) + (missing,)) if missing else x
+
+
+def run_layer(
+    x: Tensor, layer: Layer, *, index: int, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int, float], attend: Attend,
+    group: TensorGroup,
+) -> Tensor:  # fmt: skip
+    """One layer whose ``layer`` holds this rank's heads and columns; ``sizes`` counts them."""
+    count, eps = len(cos), sizes[3]
+    q, k, v = project_qkv(group.enter(rms_norm(x, layer.input_norm, eps), count), layer, cos, sin, sizes)
+    x = x + _with_bias(group.leave(F.linear(attend(index, q, k, v), layer.out)), layer.out_bias)
+    normed = group.enter(rms_norm(x, layer.post_norm, eps), count)
+    gated = silu_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+    return x + _with_bias(group.leave(F.linear(gated, layer.down)), layer.down_bias)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def all_gather(x: Tensor, *, group: Any, size: int) -> Tensor:
+    """Equal parts of all ranks one after the other along the first dimension."""
+    x = x.contiguous()
+    out = x.new_empty((size * len(x), *x.shape[1:]))
+    _gather_into(out, x, group=group)
+    return out
+
+
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((len(x) // group.size, *x.shape[1:]))
+    _reduce_into(out, x, group=group.group)
+    return out
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
+        return _all_reduce(x, group.group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return all_gather(x, group=group.group, size=group.size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_gather(grad, group=ctx.group.group, size=ctx.group.size), None
+
+
+class _JoinParts(torch.autograd.Function):
+    """What follows is computed alike on every rank, so each already has the whole gradient of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.rows = group, len(x)
+        return all_gather(x, group=group.group, size=group.size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        start = ctx.group.rank * ctx.rows
+        return grad[start : start + ctx.rows], None

@@ -1,0 +1,123 @@
+"""A model that is whole in this process: what a learner asks of its weights, beside ``sharded.Sharded``, which has parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollcall.decoder import Decoder
+from rollcall.learner.cores import map_side_by_side, num_side_by_side
+from rollcall.learner.gang import Gang
+from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.model import packed_hidden
+from rollcall.learner.optimizer import Optimizer, norm_of
+from rollcall.types import MicroBatch
+
+LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Body(Protocol):
+    """The weights of one model on one rank of a gang. All ranks make the same calls in the same order."""
+
+    gang: Gang
+    named: dict[str, Tensor]  # what the optimizer steps on
+    in_parts: bool  # whether every forward and backward is one of all ranks
+    counts: bool  # whether what this rank computes is its own, and not what another rank computes too
+    parts: int  # micro-batches that run side by side
+
+    @property
+    def device(self) -> torch.device: ...
+    def compile(self) -> None: ...
+    def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats: ...
+    def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor: ...
+    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]: ...
+    def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]: ...
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
+    ) -> list[dict[str, Tensor]]: ...
+    def sum_gradients(self, optimizer: Optimizer) -> None: ...
+    def norm(self, tensors: Mapping[str, Tensor]) -> Tensor: ...
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def load(self, weights: Mapping[str, Tensor]) -> None: ...
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]: ...
+    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None: ...
+
+
+class Whole:
+    def __init__(self, decoder: Decoder, *, gang: Gang, heads: Mapping[str, Tensor] | None = None):
+        """``heads`` are a critic's, which take the output head's place."""
+        self.decoder = decoder
+        self.gang = gang
+        self.named = decoder.named_tensors()
+        self.in_parts = False
+        self.counts = True
+        self.parts = num_side_by_side(decoder.device)
+        self._heads = heads
+        if heads:
+            self.named = {name: tensor for name, tensor in self.named.items() if name != "lm_head"} | dict(heads)
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    def compile(self) -> None:
+        self.decoder.compile()
+
+    def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
+        picked = self._picked(batch, recompute)
+        targets = torch.from_numpy(batch.targets).to(picked.device)
+        return token_stats(picked, self.decoder.lm_head, targets, temperature=temperature)
+
+    def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
+        assert self._heads is not None
+        picked = self._picked(batch, recompute)
+        return torch.nn.functional.linear(picked, self._heads["head"], self._heads["head_bias"])[:, 0].float()
+
+    def _picked(self, batch: MicroBatch, recompute: bool) -> Tensor:
+        hidden = packed_hidden(self.decoder, batch, recompute=recompute)
+        return hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
+
+    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
+        return self.gang.share(costs, keys=keys)
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return batches
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
+    ) -> list[dict[str, Tensor]]:
+        """Backward through every micro-batch; what each loss says of itself."""
+        weights = list(self.named.values())
+
+        def gradients_of(batch: MicroBatch) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
+            loss, metrics = loss_of(batch)
+            return torch.autograd.grad(loss, weights, allow_unused=True), metrics
+
+        rows: list[dict[str, Tensor]] = []
+        for gradients, metrics in map_side_by_side(gradients_of, batches, width=self.parts):
+            optimizer.accumulate(gradients)
+            rows.append(metrics)
+        return rows
+
+    def sum_gradients(self, optimizer: Optimizer) -> None:
+        optimizer.sum_over(self.gang)
+
+    def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return norm_of(tensors)
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named.items()
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.named.items():
+            tensor.copy_(weights[name])
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)

@@ -1,0 +1,320 @@
+"""Which groups a training step gets, and when their rollout may begin.
+
+A supply hands draws of the data order to ``make``, which returns the finished group (from the journal or from the
+engine), and puts finished groups together to steps. It never runs further ahead of training than ``staleness`` allows,
+so every token of a group that step n trains on was sampled from version n - 1 - staleness or a later one.
+
+- ``InOrder``: step n has the n-th ``wanted`` draws. Its rollout begins at version n - 1 - staleness.
+- ``AsCompleted``: step n has the groups that finished first; the others count for a later step. A group whose rollout
+  began at version v must be trained by step v + 1 + staleness, so a step waits for those that could not come later.
+
+Who waits for whom: ``run`` waits for versions (``announce``) and starts rollouts; ``batch`` waits for groups.
+
+No draw is skipped or used twice: what a step leaves behind is its ``Cursor``, which a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rollcall.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A finished group, and whether the journal had it already."""
+
+    group: Group
+    journaled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Which draws come next: first those that were begun and left untrained, then all from ``next_draw`` on."""
+
+    pending: tuple[int, ...]
+    next_draw: int
+
+    def take(self, count: int) -> tuple[list[int], Cursor]:
+        first = list(self.pending[:count])
+        new = count - len(first)
+        rest = Cursor(pending=self.pending[count:], next_draw=self.next_draw + new)
+        return first + list(range(self.next_draw, self.next_draw + new)), rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Everything one step trains on."""
+
+    step: int
+    groups: list[Group]  # in order of draw
+    cursor: Cursor  # where the next step begins in the data order
+    num_refills: int
+    num_from_journal: int
+    zero_variance: float  # share of the generated groups
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What the steps of a run need, and how they get it."""
+
+    start_step: int  # trained already
+    steps: int
+    wanted: int  # groups a step
+    staleness: int
+    max_refills: int | None  # None: groups without signal are trained on too
+    make: Callable[[int, int], Awaitable[Made]]  # step, draw
+    has_signal: Callable[[Group], bool]
+
+
+class Supply(Protocol):
+    async def run(self) -> None:
+        """Start rollouts as versions allow, until those of the last step are started."""
+        ...
+
+    async def batch(self, step: int) -> StepBatch:
+        """What this step trains on; asked for in order of steps."""
+        ...
+
+    async def announce(self, version: int) -> None:
+        """Rollouts that are started from now on sample from this version or a later one."""
+        ...
+
+
+class InOrder:
+    def __init__(self, needs: Needs, *, cursor: Cursor) -> None:
+        self._needs = needs
+        self._cursor = cursor
+        self._version = needs.start_step
+        self._new_version = asyncio.Condition()
+        self._fills: asyncio.Queue[asyncio.Task[StepBatch]] = asyncio.Queue()
+
+    async def announce(self, version: int) -> None:
+        async with self._new_version:
+            self._version = version
+            self._new_version.notify_all()
+
+    async def run(self) -> None:
+        needs, fills = self._needs, []
+        try:
+            for step in range(needs.start_step + 1, needs.steps + 1):
+                await self._reach(step - 1 - needs.staleness)
+                draws = self._take(needs.wanted)
+                fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
+                self._fills.put_nowait(fills[-1])
+                if needs.max_refills:
+                    await asyncio.wait({fills[-1]})  # how many draws it takes is known at its end
+            await asyncio.gather(*fills, return_exceptions=True)
+        finally:
+            for fill in fills:
+                if fill.done() and not fill.cancelled():
+                    fill.exception()  # ``batch`` raised it, or that of an earlier step
+                fill.cancel()
+
+    async def batch(self, step: int) -> StepBatch:
+        batch = await (await self._fills.get())
+        assert batch.step == step, "steps are asked for in order"
+        return batch
+
+    async def _reach(self, version: int) -> None:
+        async with self._new_version:
+            await self._new_version.wait_for(lambda: self._version >= version)
+
+    def _take(self, count: int) -> list[int]:
+        draws, self._cursor = self._cursor.take(count)
+        return draws
+
+    async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
+        """The step's own draws, ``cursor`` being what follows them; groups without signal are left out and others drawn, round after round."""
+        started, needs = time.perf_counter(), self._needs
+        made: list[Made] = []
+        kept: list[Group] = []
+        num_refills, filtered = 0, needs.max_refills is not None
+        while True:
+            new = await asyncio.gather(*(needs.make(step, draw) for draw in draws))
+            made += new
+            kept += [item.group for item in new if not filtered or needs.has_signal(item.group)]
+            if len(kept) == needs.wanted or num_refills == needs.max_refills:
+                break
+            num_refills += 1
+            draws = self._take(needs.wanted - len(kept))
+            cursor = self._cursor
+        if not kept:
+            kept = [made[0].group]  # nothing to learn from anywhere: train on one group, whose gradient is zero
+        return StepBatch(
+            step=step,
+            groups=sorted(kept, key=lambda group: group.draw),
+            cursor=cursor,
+            num_refills=num_refills,
+            num_from_journal=sum(item.journaled for item in made),
+            zero_variance=float(np.mean([not needs.has_signal(item.group) for item in made])),
+            wall_s=time.perf_counter() - started,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Begun:
+    """A group that no step has yet."""
+
+    draw: int
+    version: (
+        int  # no token of it is older: what the engines had when it began; once it has finished, that of its oldest
+    )
+    made: Made | None = None
+    place: int = 0  # among all that finished
+
+    @property
+    def is_finished(self) -> bool:
+        return self.made is not None
+
+
+class AsCompleted:
+    """``recorded`` has the draws of steps that were trained before a crash: they are trained on the same again.
+
+    With staleness k, at most k steps' worth of groups (and at least two, but for k = 0) is begun and not trained: were it
+    all k + 1, every step would have to wait for exactly the oldest groups, and there would be nothing to choose.
+    """
+
+    def __init__(self, needs: Needs, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
+        self._needs = needs
+        self._cursor = cursor
+        self._recorded = {step: tuple(draws) for step, draws in recorded.items() if step > needs.start_step}
+        self._recorded_draws = {draw for draws in self._recorded.values() for draw in draws}
+        self._version = needs.start_step
+        self._num_taken = needs.start_step * needs.wanted
+        self._begun: dict[int, Begun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finished: list[Made] = []  # since the last step was put together
+        self._num_finished = 0
+        self._num_dropped = 0  # since then too
+        self._failure: Exception | None = None
+        self._changed = asyncio.Condition()
+        self._asked_s = time.perf_counter()
+
+    @property
+    def most_begun(self) -> int:
+        needs = self._needs
+        return needs.wanted * max(needs.staleness, min(needs.staleness + 1, 2))
+
+    async def announce(self, version: int) -> None:
+        async with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    async def run(self) -> None:
+        total = self._needs.steps * self._needs.wanted
+        try:
+            async with self._changed:
+                while self._num_taken < total:
+                    self._admit()
+                    await self._changed.wait()
+                    if self._failure is not None:
+                        raise self._failure
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    async def batch(self, step: int) -> StepBatch:
+        needs = self._needs
+        async with self._changed:
+            if step in self._recorded:
+                while not all(draw in self._begun for draw in self._recorded[step]):
+                    self._begin()
+            await self._changed.wait_for(lambda: self._choice(step) is not None)
+            chosen = self._choice(step)
+            assert chosen is not None
+            groups = [made.group for draw in sorted(chosen) if (made := self._begun.pop(draw).made)]
+            self._num_taken += needs.wanted
+            finished, self._finished = self._finished, []
+            num_refills, self._num_dropped = self._num_dropped, 0
+            asked_s, self._asked_s = self._asked_s, time.perf_counter()
+            self._changed.notify_all()
+            return StepBatch(
+                step=step,
+                groups=groups,
+                cursor=Cursor(
+                    pending=tuple(sorted((*self._begun, *self._cursor.pending))), next_draw=self._cursor.next_draw
+                ),
+                num_refills=num_refills,
+                num_from_journal=sum(made.journaled for made in finished),
+                zero_variance=float(np.mean([not needs.has_signal(made.group) for made in finished] or [0.0])),
+                wall_s=self._asked_s - asked_s,
+            )
+
+    def _admit(self) -> None:
+        needs = self._needs
+        most = min(self._version * needs.wanted + self.most_begun, needs.steps * needs.wanted)
+        while self._num_taken + len(self._begun) < most:
+            self._begin()
+
+    def _begin(self) -> None:
+        (draw,), self._cursor = self._cursor.take(1)
+        begun = self._begun[draw] = Begun(draw=draw, version=self._version)
+        task = asyncio.create_task(self._make(begun))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make(self, begun: Begun) -> None:
+        try:
+            # The step that would have this draw if all came in order: its file in the journal, and part of its seeds.
+            made = await self._needs.make(begun.draw // self._needs.wanted + 1, begun.draw)
+        except Exception as error:  # noqa: BLE001 - raised again by ``run``, whatever it is
+            self._failure = error
+        else:
+            self._note(begun, made)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _note(self, begun: Begun, made: Made) -> None:
+        needs = self._needs
+        self._num_finished += 1
+        begun.made, begun.place = made, self._num_finished
+        segments = (segment for completion in made.group.completions for segment in completion.segments)
+        begun.version = min((segment.version for segment in segments), default=begun.version)
+        self._finished.append(made)
+        may_drop = self._num_dropped < (needs.max_refills or 0) * needs.wanted
+        if may_drop and begun.draw not in self._recorded_draws and not needs.has_signal(made.group):
+            self._num_dropped += 1
+            del self._begun[begun.draw]
+
+    def _choice(self, step: int) -> list[int] | None:
+        if step in self._recorded:
+            draws = self._recorded[step]
+            return list(draws) if all(self._begun[draw].is_finished for draw in draws) else None
+        return choose(self._begun.values(), step=step, wanted=self._needs.wanted, staleness=self._needs.staleness)
+
+
+def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) -> list[int] | None:
+    """The draws of a step: the first that finished, as long as every other can still be trained before it is too old.
+
+    None: too few have finished, or one that must not wait any longer has not.
+
+    >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # staleness 1: 0 and 1 are due in step 2
+    >>> for place, item in enumerate(others): item.made, item.place = object(), place
+    >>> choose([late, *others], step=1, wanted=2, staleness=1), choose([late, *others], step=2, wanted=2, staleness=1)
+    ([1, 2], None)
+    """
+    begun = list(begun)
+    finished = sorted((item for item in begun if item.is_finished), key=lambda item: item.place)
+    if len(finished) < wanted:
+        return None
+    due = {item.draw: item.version + 1 + staleness for item in begun}
+    chosen: list[int] = []
+    for last in sorted(set(due.values())):
+        # Of all that are due by step ``last``, the steps between have room for so many.
+        left = sum(due[item.draw] <= last for item in begun) - sum(due[draw] <= last for draw in chosen)
+        must = left - max(last - step, 0) * wanted
+        if must > 0:
+            able = [item.draw for item in finished if due[item.draw] <= last and item.draw not in chosen]
+            if len(able) < must:
+                return None
+            chosen += able[:must]
+    chosen += [item.draw for item in finished if item.draw not in chosen]
+    return chosen[:wanted]

@@ -1,0 +1,240 @@
+"""Weights to processes on other hosts: a broadcast in a process group of its own.
+
+The group meets at a store of the sender and has nothing to do with the learner's: it can be made anew, with other members,
+whenever one of them is gone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time, and
+each is summed while the next one travels. A large span is sent from, and received into, the tensor itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollcall.weights.carrier import Bucket
+from rollcall.weights.checksum import checksum
+from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.line import Deadline, Line
+from rollcall.weights.protocol import MissingPeerError
+
+BUCKETS = BucketSize(num_bytes=16 << 20, alone_from=256 << 10)
+IN_FLIGHT = 2
+LOOK_S = 1.0
+POLL_S = 0.001
+
+
+class _Group:
+    """One member's end of a process group whose rank 0 sends."""
+
+    def __init__(
+        self, *, backend: str, store: dist.Store, rank: int, size: int, address: str, deadline: Deadline
+    ) -> None:
+        self.backend = backend
+        timeout = timedelta(seconds=deadline.timeout_s)
+        if backend == "nccl":
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's stubs
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address)]
+            options._timeout = timeout
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    def start(self, flat: Tensor) -> Any:
+        return self._group.broadcast([flat], self._options)
+
+    def finish(self, work: Any, lines: Mapping[str, Line], deadline: Deadline) -> None:
+        """Wait for a broadcast, with an eye on the lines: a peer that has given up does not always show in the group."""
+        while True:
+            try:
+                if self.backend == "gloo":
+                    work.wait(timedelta(seconds=min(LOOK_S, deadline.left_s)))
+                    return
+                if work.is_completed():  # NCCL's own wait is for the stream alone
+                    work.wait()
+                    return
+                time.sleep(POLL_S)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            if deadline.has_passed or any(line.is_closed() for line in lines.values()):
+                raise RuntimeError("the broadcast did not end")
+            deadline.tell(f"weights: in a broadcast with {', '.join(lines)}")
+
+    def travels_as_is(self, bucket: Bucket) -> bool:
+        return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
+
+    def scratch(self, bucket: Bucket) -> Tensor:
+        """Room for a bucket that cannot travel from where it lies."""
+        device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
+        return torch.empty(sum(map(len, bucket)), dtype=torch.uint8, device=device)
+
+
+class BroadcastOutlet:
+    bucket_size = BUCKETS
+
+    def __init__(self) -> None:
+        self._group: _Group | None = None
+        self._store: dist.Store | None = None
+        self._lines: Mapping[str, Line] = {}
+
+    def open(
+        self,
+        lines: Mapping[str, Line],
+        hellos: Mapping[str, Mapping[str, Any]],
+        *,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> None:
+        on_gpus = device.type == "cuda" and all(hello["device"] == "cuda" for hello in hellos.values())
+        backend = "nccl" if on_gpus else "gloo"
+        self._lines = lines
+        # Port 0: the store takes a free one and listens on it before anyone is told.
+        store = dist.TCPStore(
+            "localhost",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            use_libuv=True,
+            timeout=timedelta(seconds=deadline.timeout_s),
+        )
+        for rank, line in enumerate(lines.values(), start=1):
+            line.tell({"backend": backend, "port": store.port, "rank": rank, "size": len(lines) + 1}, deadline)
+        address = _own_address(next(iter(lines.values())))
+        with _naming(lines, deadline):
+            self._group = _Group(
+                backend=backend, store=store, rank=0, size=len(lines) + 1, address=address, deadline=deadline
+            )
+        self._store = store
+
+    def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+        group = self._group
+        assert group is not None, "open comes first"
+        sums: list[int] = []
+        flying: deque[tuple[Any, Tensor]] = deque()  # the tensor must live until its bytes have left
+        with _naming(self._lines, deadline):
+            for bucket in buckets:
+                flat = bucket[0] if group.travels_as_is(bucket) else _packed(bucket, group.scratch(bucket))
+                flying.append((group.start(flat), flat))
+                sums.append(checksum(bucket))
+                if len(flying) > IN_FLIGHT:
+                    group.finish(flying.popleft()[0], self._lines, deadline)
+            for work, _ in flying:
+                group.finish(work, self._lines, deadline)
+        return sums
+
+    def done(self, version: int) -> None:
+        return
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+class BroadcastInlet:
+    bucket_size = BUCKETS
+
+    def __init__(self) -> None:
+        self._group: _Group | None = None
+        self._store: dist.Store | None = None
+        self._line: Line | None = None
+
+    def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None:
+        told = line.hear(deadline)
+        self._line = line
+        host = _address(line.socket.getpeername())
+        with _naming({line.peer: line}, deadline):
+            store = dist.TCPStore(
+                host, told["port"], is_master=False, use_libuv=True, timeout=timedelta(seconds=deadline.timeout_s)
+            )
+            self._group = _Group(
+                backend=told["backend"],
+                store=store,
+                rank=told["rank"],
+                size=told["size"],
+                address=_own_address(line),
+                deadline=deadline,
+            )
+        self._store = store
+
+    def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+        group, line = self._group, self._line
+        assert group is not None and line is not None, "open comes first"
+        sums: list[int] = []
+        flying: deque[tuple[Any, Tensor, Bucket]] = deque()
+
+        def land() -> None:
+            work, flat, bucket = flying.popleft()
+            group.finish(work, {line.peer: line}, deadline)
+            if flat is not bucket[0]:
+                _unpack(flat, bucket)
+            sums.append(checksum(bucket))
+
+        with _naming({line.peer: line}, deadline):
+            for bucket in buckets:
+                flat = bucket[0] if group.travels_as_is(bucket) else group.scratch(bucket)
+                flying.append((group.start(flat), flat, bucket))
+                if len(flying) > IN_FLIGHT:
+                    land()
+            while flying:
+                land()
+        return sums
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+def _packed(bucket: Bucket, flat: Tensor) -> Tensor:
+    start = 0
+    for span in bucket:
+        flat[start : start + len(span)].copy_(span)
+        start += len(span)
+    return flat
+
+
+def _unpack(flat: Tensor, bucket: Bucket) -> None:
+    start = 0
+    for span in bucket:
+        span.copy_(flat[start : start + len(span)])
+        start += len(span)
+
+
+class _naming:
+    """What a collective raises says nothing of who: the lines do."""
+
+    def __init__(self, lines: Mapping[str, Line], deadline: Deadline) -> None:
+        self._lines = lines
+        self._deadline = deadline
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, MissingPeerError):
+            return
+        gone = [name for name, line in self._lines.items() if line.is_closed()]
+        first = str(error).splitlines()[0]
+        if gone:
+            raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
+        raise MissingPeerError(
+            f"the broadcast of weights broke off with {', '.join(self._lines)}, {self._deadline.timeout_s:g} s being the "
+            f"longest it may take ({first})"
+        ) from error
+
+
+def _address(name: tuple[Any, ...]) -> str:
+    return str(name[0]).removeprefix("::ffff:")
+
+
+def _own_address(line: Line) -> str:
+    """By which the peer reaches this process."""
+    return _address(line.socket.getsockname())

@@ -1,0 +1,62 @@
+"""What moves the bytes of an update, once sender and receivers have agreed on what comes.
+
+Both sides give the same buckets: the sender's are read, the receivers' are written. Each side returns a checksum per
+bucket, the receivers' of what lies in their own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.line import Deadline, Line
+
+Bucket = Sequence[Tensor]  # flat uint8 tensors
+
+
+class Outlet(Protocol):
+    """The sender's end."""
+
+    bucket_size: BucketSize
+
+    def open(
+        self,
+        lines: Mapping[str, Line],
+        hellos: Mapping[str, Mapping[str, Any]],
+        *,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> None: ...
+
+    def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]: ...
+
+    def done(self, version: int) -> None:
+        """All receivers have this version."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """A receiver's end."""
+
+    bucket_size: BucketSize
+
+    def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None: ...
+
+    def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+        """Raises TornUpdateError where it can tell by itself, and both ends can go on."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def visible_gpus() -> list[str]:
+    """The accelerators that this process may open memory of."""
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,293 @@
+"""One update between a sender and its receivers, the same over every carrier.
+
+receiver                          sender
+"I hold version 3"           ->
+                             <-   "this is version 4": its layout, and the base of its changes if it is not whole
+"go" or why it is refused    ->
+                             <-   "data" if all say go, else "again" or "end"
+                  (the carrier moves the bytes)
+                             <-   checksums
+"ok" or why it is refused    ->
+                             <-   "again" (whole, from the top) or "end"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.weights import delta
+from rollcall.weights.carrier import Inlet, Outlet, visible_gpus
+from rollcall.weights.checksum import checksum
+from rollcall.weights.layout import Layout, Views, cut, places
+from rollcall.weights.line import Deadline, Desk, Line, call, hear_all
+from rollcall.weights.protocol import (
+    Carrying,
+    Invitation,
+    RefusedUpdateError,
+    Sent,
+    StaleUpdateError,
+    TornUpdateError,
+    WeightUpdateError,
+)
+
+TIMEOUT_S = 300.0
+MOST_ATTEMPTS = 2
+
+
+class StreamSender:
+    """Sends over one carrier; ``changes_only`` where every receiver holds what was sent last."""
+
+    def __init__(
+        self,
+        outlet: Outlet,
+        *,
+        carrying: Carrying,
+        name: str,
+        receivers: Sequence[str],
+        host: str,
+        changes_only: bool,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._outlet = outlet
+        self._timeout_s = timeout_s
+        self._changes_only = changes_only
+        self._desk = Desk(sender=name, receivers=receivers, carrying=carrying, host=host, timeout_s=timeout_s)
+        self._receivers = tuple(receivers)
+        self._lines: dict[str, Line] | None = None
+        self._views: Views | None = None
+        self._places: tuple[object, ...] = ()
+        self._base: list[Tensor] | None = None  # the bytes of the version that was sent last
+        self._base_version: int | None = None
+        self._is_closed = False
+
+    @property
+    def invitations(self) -> Mapping[str, Invitation]:
+        return dict.fromkeys(self._receivers, self._desk.invitation)
+
+    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+        if self._is_closed:
+            raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
+        deadline = Deadline(self._timeout_s)
+        try:
+            views = self._view(tensors)
+            if self._lines is None:
+                self._lines, hellos = self._desk.welcome(deadline)
+                self._outlet.open(self._lines, hellos, device=views.device, deadline=deadline)
+            sent = self._exchange(views, version=version, deadline=deadline)
+            self._outlet.done(version)
+        except BaseException:  # receivers must not wait for someone who has given up
+            self.close()
+            raise
+        return [sent]
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._desk.close()
+        for line in (self._lines or {}).values():
+            line.close()
+        self._outlet.close()
+        self._views = self._base = None
+
+    def _view(self, tensors: Mapping[str, Tensor]) -> Views:
+        where = places(tensors)
+        if self._views is None or where != self._places:
+            views = Views(tensors, Layout.of(tensors))
+            if self._views is not None and views.layout != self._views.layout:
+                self._base = self._base_version = None
+            self._views, self._places = views, where
+        self._views.read()
+        return self._views
+
+    def _exchange(self, views: Views, *, version: int, deadline: Deadline) -> Sent:
+        first: dict[str, str] = {}
+        for attempt in range(1, MOST_ATTEMPTS + 1):
+            refused, num_bytes, is_full = self._attempt(
+                views, version=version, deadline=deadline, in_full=attempt > 1, is_last=attempt == MOST_ATTEMPTS
+            )
+            if not refused:
+                self._tell({"step": "end"}, deadline)
+                return Sent(version=version, num_bytes=num_bytes, is_full=is_full, num_attempts=attempt, refusals=first)
+            first = first or refused
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
+
+    def _attempt(
+        self, views: Views, *, version: int, deadline: Deadline, in_full: bool, is_last: bool
+    ) -> tuple[dict[str, str], int, bool]:
+        """Who refused and why; the bytes that went out; whether they were all of the weights."""
+        assert self._lines is not None
+        after_refusal = {"step": "end" if is_last else "again"}
+        ready = hear_all(self._lines, deadline, waiting_for="readiness")
+        changes = None if in_full else self._changes(views, held=[word["version"] for word in ready.values()])
+        self._tell(
+            {
+                "version": version,
+                "layout": views.layout.text,
+                "counts": None if changes is None else changes.counts,
+                "base": None if changes is None else self._base_version,
+            },
+            deadline,
+        )
+        refused = self._refusals(deadline, waiting_for="consent")
+        if refused:
+            self._tell(after_refusal, deadline)
+            return refused, 0, changes is None
+        self._tell({"step": "data"}, deadline)
+        size = self._outlet.bucket_size
+        buckets = views.buckets(size)
+        moved = buckets if changes is None else cut(changes.payload, size)
+        sums = self._outlet.put(moved, version=version, layout=views.layout, deadline=deadline)
+        if changes is not None:
+            sums = [checksum(bucket) for bucket in buckets]
+        self._tell({"sums": sums}, deadline)
+        refused = self._refusals(deadline, waiting_for="confirmation")
+        if refused:
+            self._base_version = None
+            self._tell(after_refusal, deadline)
+        else:
+            self._keep(views, version=version, changes=changes)
+        return refused, views.layout.num_bytes if changes is None else len(changes.payload), changes is None
+
+    def _changes(self, views: Views, *, held: Sequence[int | None]) -> delta.Delta | None:
+        if self._base is None or self._base_version is None or any(version != self._base_version for version in held):
+            return None
+        return delta.encode(views.layout, new=views.flat, base=self._base)
+
+    def _keep(self, views: Views, *, version: int, changes: delta.Delta | None) -> None:
+        if not self._changes_only:
+            return
+        if self._base is None:
+            self._base = [torch.empty_like(flat) for flat in views.flat]
+        if changes is None:
+            for mine, flat in zip(self._base, views.flat, strict=True):
+                mine.copy_(flat)
+        else:
+            delta.apply(views.layout, changes, flat=self._base)
+        self._base_version = version
+
+    def _refusals(self, deadline: Deadline, *, waiting_for: str) -> dict[str, str]:
+        assert self._lines is not None
+        answers = hear_all(self._lines, deadline, waiting_for=waiting_for)
+        return {name: answer["refused"] for name, answer in answers.items() if answer["refused"] is not None}
+
+    def _tell(self, message: Mapping[str, Any], deadline: Deadline) -> None:
+        assert self._lines is not None
+        for line in self._lines.values():
+            line.tell(message, deadline)
+
+
+class StreamReceiver:
+    """Receives over one carrier into tensors that stay where they are."""
+
+    def __init__(self, inlet: Inlet, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self._inlet = inlet
+        self._invitation = invitation
+        self._tensors = dict(tensors)
+        self._line: Line | None = None
+        self._views: Views | None = None
+        self._held: int | None = None
+        self._newest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._held
+
+    def receive(self, *, version: int) -> None:
+        deadline = Deadline(self._invitation.timeout_s)
+        try:
+            line = self._line or self._join(deadline)
+            while True:
+                refusal, step = self._attempt(line, version=version, deadline=deadline)
+                if step == "end":
+                    break
+        except BaseException:
+            self.close()
+            raise
+        if refusal is not None:
+            raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
+        self._held = self._newest = version
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        self._inlet.close()
+
+    def _join(self, deadline: Deadline) -> Line:
+        device = next(iter(self._tensors.values())).device
+        about = {"device": device.type, "gpus": visible_gpus()}
+        line = call(self._invitation, name=self.name, deadline=deadline, about=about)
+        try:
+            self._inlet.open(line, device=device, deadline=deadline)
+        except BaseException:
+            line.close()
+            raise
+        self._line = line
+        return line
+
+    def _attempt(
+        self, line: Line, *, version: int, deadline: Deadline
+    ) -> tuple[StaleUpdateError | TornUpdateError | None, str]:
+        """Why this receiver refuses, if it does, and what the sender does next."""
+        line.tell({"version": self._held}, deadline)
+        header = line.hear(deadline)
+        refusal = None
+        try:
+            self._check(header, version=version)
+        except (StaleUpdateError, TornUpdateError) as error:
+            refusal = error
+        line.tell({"refused": _words(refusal)}, deadline)
+        step = line.hear(deadline)["step"]
+        if step != "data":
+            return refusal, step
+        self._held = None  # from here on the tensors are neither of one version nor of the other
+        try:
+            sums = self._apply(header, version=version, deadline=deadline)
+        except (StaleUpdateError, TornUpdateError) as error:
+            refusal, sums = error, []
+        due = line.hear(deadline)["sums"]
+        if refusal is None and sums != due:
+            wrong = sum(one != other for one, other in zip(sums, due, strict=False)) + abs(len(sums) - len(due))
+            refusal = TornUpdateError(f"{wrong} of {len(due)} checksums differ after version {version} was applied")
+        line.tell({"refused": _words(refusal)}, deadline)
+        return refusal, line.hear(deadline)["step"]
+
+    def _check(self, header: Mapping[str, Any], *, version: int) -> None:
+        if header["version"] != version:
+            raise StaleUpdateError(f"version {header['version']} came, and version {version} is due")
+        if self._newest is not None and version <= self._newest:
+            raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that is here")
+        if header["base"] is not None and header["base"] != self._held:
+            raise StaleUpdateError(f"changes of version {header['base']} came, and {self._held} is here")
+        if self._views is None or header["layout"] != self._views.layout.text:
+            layout = Layout.parse(header["layout"])
+            layout.check(self._tensors)
+            self._views = Views(self._tensors, layout)
+
+    def _apply(self, header: Mapping[str, Any], *, version: int, deadline: Deadline) -> list[int]:
+        views, size = self._views, self._inlet.bucket_size
+        assert views is not None
+        buckets = views.buckets(size)
+        counts = header["counts"]
+        if counts is None:
+            sums = self._inlet.take(buckets, version=version, layout=views.layout, deadline=deadline)
+            views.write()
+            if not views.has_copies:
+                return sums
+        else:
+            payload = torch.empty(delta.total_bytes(views.layout, counts), dtype=torch.uint8, device=views.device)
+            self._inlet.take(cut(payload, size), version=version, layout=views.layout, deadline=deadline)
+            views.read()
+            delta.apply(views.layout, delta.Delta(counts=counts, payload=payload), flat=views.flat)
+            views.write()
+        views.read()  # of the tensors themselves, not of what was copied into them
+        return [checksum(bucket) for bucket in buckets]
+
+
+def _words(refusal: WeightUpdateError | None) -> str | None:
+    return None if refusal is None else str(refusal)

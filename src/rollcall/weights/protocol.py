@@ -1,0 +1,92 @@
+"""What every transport of weights is: a sender in the learner's process, a receiver in each process with a policy of its own.
+
+An update has a version and checksums. A receiver refuses one that is not newer than what it holds or not the one that is
+due (stale), and one whose tensors differ in name, shape or type, or whose bytes do not add up once applied (torn). The
+sender then sends the whole update once more; a second refusal is an error that names the receiver. The contract test in
+tests/weights_contract.py holds each transport to it.
+
+Who waits for whom: ``send`` waits for all receivers to be in ``receive`` and for their answers, ``receive`` for the
+sender. Each wait has a deadline, and its error says who is missing. After an error a sender is closed: invite anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Carrying = Literal["shared_memory", "broadcast", "file"]  # how bytes get across
+
+
+class WeightUpdateError(RuntimeError):
+    """Weights did not arrive; the message says why and at whom."""
+
+
+class StaleUpdateError(WeightUpdateError):
+    """An update that is not newer than what the receiver has, or not the one that is due."""
+
+
+class TornUpdateError(WeightUpdateError):
+    """An update that does not fit the receiver's tensors, or arrived damaged."""
+
+
+class RefusedUpdateError(WeightUpdateError):
+    """Refused twice, the second time in full."""
+
+
+class MissingPeerError(WeightUpdateError, TimeoutError):
+    """Someone did not come, did not answer by the deadline, or is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """What a receiver needs to find its sender."""
+
+    sender: str  # its name in messages
+    carrying: Carrying
+    host: str
+    port: int  # of the sender's TCP listener; 0: it listens on ``local``
+    local: str  # name of its socket on this host; empty: on TCP
+    secret: str  # tells invited receivers from strangers
+    timeout_s: float  # of one update, from the first to the last word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one update took."""
+
+    version: int
+    num_bytes: int  # of weights or changes, as each receiver got them
+    is_full: bool  # False: changes alone
+    num_attempts: int
+    refusals: Mapping[str, str]  # receivers that refused the first attempt, and why
+
+
+class WeightSender(Protocol):
+    @property
+    def invitations(self) -> Mapping[str, Invitation]:
+        """By receiver; none where sender and receiver are one process."""
+        ...
+
+    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+        """Bring these tensors to every receiver; returns once all have them, checked."""
+        ...
+
+    def close(self) -> None:
+        """Let the receivers go. Closing twice does nothing."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    @property
+    def version(self) -> int | None:
+        """What the tensors hold; None before the first update and after one that broke off."""
+        ...
+
+    def receive(self, *, version: int) -> None:
+        """Wait for the update to this version and apply it to the tensors, which keep their addresses."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,219 @@
+"""Weights to processes on the same host.
+
+In host memory: a ring of a few buckets in an anonymous memory file, which the sender fills and each receiver empties at
+the same time, so that the ring stays in the cache and costs little memory. The file has no name: nothing is left behind,
+whoever dies. On a GPU whose memory all receivers may open: handles of the sender's own tensors (CUDA IPC), from which each
+receiver copies. Every bucket is one byte on the line, in both directions.
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import os
+import pickle
+import selectors
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.weights.carrier import Bucket, visible_gpus
+from rollcall.weights.checksum import checksum, copy_summed
+from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.line import Deadline, Line
+from rollcall.weights.protocol import MissingPeerError
+
+SLOT_BYTES = 2 << 20
+NUM_SLOTS = 8
+BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
+
+
+class SharedMemoryOutlet:
+    bucket_size = BUCKETS
+
+    def __init__(self) -> None:
+        self._end: _RingOutlet | _IpcOutlet | None = None
+
+    def open(
+        self,
+        lines: Mapping[str, Line],
+        hellos: Mapping[str, Mapping[str, Any]],
+        *,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> None:
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        by_handle = gpu is not None and all(gpu in hello["gpus"] for hello in hellos.values())
+        for line in lines.values():
+            line.tell({"gpu": gpu if by_handle else None}, deadline)
+        self._end = _IpcOutlet(lines) if by_handle else _RingOutlet(lines, deadline)
+
+    def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+        assert self._end is not None, "open comes first"
+        return self._end.put(buckets, deadline)
+
+    def done(self, version: int) -> None:
+        return
+
+    def close(self) -> None:
+        self._end = None
+
+
+class SharedMemoryInlet:
+    bucket_size = BUCKETS
+
+    def __init__(self) -> None:
+        self._end: _RingInlet | _IpcInlet | None = None
+
+    def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None:
+        gpu = line.hear(deadline)["gpu"]
+        self._end = _RingInlet(line, deadline) if gpu is None else _IpcInlet(line, visible_gpus().index(gpu))
+
+    def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+        assert self._end is not None, "open comes first"
+        return self._end.take(buckets, deadline)
+
+    def close(self) -> None:
+        self._end = None
+
+
+class _RingOutlet:
+    def __init__(self, lines: Mapping[str, Line], deadline: Deadline) -> None:
+        self._lines = lines
+        descriptor = os.memfd_create("rollcall-weights")
+        try:
+            # Taken now: a page that cannot be had later would kill the process.
+            os.posix_fallocate(descriptor, 0, NUM_SLOTS * SLOT_BYTES)
+            self._slots = _map(descriptor)
+            for line in lines.values():
+                line.send_descriptor(descriptor, deadline)
+        finally:
+            os.close(descriptor)
+
+    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+        sums = []
+        taken = dict.fromkeys(self._lines, 0)
+        for index, bucket in enumerate(buckets):
+            self._wait(taken, at_least=index - NUM_SLOTS + 1, deadline=deadline)
+            parts = _parts(self._slots[index % NUM_SLOTS], bucket)
+            sums.append(copy_summed(parts, bucket, total_of=bucket))
+            for line in self._lines.values():
+                line.write(b"+", deadline)
+        self._wait(taken, at_least=len(buckets), deadline=deadline)
+        return sums
+
+    def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Deadline) -> None:
+        """Until every receiver has taken so many buckets."""
+        late = [name for name, count in taken.items() if count < at_least]
+        if len(late) == 1:  # no need to watch several
+            while taken[late[0]] < at_least:
+                taken[late[0]] += len(self._lines[late[0]].read_some(NUM_SLOTS, deadline))
+            return
+        if not late:
+            return
+        with selectors.DefaultSelector() as selector:
+            for name in late:
+                selector.register(self._lines[name].socket, selectors.EVENT_READ, name)
+            while late:
+                for key, _ in selector.select(deadline.until_word_s):
+                    taken[key.data] += len(self._lines[key.data].read_some(NUM_SLOTS, deadline))
+                    if taken[key.data] >= at_least:
+                        selector.unregister(key.fileobj)
+                late = [name for name in late if taken[name] < at_least]
+                if late and deadline.has_passed:
+                    raise MissingPeerError(
+                        f"{', '.join(late)} did not take the weights within {deadline.timeout_s:g} s"
+                    )
+                if late:
+                    deadline.tell(f"weights: waiting for {', '.join(late)} to take them")
+
+
+class _RingInlet:
+    def __init__(self, line: Line, deadline: Deadline) -> None:
+        self._line = line
+        descriptor = line.take_descriptor(deadline)
+        try:
+            self._slots = _map(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+        sums = []
+        there = 0
+        for index, bucket in enumerate(buckets):
+            if there <= index:
+                # The sender says nothing else before all buckets are taken, so every byte is a bucket.
+                there += len(self._line.read_some(NUM_SLOTS, deadline))
+            parts = _parts(self._slots[index % NUM_SLOTS], bucket)
+            sums.append(copy_summed(bucket, parts, total_of=bucket))
+            self._line.write(b"-", deadline)
+        return sums
+
+
+def _map(descriptor: int) -> list[Tensor]:
+    """The slots, as tensors; they keep the mapping."""
+    memory = torch.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), dtype=torch.uint8)
+    return list(memory.split(SLOT_BYTES))
+
+
+def _parts(slot: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The places of a bucket's spans in a slot."""
+    parts, start = [], 0
+    for span in bucket:
+        parts.append(slot[start : start + len(span)])
+        start += len(span)
+    return parts
+
+
+class _IpcOutlet:
+    def __init__(self, lines: Mapping[str, Line]) -> None:
+        self._lines = lines
+        self._known: list[int] = []  # addresses whose handles the receivers have
+
+    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        sums = [checksum(bucket) for bucket in buckets]  # brings the sums to the host, so all earlier work is done
+        spans = [span for bucket in buckets for span in bucket]
+        addresses = [span.data_ptr() for span in spans]
+        handles = None
+        if addresses != self._known:
+            # One handle per allocation and many offsets into it; torch keeps count of who has it open.
+            handles = base64.b64encode(pickle.dumps([reduce_tensor(span)[1] for span in spans])).decode()
+        for line in self._lines.values():
+            line.tell({"handles": handles}, deadline)
+        for line in self._lines.values():
+            line.read_some(1, deadline)
+        self._known = addresses
+        return sums
+
+
+class _IpcInlet:
+    def __init__(self, line: Line, device: int) -> None:
+        self._line = line
+        self._device = device
+        self._spans: list[Tensor] = []
+
+    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+        handles = self._line.hear(deadline)["handles"]
+        if handles is not None:
+            self._spans = [self._open(arguments) for arguments in pickle.loads(base64.b64decode(handles))]
+        sources = iter(self._spans)
+        for bucket in buckets:
+            for span in bucket:
+                span.copy_(next(sources), non_blocking=True)
+        sums = [checksum(bucket) for bucket in buckets]  # waits for the copies
+        self._line.write(b"-", deadline)
+        return sums
+
+    def _open(self, arguments: tuple[Any, ...]) -> Tensor:
+        """A tensor of the sender, whose number for the device is not ours."""
+        import inspect
+
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        bound = inspect.signature(rebuild_cuda_tensor).bind(*arguments)
+        bound.arguments["storage_device"] = self._device
+        return rebuild_cuda_tensor(*bound.args, **bound.kwargs)

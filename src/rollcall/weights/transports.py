@@ -1,0 +1,111 @@
+"""Which transport goes to whom, and the ends of each.
+
+``auto`` is shared memory for receivers on the sender's host and broadcast for the others; on GPUs it is broadcast for
+all, since NCCL uses the links between the cards of a host itself. ``delta`` is ``auto`` with only the changes sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+
+from rollcall.config import WeightTransport
+from rollcall.weights.broadcast import BroadcastInlet, BroadcastOutlet
+from rollcall.weights.carrier import Inlet, Outlet
+from rollcall.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
+from rollcall.weights.file import FileInlet, FileOutlet
+from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightUpdateError
+from rollcall.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+
+
+def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool, receiver: str) -> Carrying:
+    """How weights get to one receiver."""
+    if transport == "file":
+        return "file"
+    if transport == "shared_memory" and not on_host:
+        raise ValueError(
+            f"rollout.weights=shared_memory reaches processes on the actor's node alone, and {receiver} is on another; use "
+            "auto, broadcast, delta or file"
+        )
+    if transport == "broadcast" or not on_host:
+        return "broadcast"
+    return "broadcast" if on_gpu and transport != "shared_memory" else "shared_memory"
+
+
+def open_sender(
+    transport: WeightTransport,
+    *,
+    receivers: Mapping[str, bool],
+    name: str,
+    host: str,
+    on_gpu: bool,
+    folder: Path,
+    timeout_s: float = TIMEOUT_S,
+) -> FanOut:
+    """A sender for these receivers, each of which is (or is not) on this host."""
+    by_carrier: dict[Carrying, list[str]] = {}
+    for receiver, on_host in receivers.items():
+        carrying = carrying_for(transport, on_host=on_host, on_gpu=on_gpu, receiver=receiver)
+        by_carrier.setdefault(carrying, []).append(receiver)
+    return FanOut(
+        [
+            StreamSender(
+                _outlet(carrying, folder),
+                carrying=carrying,
+                name=name,
+                receivers=names,
+                host=host,
+                changes_only=transport == "delta",
+                timeout_s=timeout_s,
+            )
+            for carrying, names in by_carrier.items()
+        ]
+    )
+
+
+def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> StreamReceiver:
+    return StreamReceiver(_inlet(invitation.carrying), invitation=invitation, name=name, tensors=tensors)
+
+
+class FanOut:
+    """Several senders as one; they work side by side."""
+
+    def __init__(self, senders: Sequence[StreamSender]) -> None:
+        self._senders = list(senders)
+        self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
+
+    @property
+    def invitations(self) -> Mapping[str, Invitation]:
+        return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
+
+    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+        if len(self._senders) == 1:
+            return self._senders[0].send(tensors, version=version)
+        running = [self._pool.submit(sender.send, tensors, version=version) for sender in self._senders]
+        failures = [error for future in running if (error := future.exception()) is not None]
+        if failures:
+            self.close()
+            if len(failures) == 1 or not all(isinstance(error, WeightUpdateError) for error in failures):
+                raise failures[0]
+            raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
+        return [sent for future in running for sent in future.result()]
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+        self._pool.shutdown(wait=False)
+
+
+def _outlet(carrying: Carrying, folder: Path) -> Outlet:
+    if carrying == "shared_memory":
+        return SharedMemoryOutlet()
+    return BroadcastOutlet() if carrying == "broadcast" else FileOutlet(folder)
+
+
+def _inlet(carrying: Carrying) -> Inlet:
+    if carrying == "shared_memory":
+        return SharedMemoryInlet()
+    return BroadcastInlet() if carrying == "broadcast" else FileInlet()

@@ -1,0 +1,85 @@
+"""Several torch processes on this machine, for tests of what a gang does together: gloo over loopback, no Ray.
+
+The processes are started once and run one function after the other; each time they join a new gang. A function that raises
+on one rank ends the run of all: the others would wait for it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rollcall.cluster.actor import lease_port
+
+DEADLINE_S = 120.0
+
+
+class Ranks:
+    """Up to ``most`` processes, started when they are first needed."""
+
+    def __init__(self, most: int = 4):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "tiny", "ranks"])
+        self._most = most
+        self._members: list[tuple[Any, Any]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
+        """``function(gang, *args)`` on every rank of a gang; what each returned."""
+        while len(self._members) < size:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._members.append((process, here))
+        assert size <= self._most
+        with lease_port() as lease:
+            port = lease.getsockname()[1]
+            for rank, (_, pipe) in enumerate(self._members[:size]):
+                pipe.send((function, args, port, rank, size))
+            return [self._result(rank, function, size) for rank in range(size)]
+
+    def _result(self, rank: int, function: Callable[..., Any], size: int) -> Any:
+        pipe = self._members[rank][1]
+        if not pipe.poll(DEADLINE_S):
+            self.close()
+            raise TimeoutError(f"rank {rank} of {size} did not return from {function.__name__} in {DEADLINE_S:.0f} s")
+        try:
+            error, value = pipe.recv()
+        except EOFError:
+            error, value = "the process died", None
+        if error:
+            self.close()
+            raise AssertionError(f"rank {rank} of {size}: {error}")
+        return value
+
+    def close(self) -> None:
+        for process, pipe in self._members:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._members = []
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from rollcall.learner.gang import Gang
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, port, rank, size = pipe.recv()
+        except EOFError:
+            return
+        try:
+            gang = Gang.join(address="127.0.0.1", port=port, rank=rank, size=size, device=torch.device("cpu"))
+            value = function(gang, *args)
+            pipe.send((None, value))
+        except Exception:  # noqa: BLE001 - the test shows it
+            pipe.send((traceback.format_exc(), None))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

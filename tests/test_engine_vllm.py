@@ -1,0 +1,265 @@
+"""The vLLM engine: the contract with vLLM in a process of its own, the traps of its weight reload, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.register_assert_rewrite("engine_contract")
+
+from engine_contract import *  # noqa: F403
+from engine_contract import TOLERANCE, EngineKind, Tight, off_by, perturb, request, requests_for, run, run_one
+from runs import column, finish, groups, make_run
+from tiny import random_prompts, save_model
+from typer.testing import CliRunner
+
+from rollcall.cli.main import app
+from rollcall.config import VllmSection, dump_config
+from rollcall.engine.vllm.child import Child, UpdateRefused, VllmError
+from rollcall.engine.vllm.engine import VllmEngine
+from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
+
+pytestmark = pytest.mark.vllm
+SHAPE = dict(hidden_size=128, head_dim=32)  # vLLM's kernels for CPUs begin at heads of 32
+BLOCK = 32  # tokens
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    try:
+        return find_python(None)
+    except VllmUnavailable as error:
+        pytest.skip(f"{error}, or in {PYTHON_VARIABLE}")
+
+
+@pytest.fixture(scope="module")
+def child(python: str) -> Iterator[Child]:
+    """One process for all engines: importing vLLM takes longer than making an engine of a tiny model."""
+    child = Child(python, num_threads=1)
+    child.wait_until_ready(print)
+    yield child
+    child.close()
+
+
+@pytest.fixture
+def kind(child: Child) -> EngineKind:
+    def make(model: Any, tokenizer: Any, *, max_running: int, kv_tokens: int | None) -> VllmEngine:
+        if getattr(model.config, "use_sliding_window", False):
+            pytest.skip("vLLM runs qwen2 with a window on all layers or on none")
+        return VllmEngine(model, tokenizer, child, section=VllmSection(), max_running=max_running, kv_tokens=kv_tokens)
+
+    return EngineKind(
+        device="cpu",
+        make=make,
+        push_weights=lambda engine, model, version: engine.update_weights(version),
+        num_preemptions=lambda engine: engine.num_preemptions,
+        # Eight completions start in one block each and all need a second one.
+        tight=Tight(kv_tokens=BLOCK * 9, prompt_lengths=(20, 28), max_tokens=30),
+        shape=SHAPE,
+    )
+
+
+def test_a_prompt_of_several_blocks_is_not_remembered_from_older_weights(
+    kind: EngineKind, engine: Any, model: Any
+) -> None:
+    requests = requests_for(random_prompts(2, lengths=(3 * BLOCK, 4 * BLOCK)), max_tokens=8)
+    run(engine, requests)
+    for version in (1, 2):
+        perturb(model, seed=version)
+        engine.update_weights(version)
+        assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["qwen2-tied", "llama-bias"])
+def test_a_change_of_any_parameter_reaches_the_engine(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
+    model = kind.model(architecture)
+    engine = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
+    requests = requests_for(random_prompts(2), max_tokens=8)
+    before = run(engine, requests)
+    for version, (name, parameter) in enumerate(model.named_parameters(), start=1):
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)))
+        assert off_by(model, requests, before) > 2 * TOLERANCE, f"{name} makes no difference here"
+        engine.update_weights(version)
+        assert off_by(model, requests, run(engine, requests)) < TOLERANCE, name
+        with torch.no_grad():
+            parameter.copy_(kept)
+
+
+def test_a_model_divided_between_processes_is_exact_and_takes_updates_in_the_middle(
+    child: Child, kind: EngineKind, tokenizer: Any
+) -> None:
+    model = kind.model()
+    engine = VllmEngine(
+        model, tokenizer, child, section=VllmSection(tensor_parallel_size=2), max_running=8, kv_tokens=None
+    )
+    requests = requests_for(random_prompts(2), max_tokens=40, stop_token_ids=())
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+    for one in requests:
+        engine.submit(one)
+    engine.poll()
+    perturb(model, seed=1)
+    engine.update_weights(1)
+    for one in (run(engine, []), run(engine, requests)):
+        assert {len(group) for group in one.values()} == {2}
+    assert off_by(model, requests, one) < TOLERANCE
+
+
+def test_weights_that_change_here_change_there_only_with_an_update(engine: Any, model: Any) -> None:
+    one = request(random_prompts(1)[0], stop_token_ids=())
+    before = run_one(engine, one)
+    perturb(model, seed=9)
+    engine.child.memory.write(model.named_parameters())  # sent, and not announced
+    after = run_one(engine, one)
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    np.testing.assert_array_equal(after.logprobs, before.logprobs)
+
+
+def test_a_stale_update_is_refused_and_leaves_the_engine_as_it_was(engine: Any, model: Any) -> None:
+    perturb(model, seed=1)
+    engine.update_weights(5)
+    requests = requests_for(random_prompts(2))
+    state = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    perturb(model, seed=2)
+    with pytest.raises(UpdateRefused, match="version 4 is stale: this engine has version 5"):
+        engine.update_weights(4)
+    assert engine.version == 5
+    model.load_state_dict(state, strict=False)
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def test_a_torn_update_is_refused_and_sent_again(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = engine.child.memory
+    write, tears = memory.write, [True, False]
+
+    def write_and_tear(tensors: Any) -> Any:
+        message = write(tensors)
+        if tears.pop(0):
+            os.pwrite(memory.fd, b"\x55" * 40, 400)
+        return message
+
+    monkeypatch.setattr(memory, "write", write_and_tear)
+    perturb(model, seed=1)
+    engine.update_weights(1)
+    assert tears == []
+    requests = requests_for(random_prompts(2))
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+    tears += [True, True]
+    with pytest.raises(UpdateRefused, match="torn: model.embed_tokens.weight is not what was sent"):
+        engine.update_weights(2)
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE, "it still has the weights before"
+
+
+def test_an_update_without_one_of_the_parameters_fails_by_its_name(engine: Any, model: Any) -> None:
+    tensors = [pair for pair in model.named_parameters() if pair[0] != "model.norm.weight"]
+    with pytest.raises(VllmError, match="no weights were sent for model.norm.weight"):
+        engine.child.ask("update", version=1, **engine.child.memory.write(tensors))
+
+
+def test_seeds_that_vllm_reads_otherwise_are_seeds_all_the_same(engine: Any) -> None:
+    """-1 is no seed to vLLM, and torch's generator on a CPU reads 32 bits."""
+    (prompt,) = random_prompts(1)
+    seeds = (-1, 3, 3 + 2**32, -1)
+    one, two = (run(engine, [request(prompt, seeds=seeds, stop_token_ids=())])["r"] for _ in range(2))
+    drawn = [tuple(completion.token_ids.tolist()) for completion in one]
+    assert drawn == [tuple(completion.token_ids.tolist()) for completion in two]
+    assert drawn[0] == drawn[3] and len(set(drawn)) == 3
+
+
+def test_what_vllm_would_change_silently_is_refused(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    with pytest.raises(ValueError, match="temperature 0.001, which vLLM would silently raise to 0.01"):
+        engine.submit(request(prompt, temperature=0.001))
+    with pytest.raises(ValueError, match="has token 40, and the model knows 40: .* another model's tokenizer"):
+        engine.submit(request(np.array([5, 40], dtype=np.int32)))
+    assert engine.num_unfinished == 0
+
+
+def test_a_failure_in_vllm_is_told_with_its_log_and_the_process_goes_on(engine: Any, model: Any) -> None:
+    with pytest.raises(VllmError, match=r"(?s)vLLM failed in `abort`: TypeError.*Traceback"):
+        engine.child.ask("abort", rows=3)
+    requests = requests_for(random_prompts(2))
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def test_a_process_that_ends_or_stands_still_is_told_with_its_log(python: str) -> None:
+    stuck = Child(python, num_threads=1)
+    os.kill(stuck.process.pid, signal.SIGSTOP)
+    with pytest.raises(VllmError, match="the vLLM process has not answered `start` within"):
+        stuck.receive(deadline_s=0.0)
+    assert stuck.process.returncode == -signal.SIGKILL, "nothing is left behind"
+    stuck.close()
+    ended = Child(python, num_threads=1)
+    os.kill(ended.process.pid, signal.SIGKILL)
+    with pytest.raises(VllmError, match="the vLLM process ended with status -9; the end of its log"):
+        ended.wait_until_ready(print)
+    ended.close()
+
+
+def test_the_process_ends_when_its_starter_is_killed(python: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from rollcall.engine.vllm.child import Child\n"
+        f"child = Child({python!r}, num_threads=1)\n"
+        "print(child.process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    starter.kill()
+    starter.wait()
+    until = time.monotonic() + 60
+    while _is_alive(pid):
+        assert time.monotonic() < until, "vLLM outlived its starter"
+        time.sleep(0.2)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_trains_with_the_engine_and_the_learner_agreeing(python: str, tmp_path: Path) -> None:
+    """Through the command line; after every update the learner's log-probs are those that vLLM sampled with."""
+    model = save_model(tmp_path / "model", hidden_size=128)
+    config = make_run(
+        tmp_path,
+        "rollout.engine=vllm",
+        f"rollout.vllm.python={python}",
+        "trainer.steps=4",
+        "actor.lr=0.01",
+        model=model,
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml")])
+    assert result.exit_code == 0, result.output
+    mismatches = column(config, "rollout/logprob_mismatch_max")
+    assert len(mismatches) == 4 and max(mismatches) < 1e-4
+    versions = [
+        {
+            segment.version
+            for group in groups(config, step).values()
+            for one in group.completions
+            for segment in one.segments
+        }
+        for step in (1, 2, 3, 4)
+    ]
+    assert versions == [{0}, {1}, {2}, {3}]
+    native = make_run(tmp_path, "trainer.steps=4", "actor.lr=0.01", name="native", model=model)
+    finish(native)
+    assert column(native, "train/entropy")[0] == pytest.approx(column(config, "train/entropy")[0], abs=0.2)

@@ -1,0 +1,505 @@
+"""A learner in parts: FSDP, tensor and sequence parallel, HSDP, against one process that has everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+from test_learner import LONGEST, TEMPERATURE, make_samples, section, trainable
+from tiny import ARCHITECTURES, make_model, make_tokenizer, save_model
+
+from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
+from rollcall.cluster.placement import Role
+from rollcall.cluster.role_worker import RoleWorker, Seating, roles_in_parts
+from rollcall.config import Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
+from rollcall.decoder import fuse_parameters
+from rollcall.learner.gang import Gang
+from rollcall.learner.learner import Critic, Learner, Reference, make_body
+from rollcall.learner.mesh import Split, is_split, split_of
+from rollcall.learner.optimizer import NonFiniteError
+from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
+from rollcall.types import Sample
+
+ALONE: dict[str, Any] = {}
+FSDP = dict(sharding="fsdp")
+TENSOR = dict(tensor_parallel_size=2)
+BOTH = dict(sharding="fsdp", tensor_parallel_size=2)
+SEQUENCE = dict(sharding="fsdp", tensor_parallel_size=2, sequence_parallel=True)
+HSDP = dict(sharding="hsdp", sharding_group_size=2)
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp 2": (2, FSDP),
+    "fsdp 3, several micro-batches": (3, {**FSDP, "tokens_per_microbatch": 40}),
+    "fsdp 4": (4, FSDP),
+    "hsdp 2 x 2": (4, HSDP),
+    "tensor 2": (2, TENSOR),
+    "tensor 2, copies 2": (4, TENSOR),
+    "2 x 2": (4, BOTH),
+    "2 x 2, sequence parallel": (4, SEQUENCE),
+    "2 x 2, recomputed": (4, {**SEQUENCE, "activation_checkpointing": True}),
+    "copies 2": (2, ALONE),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(most=4)
+    yield ranks
+    ranks.close()
+
+
+def learner_of(gang: Gang, changes: dict[str, Any], architecture: str = "qwen2-tied", **shape: Any) -> Learner:
+    return Learner(
+        trainable(architecture, **shape),
+        section(**{"grad_clip": 0.5, "weight_decay": 0.1, "warmup_steps": 2, **changes}),
+        algorithm=Grpo(kl_coef=0.1, entropy_coef=0.01),
+        temperature=TEMPERATURE,
+        max_response_tokens=LONGEST,
+        total_updates=10,
+        gang=gang,
+    )
+
+
+def train(
+    gang: Gang,
+    changes: dict[str, Any],
+    architecture: str,
+    steps: int,
+    start: Path | None = None,
+    end: Path | None = None,
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """The metrics of some updates, and the whole weights after them; from and to a checkpoint where one is given."""
+    learner = learner_of(gang, changes, architecture)
+    samples = make_samples(make_model(architecture))
+    if start is not None:
+        read_learner(learner, start)
+    rows = [learner.update(samples) for _ in range(steps)]
+    if end is not None:
+        write_learner(learner, make_tokenizer(), end)
+    return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Metrics and weights to float tolerance. A weight moves by about the rate, 1e-3, in every step."""
+    for left, right in zip(one[0], other[0], strict=True):
+        assert left.keys() == right.keys()
+        for name in left:
+            assert left[name] == pytest.approx(right[name], rel=2e-4, abs=2e-5), name
+    assert list(one[1]) == list(other[1])
+    for name, weight in other[1].items():
+        np.testing.assert_allclose(one[1][name], weight, atol=1e-4, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_divided_learner_has_the_same_curve(ranks: Ranks, alone: dict[str, Any], world: str) -> None:
+    expected = alone.setdefault("curve", train(Gang.alone(), ALONE, "qwen2-tied", 4))
+    size, changes = WORLDS[world]
+    results = ranks.run(train, changes, "qwen2-tied", 4, size=size)
+    for result in results:
+        assert_same(result, expected)
+        assert result[0] == results[0][0], "every rank tells the same"
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"qwen2-tied"}))
+def test_every_architecture_is_divided_by_heads_and_columns(ranks: Ranks, architecture: str) -> None:
+    expected = train(Gang.alone(), ALONE, architecture, 2)
+    for changes in (BOTH, SEQUENCE):
+        assert_same(ranks.run(train, changes, architecture, 2, size=4)[0], expected)
+
+
+def keep_rows(
+    gang: Gang, changes: dict[str, Any], rows: list[int]
+) -> tuple[dict[str, float], dict[str, np.ndarray], int]:
+    learner = learner_of(gang, changes)
+    samples = make_samples(make_model())
+    metrics = learner.update([samples[row] for row in rows])
+    weights = {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
+    return metrics, weights, learner.num_tokens_trained
+
+
+@pytest.mark.parametrize("changes", [FSDP, SEQUENCE, HSDP, ALONE], ids=["fsdp", "2x2", "hsdp", "copies"])
+def test_ranks_without_rows_take_part(ranks: Ranks, changes: dict[str, Any]) -> None:
+    """One row for up to four data ranks."""
+    metrics, weights, num_tokens = keep_rows(Gang.alone(), ALONE, [0])
+    for found in ranks.run(keep_rows, changes, [0], size=4):
+        assert_same(([found[0]], found[1]), ([metrics], weights))
+        assert found[2] == num_tokens, "an idle pass counts for nothing"
+
+
+def score(gang: Gang, changes: dict[str, Any], num_samples: int) -> list[Any]:
+    learner = learner_of(gang, changes)
+    reference = Reference(
+        body=make_body(trainable("qwen2-tied"), learner.section, gang=gang, frozen=True),
+        section=learner.section,
+        temperature=TEMPERATURE,
+    )
+    samples = make_samples(make_model(), seed=3)[:num_samples]
+    scores = [learner.score(samples), reference(samples)]
+    learner.update(samples)
+    return [*scores, learner.score(samples)]
+
+
+@pytest.mark.parametrize("num_samples", [1, 12])
+def test_scores_are_those_of_one_process(ranks: Ranks, num_samples: int) -> None:
+    expected = score(Gang.alone(), ALONE, num_samples)
+    for changes in (FSDP, {**SEQUENCE, "logprob_batch_size": 1}):
+        for found in ranks.run(score, changes, num_samples, size=4):
+            for one, other in zip(found, expected, strict=True):
+                for left, right in zip(one, other, strict=True):
+                    np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-3)
+                    np.testing.assert_allclose(left.entropy, right.entropy, atol=1e-3)
+                    np.testing.assert_allclose(left.certainty, right.certainty, atol=1e-3)
+
+
+def rescore(gang: Gang, changes: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    learner = learner_of(gang, {**changes, "epochs": 2, "minibatches": 2})
+    samples = [sample.with_(old_logprobs=None) for sample in make_samples(make_model())]
+    rows = [learner.update(samples)]
+    assert learner.optimizer.num_updates == 4
+    return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
+
+
+def test_several_updates_of_a_step_compare_with_the_policy_before(ranks: Ranks) -> None:
+    assert_same(ranks.run(rescore, BOTH, size=4)[2], rescore(Gang.alone(), ALONE))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("alone", "fsdp 4"), ("fsdp 4", "2 x 2, sequence parallel"), ("2 x 2, sequence parallel", "alone"), ("hsdp 2 x 2", "tensor 2")],
+)  # fmt: skip
+def test_a_checkpoint_goes_on_in_another_world(
+    ranks: Ranks, alone: dict[str, Any], tmp_path: Path, writer: str, reader: str
+) -> None:
+    worlds = {**WORLDS, "alone": (1, ALONE)}
+    expected = alone.setdefault("curve", train(Gang.alone(), ALONE, "qwen2-tied", 4))
+    for world, paths in ((writer, (None, tmp_path)), (reader, (tmp_path, None))):
+        size, changes = worlds[world]
+        result = ranks.run(train, changes, "qwen2-tied", 2, *paths, size=size)[0]
+    assert_same(result, (expected[0][2:], expected[1]))
+
+
+def test_a_checkpoint_does_not_depend_on_who_wrote_it(ranks: Ranks, tmp_path: Path) -> None:
+    saved = {}
+    for world, (size, changes) in {"one": (1, ALONE), "four": (4, SEQUENCE)}.items():
+        (tmp_path / world).mkdir()
+        ranks.run(train, changes, "qwen3-untied", 2, None, tmp_path / world, size=size)
+        state = torch.load(tmp_path / world / "actor.pt", weights_only=True)
+        saved[world] = (load_file(tmp_path / world / "model" / "model.safetensors"), state)
+    (one, one_state), (four, four_state) = saved["one"], saved["four"]
+    assert one.keys() == four.keys()
+    for name in one:
+        torch.testing.assert_close(four[name], one[name], atol=1e-4, rtol=0)
+    assert four_state["num_updates"] == 2 and four_state["masters"] == {}
+    assert one_state["adamw"]["param_groups"] == four_state["adamw"]["param_groups"]
+    for index, entry in one_state["adamw"]["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(four_state["adamw"]["state"][index][key], value, atol=1e-4, rtol=1e-3)
+
+
+def train_critic(gang: Gang, changes: dict[str, Any], steps: int, start: Path | None, end: Path | None) -> Any:
+    critic = Critic(
+        trainable("qwen2-untied"), section(**changes), algorithm=Ppo(value_clip=None), total_updates=9, gang=gang
+    )
+    samples = make_samples(make_model("qwen2-untied"))
+    if start is not None:
+        read_critic(critic, start)
+    losses = [critic.update(samples)["value_loss"] for _ in range(steps)]
+    values = critic.values(samples)
+    if end is not None:
+        write_critic(critic, end)
+    return losses, values
+
+
+def test_a_divided_critic_learns_and_resumes_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    losses, values = train_critic(Gang.alone(), ALONE, 4, None, None)
+    first, _ = ranks.run(train_critic, SEQUENCE, 2, None, tmp_path, size=4)[0]
+    for size, changes in ((1, ALONE), (3, FSDP)):
+        for found in ranks.run(train_critic, changes, 2, tmp_path, None, size=size):
+            assert first + found[0] == pytest.approx(losses, rel=1e-4)
+            for left, right in zip(found[1], values, strict=True):
+                np.testing.assert_allclose(left, right, atol=1e-3)
+
+
+def break_down(gang: Gang, changes: dict[str, Any]) -> tuple[str, bool]:
+    learner = learner_of(gang, changes)
+    samples = make_samples(make_model())
+    before = {name: tensor.clone() for name, tensor in learner.body.whole_tensors()}
+    bad: Sample = samples[0].with_(advantages=np.full(len(samples[0].advantages), np.nan, dtype=np.float32))
+    try:
+        learner.update([bad.with_(mask=np.ones_like(bad.mask)), *samples[1:]])
+    except NonFiniteError as error:
+        kept = all(torch.equal(tensor, before[name]) for name, tensor in learner.body.whole_tensors())
+        learner.update(samples)
+        return str(error), kept
+    return "nothing was raised", False
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(ranks: Ranks) -> None:
+    assert ranks.run(break_down, BOTH, size=4) == [("the loss is nan", True)] * 4
+
+
+def bfloat16_learner(gang: Gang, changes: dict[str, Any], directory: Path, steps: int) -> tuple[set[Any], int]:
+    """Steps along made-up gradients (a CPU does not run bfloat16), from a checkpoint where there is one, and to it."""
+    model = trainable("qwen2-tied").to(torch.bfloat16)
+    fuse_parameters(model)
+    learner = Learner(
+        model, section(lr=1e-5, **changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST,
+        total_updates=10, gang=gang,
+    )  # fmt: skip
+    body: Any = learner.body
+    if (directory / "actor.pt").exists():
+        read_learner(learner, directory)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        whole = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in body.whole_tensors()}
+        learner.optimizer.accumulate([body.cut(name, whole[name]) if body.in_parts else whole[name] for name in whole])
+        learner.optimizer.step()
+    write_learner(learner, make_tokenizer(), directory)
+    return {tensor.dtype for _, tensor in body.whole_tensors()}, learner.optimizer.num_updates
+
+
+def test_master_weights_stay_in_float32_and_travel_with_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    dtypes, _ = ranks.run(bfloat16_learner, FSDP, tmp_path, 2, size=2)[0]
+    assert dtypes == {torch.bfloat16}, "engines get what the model computes in"
+    first = torch.load(tmp_path / "actor.pt", weights_only=True)["masters"]
+    rounded = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
+    assert first["norm"].dtype == torch.float32 and not torch.equal(first["norm"], rounded.float())
+    assert torch.equal(first["norm"].bfloat16(), rounded)
+    for size, changes in ((1, ALONE), (4, BOTH)):  # without an update: what was read is written again
+        _, num_updates = ranks.run(bfloat16_learner, changes, tmp_path, 0, size=size)[0]
+        again = torch.load(tmp_path / "actor.pt", weights_only=True)["masters"]
+        assert num_updates == 2
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def count_elements(gang: Gang, changes: dict[str, Any]) -> tuple[int, int]:
+    learner = learner_of(gang, changes)
+    learner.update(make_samples(make_model()))
+    state = sum(value.numel() for entry in learner.optimizer.adamw.state.values() for value in entry.values())
+    return sum(tensor.numel() for tensor in learner.body.named.values()), state
+
+
+def test_each_rank_holds_its_part_of_weights_and_state(ranks: Ranks) -> None:
+    whole, whole_state = count_elements(Gang.alone(), ALONE)
+    for changes in (FSDP, BOTH):
+        parts = ranks.run(count_elements, changes, size=4)
+        for part, state in parts:
+            assert part < 0.3 * whole and state < 0.3 * whole_state
+    assert [part for part, _ in ranks.run(count_elements, ALONE, size=2)] == [whole, whole]
+
+
+def try_to_build(gang: Gang, changes: dict[str, Any], shape: dict[str, Any]) -> str:
+    try:
+        make_body(trainable("llama-tied", **shape), section(**changes), gang=gang)
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "message"),
+    [
+        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=96), TENSOR, "tensor_parallel_size=2 does not divide the model's 3 attention heads: 3 = 2 x 1 + 1; use 1"),
+        (dict(num_attention_heads=6, num_key_value_heads=3, hidden_size=96), TENSOR, "does not divide the model's 3 key/value heads"),
+        (dict(intermediate_size=97), TENSOR, "does not divide the model's 97 MLP columns"),
+        (dict(), dict(tensor_parallel_size=4), "actor.tensor_parallel_size=4, but actor has 2 processes; use a divisor of 2"),
+        (dict(), dict(**HSDP, tensor_parallel_size=2), "sharding_group_size=2 does not divide the 1 data ranks"),
+        (dict(), dict(sharding="fsdp", cpu_offload=True), "this run is on the CPU; leave it out"),
+        (dict(), dict(sharding="fsdp", optimizer=dict(name="torch.optim.Muon")), "may need whole weights"),
+        (dict(vocab_size=41), TENSOR, "built"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(ranks: Ranks, shape: Any, changes: Any, message: str) -> None:
+    for found in ranks.run(try_to_build, changes, shape, size=2):
+        assert message in found
+
+
+def test_an_odd_vocabulary_is_divided_by_tokens(ranks: Ranks) -> None:
+    """Embeddings and output head are whole while they run, so their rows need not divide."""
+    shape = dict(vocab_size=43, num_attention_heads=2, num_key_value_heads=2, intermediate_size=94)
+    expected = odd(Gang.alone(), ALONE, "llama-tied", shape)
+    for found in ranks.run(odd, SEQUENCE, "llama-tied", shape, size=4):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "architecture"), [(1, 2, "qwen2-untied"), (2, 4, "qwen3-tied"), (1, 4, "llama-bias")]
+)
+def test_ranks_that_share_a_key_value_head_keep_it_equal(
+    ranks: Ranks, kv_heads: int, tensor: int, architecture: str
+) -> None:
+    shape = dict(num_key_value_heads=kv_heads)
+    expected = odd(Gang.alone(), ALONE, architecture, shape)
+    changes = dict(sharding="fsdp", tensor_parallel_size=tensor, sequence_parallel=True)
+    for found in ranks.run(odd, changes, architecture, shape, size=4):
+        assert_same(found, expected)
+
+
+def odd(
+    gang: Gang, changes: dict[str, Any], architecture: str, shape: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    learner = learner_of(gang, changes, architecture, **shape)
+    samples = make_samples(make_model(architecture, **shape))
+    rows = [learner.update(samples) for _ in range(3)]
+    return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
+
+
+def seat(
+    gang: Gang, config: Config, model_path: str, in_parts: frozenset[Role], roles: list[set[Role]]
+) -> dict[str, Any]:
+    """A process of the cluster, its gang given: two updates, the weights handed on, and what is then where."""
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    worker = RoleWorker(config, model_path)
+    worker._join = lambda seating: gang  # type: ignore[method-assign]
+    own = dict.fromkeys(roles[gang.rank], gang.rank)
+    worker.build(Seating(ranks=own, sizes={}, meeting={}, in_parts=in_parts))
+    samples = make_samples(make_model())
+    before = {name: tensor.clone() for name, tensor in worker.model.named_parameters()}
+    for _ in range(2):
+        worker.update(samples)
+    worker.send_weights(1)
+    assert worker.learner is not None
+    whole = {name: tensor.detach().numpy() for name, tensor in worker.learner.body.whole_tensors()}
+    held = {name: tensor.detach().numpy() for name, tensor in worker.model.named_parameters() if not tensor.is_meta}
+    return {
+        "whole": whole,
+        "held": {name: held[name] for name in held},
+        "moved": [name for name in held if not np.array_equal(held[name], before[name].numpy())],
+        "scores": worker.score(samples),
+        "reference": worker.score_reference(samples),
+        "shares": worker.learner.body.named["norm"].data_ptr()
+        == worker.model.get_parameter("model.norm.weight").data_ptr(),
+    }
+
+
+@pytest.mark.parametrize("changes", [FSDP, SEQUENCE], ids=["fsdp", "2x2"])
+def test_an_engine_beside_a_divided_learner_gets_all_of_the_policy(
+    ranks: Ranks, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Engines on ranks 1 and 3 only: the others hold their parts and nothing else."""
+    path = str(save_model(tmp_path / "model"))
+    config = Config(
+        run=RunSection(dir=tmp_path / "run"), actor=section(**changes), algorithm=Grpo(kl_coef=0.1),
+        rollout=RolloutSection(max_running=4),
+    )  # fmt: skip
+    with_engine = {Role.ACTOR, Role.REFERENCE, Role.ROLLOUT}
+    roles = [with_engine if rank % 2 else with_engine - {Role.ROLLOUT} for rank in range(4)]
+    found = ranks.run(seat, config, path, frozenset({Role.ACTOR, Role.REFERENCE}), roles, size=4)
+    expected = found[0]["whole"]
+    for rank, result in enumerate(found):
+        assert not result["shares"]
+        if rank % 2 == 0:
+            assert result["held"] == {}
+            continue
+        np.testing.assert_array_equal(result["held"]["model.norm.weight"], expected["norm"])
+        parts = [result["held"][f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
+        np.testing.assert_array_equal(np.concatenate(parts), expected["layers.1.qkv"])
+        assert sorted(result["moved"]) == sorted(result["held"])
+    assert [len(result["scores"]) for result in found] == [12, 0, 0, 0], "one of them tells"
+    assert [len(result["reference"]) for result in found] == [12, 0, 0, 0]
+
+
+def test_an_engine_beside_a_whole_learner_reads_its_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    config = Config(
+        run=RunSection(dir=tmp_path / "run"), actor=section(), algorithm=Grpo(kl_coef=0.1), rollout=RolloutSection(max_running=4)
+    )  # fmt: skip
+    roles = [{Role.ACTOR, Role.REFERENCE, Role.ROLLOUT}] * 2
+    for result in ranks.run(seat, config, str(save_model(tmp_path / "model")), frozenset(), roles, size=2):
+        assert result["shares"] and len(result["scores"]) == 12
+
+
+# Without processes
+
+
+def test_a_reference_in_the_actors_processes_is_divided_with_it() -> None:
+    config = Config(actor=OptimizerSection(sharding="fsdp"))
+    together = {Role.ACTOR: [0, 1], Role.REFERENCE: [0, 1], Role.ROLLOUT: [2, 3], Role.CRITIC: [0, 1]}
+    assert roles_in_parts(config, together) == {Role.ACTOR, Role.REFERENCE}
+    assert roles_in_parts(config, {**together, Role.REFERENCE: [2, 3]}) == {Role.ACTOR}
+    assert roles_in_parts(Config(critic=OptimizerSection(tensor_parallel_size=2)), together) == {Role.CRITIC}
+
+
+def test_one_process_is_never_divided_unless_it_has_to_be() -> None:
+    assert not is_split(OptimizerSection(sharding="fsdp"), num_ranks=1)
+    assert not is_split(OptimizerSection(), num_ranks=8)
+    assert is_split(OptimizerSection(sharding="fsdp", cpu_offload=True), num_ranks=1)
+    assert is_split(OptimizerSection(tensor_parallel_size=2), num_ranks=2)
+    assert not is_split(OptimizerSection(sharding="hsdp"), num_ranks=1)
+
+
+def test_ranks_count_along_replicas_shards_and_tensor_groups() -> None:
+    wanted = OptimizerSection(sharding="hsdp", tensor_parallel_size=2)
+    splits = [split_of(wanted, rank=rank, nodes=[0, 0, 0, 0, 1, 1, 1, 1]) for rank in range(8)]
+    assert splits[0] == Split(replicate=2, shard=2, tensor=2, rank=0)
+    assert [(one.data_rank, one.shard_rank, one.tensor_rank) for one in splits if one is not None] == [
+        (0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1), (2, 0, 0), (2, 0, 1), (3, 1, 0), (3, 1, 1)
+    ]  # fmt: skip
+
+
+def test_hsdp_needs_equal_nodes_or_a_size() -> None:
+    nodes = [0, 0, 0, 1]
+    with pytest.raises(ValueError, match="the nodes have 1 and 3 processes of actor .* set actor.sharding_group_size"):
+        split_of(OptimizerSection(sharding="hsdp"), rank=0, nodes=nodes)
+    sized = split_of(OptimizerSection(sharding="hsdp", sharding_group_size=2), rank=3, nodes=nodes)
+    assert sized == Split(replicate=2, shard=2, tensor=1, rank=3)
+
+
+@pytest.mark.parametrize("field", ["qkv", "qkv_bias", "gate_up", "gate_up_bias"])
+def test_the_order_of_cut_rows_is_a_permutation(field: str) -> None:
+    order = split_order(field, heads=6, kv_heads=3, dim=4, intermediate=12, tensor=3)
+    assert order is not None and sorted(order.tolist()) == list(range(len(order)))
+    assert split_order(field, heads=6, kv_heads=3, dim=4, intermediate=12, tensor=1) is None
+
+
+def test_sizes_that_divide_are_let_through() -> None:
+    refuse_indivisible(heads=4, kv_heads=2, intermediate=96, tensor=2, name="actor")
+    refuse_indivisible(heads=4, kv_heads=2, intermediate=96, tensor=4, name="actor")  # two ranks to a key/value head
+    message = "critic.tensor_parallel_size=4 does not divide .* 6 key/value heads: 6 = 4 x 1 \\+ 2; use 1 or 2 or 3"
+    with pytest.raises(ValueError, match=message):
+        refuse_indivisible(heads=12, kv_heads=6, intermediate=96, tensor=4, name="critic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(context_parallel_size=2), "context_parallel_size=2 is not supported; leave it at 1"),
+        (dict(sequence_parallel=True), "raise tensor_parallel_size, or leave sequence_parallel out"),
+        (dict(sharding_group_size=2), "write sharding=hsdp, or leave it out"),
+        (dict(cpu_offload=True), "write sharding=fsdp"),
+        (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr=1e-4))), "optimizer.kwargs.lr=0.0001 contradicts lr=0.001"),
+        (dict(optimizer=dict(kwargs=dict(foreach=True, fused=True))), "foreach and fused both true"),
+        (dict(optimizer=dict(kwargs=dict(maximize=True))), "optimizer.kwargs.maximize=True does not fit"),
+        (dict(train_global_batch_size=96), "48 x 8 / 1 = 384 completions; write actor.minibatches=4"),
+        (dict(train_global_batch_size=100), "write actor.train_global_batch_size=384"),
+        (dict(max_total_sequence_length=100), "512 \\+ 8 = 520; lower one of them"),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_others_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(actor=OptimizerSection(**changes))
+
+
+def test_names_of_other_systems_are_taken() -> None:
+    config = Config(
+        actor=OptimizerSection.model_validate(
+            dict(
+                train_global_batch_size=192, minibatches=2, train_micro_batch_size=4, logprob_batch_size=8,
+                max_total_sequence_length=1024, tensor_parallel_size=2, sequence_parallel=True, context_parallel_size=1,
+                cpu_offload=False, activation_checkpointing=True,
+                optimizer=dict(name="torch.optim.AdamW", kwargs=dict(lr=5e-6, weight_decay=0.01, betas=[0.9, 0.95], foreach=False)),
+            )
+        )
+    )  # fmt: skip
+    assert (config.actor.lr, config.actor.weight_decay, config.actor.betas) == (5e-6, 0.01, (0.9, 0.95))
+    assert config.actor.optimizer.kwargs == {"foreach": False}

@@ -1,0 +1,138 @@
+"""What can be told of the vLLM engine without vLLM: refusals before it starts, its sizes, weights in shared memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_run
+from tiny import make_model, make_tokenizer
+
+from rollcall.config import VllmSection, load_config
+from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
+from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError
+from rollcall.engine.vllm.engine import vllm_seed
+from rollcall.engine.vllm.server import Refused, verify
+from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
+from rollcall.tiny import char_tokenizer
+from rollcall.train import train
+
+without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+
+
+@without_vllm
+def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    with pytest.raises(VllmUnavailable, match="vLLM is not installed; .*pip install vllm.*rollout.vllm.python"):
+        find_python(None)
+    with pytest.raises(VllmUnavailable, match="rollout.vllm.python=/no/such/python is not a program"):
+        find_python("/no/such/python")
+    with pytest.raises(VllmUnavailable, match="cannot import vLLM .its packages have no vllm.; make an environment"):
+        find_python(sys.executable)
+    monkeypatch.setenv(PYTHON_VARIABLE, "no-python")
+    with pytest.raises(VllmUnavailable, match=rf"\${PYTHON_VARIABLE}=no-python is not a program"):
+        find_python(None)
+    config = make_run(tmp_path, "rollout.engine=vllm")
+    with pytest.raises(VllmUnavailable):
+        train(config, quiet=True)
+    assert not config.run.dir.exists(), "refused before anything is made"
+
+
+@without_vllm
+def test_a_process_that_cannot_start_is_told_with_the_end_of_its_log() -> None:
+    child = Child(sys.executable, num_threads=1)
+    with pytest.raises(VllmError, match=r"(?s)the vLLM process ended with status 1; .*No module named 'vllm'"):
+        child.wait_until_ready(print)
+    child.close()
+
+
+def spec_of(model: Any, *, kv_tokens: int | None = None, **section: Any) -> dict[str, Any]:
+    return make_spec(model, VllmSection(**section), max_running=4, kv_tokens=kv_tokens, kv_fraction=0.3)
+
+
+def test_the_room_of_the_cache_is_what_was_asked_for() -> None:
+    model = make_model(hidden_size=128)
+    token_bytes = 2 * 2 * 2 * 32 * 4  # keys and values, layers, KV heads, head size, float32
+    asked = spec_of(model, kv_tokens=100)
+    assert (asked["kv_tokens"], asked["max_positions"]) == (100, 100)
+    assert asked["kv_blocks"] == 4 + 1 and asked["kv_bytes"] == 5 * 32 * token_bytes
+    free = spec_of(model)
+    assert (free["kv_tokens"], free["max_positions"]) == (4 * 256, 256), "all that can run at once, in full"
+    assert free["enforce_eager"] and not spec_of(model, sleep=True)["sleep"], "nothing sleeps on a CPU"
+    assert free["config"]["architectures"] == ["Qwen2ForCausalLM"] and free["config"]["hidden_size"] == 128
+
+
+def test_a_model_that_vllm_cannot_run_here_is_refused_before_it_starts() -> None:
+    with pytest.raises(VllmUnavailable, match="heads of 16; on a CPU vLLM has kernels for 32, 64"):
+        spec_of(make_model())
+    with pytest.raises(VllmUnavailable, match="tensor_parallel_size=3 cannot divide 4 attention heads and 2 KV heads"):
+        spec_of(make_model(hidden_size=128), tensor_parallel_size=3)
+    divided = [spec_of(make_model(hidden_size=128), kv_tokens=64, tensor_parallel_size=size) for size in (1, 2, 4)]
+    assert [spec["kv_bytes"] // divided[-1]["kv_bytes"] for spec in divided] == [2, 1, 1], "two KV heads, one at least"
+
+
+def test_the_section_is_part_of_the_run_file(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "rollout.engine=vllm", "rollout.vllm.tensor_parallel_size=2")
+    assert config.rollout.vllm == VllmSection(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="did you mean rollout.vllm.enforce_eager?"):
+        load_config(None, ["rollout.vllm.enforced_eager=true"])
+
+
+def test_weights_in_shared_memory_are_found_and_checked() -> None:
+    memory = SharedMemory()
+    tensors = {
+        "whole": torch.randn(5, 7),
+        "part of a wider one": torch.randn(8, 6)[:, 2:4],
+        "half": torch.randn(9).to(torch.bfloat16),
+    }
+    message = memory.write(tensors.items())
+    path = f"/proc/self/fd/{memory.fd}"
+    verify(path, **message)
+    for name, dtype, shape, offset, length, _ in message["tensors"]:
+        data = bytearray(os.pread(memory.fd, length, offset))
+        found = torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
+        assert offset % ALIGN == 0 and torch.equal(found, tensors[name])
+    _, _, _, offset, length, _ = message["tensors"][1]
+    for place in (offset, offset + length - 1):
+        before = os.pread(memory.fd, 1, place)
+        os.pwrite(memory.fd, bytes([before[0] ^ 1]), place)
+        with pytest.raises(Refused, match="torn: part of a wider one is not what was sent"):
+            verify(path, **message)
+        os.pwrite(memory.fd, before, place)
+    verify(path, **message)
+    with pytest.raises(
+        Refused, match=rf"torn: {message['size']} bytes of weights where {message['size'] + 1} were sent"
+    ):
+        verify(path, message["size"] + 1, message["tensors"])
+    memory.close()
+
+
+def test_weights_of_another_size_fit_the_same_memory() -> None:
+    memory = SharedMemory()
+    for size in (3, 1000, 20):
+        message = memory.write([("one", torch.arange(size))])
+        verify(f"/proc/self/fd/{memory.fd}", **message)
+    memory.close()
+
+
+def test_seeds_become_such_as_vllm_takes_and_stay_apart() -> None:
+    seeds = [-(2**63), -1, 0, 1, 3, 3 + 2**32, 2**63 - 1]
+    taken = [vllm_seed(seed) for seed in seeds]
+    assert all(0 <= seed < 2**63 for seed in taken)
+    assert len({seed % 2**32 for seed in taken}) == len(seeds)
+
+
+def test_processes_with_another_tokenizer_are_refused_by_name() -> None:
+    ours, same, other = make_tokenizer(), make_tokenizer(), char_tokenizer("0123456789+-*/=() abcdefghijklmnopqs")
+    assert tokenizer_mark(ours) == tokenizer_mark(same) != tokenizer_mark(other)
+    marks = {"actor on node 0": tokenizer_mark(same), "rollout on node 1": tokenizer_mark(other)}
+    with pytest.raises(ValueError, match="the tokenizer of /models/x is another one for rollout on node 1 than for"):
+        refuse_other_tokenizers(tokenizer_mark(ours), marks, path="/models/x")
+    refuse_other_tokenizers(tokenizer_mark(ours), {"actor on node 0": tokenizer_mark(same)}, path="/models/x")

@@ -1,0 +1,568 @@
+"""Every transport against the contract, as threads and as processes; then what each does in its own way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.multiprocessing import reductions
+
+pytest.register_assert_rewrite("weights_contract")
+from weights_contract import *  # noqa: F403
+from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, change, make_tensors
+
+from rollcall.cluster.placement import Role, needs_of, plan_placement
+from rollcall.cluster.weight_sync import WeightSync, refuse_unreachable
+from rollcall.config import parse_config
+from rollcall.weights import (
+    MissingPeerError,
+    SameProcessReceiver,
+    SameProcessSender,
+    TornUpdateError,
+    delta,
+    open_receiver,
+    open_sender,
+)
+from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
+from rollcall.weights.layout import BucketSize, Layout, Views
+from rollcall.weights.line import Deadline, Line
+from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
+from rollcall.weights.transports import carrying_for
+
+SENDER = "actor 0"
+
+
+def streaming(name: str, transport: Any, *, on_host: bool) -> WeightKind:
+    def make(tensors: Tensors, held: Mapping[str, Tensors], folder: Path, timeout_s: float) -> Ends:
+        sender = open_sender(
+            transport,
+            receivers=dict.fromkeys(held, on_host),
+            name=SENDER,
+            host="127.0.0.1",
+            on_gpu=False,
+            folder=folder,
+            timeout_s=timeout_s,
+        )
+        receivers = {
+            name: open_receiver(sender.invitations[name], name=name, tensors=mine) for name, mine in held.items()
+        }
+        return Ends(sender=sender, receivers=receivers)
+
+    return WeightKind(name=name, shares=False, make=make)
+
+
+def sharing(tensors: Tensors, held: Mapping[str, Tensors], folder: Path, timeout_s: float) -> Ends:
+    receivers = {name: SameProcessReceiver(mine, name=name) for name, mine in held.items()}
+    return Ends(sender=SameProcessSender(list(receivers.values())), receivers=receivers)
+
+
+MOVING = [
+    streaming("shared_memory", "shared_memory", on_host=True),
+    streaming("broadcast", "broadcast", on_host=False),
+    streaming("file", "file", on_host=False),
+    streaming("delta_on_a_host", "delta", on_host=True),
+    streaming("delta_across_hosts", "delta", on_host=False),
+]
+KINDS = {kind.name: kind for kind in [*MOVING, WeightKind(name="same_process", shares=True, make=sharing)]}
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> WeightKind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(params=[kind.name for kind in MOVING])
+def moving(request: pytest.FixtureRequest) -> WeightKind:
+    return KINDS[request.param]
+
+
+# As processes
+
+RECEIVER = """
+import json, sys
+import torch
+from rollcall.weights import Invitation, open_receiver
+from weights_contract import bits, blank_like, make_tensors
+
+name = sys.argv[1]
+receiver = held = None
+for line in sys.stdin:
+    order = json.loads(line)
+    if "invitation" in order:
+        held = blank_like(make_tensors(0, getattr(torch, order["dtype"])))
+        held = {key: tensor.to(order["device"]) for key, tensor in held.items()}
+        receiver = open_receiver(Invitation(**order["invitation"]), name=name, tensors=held)
+        continue
+    receiver.receive(version=order["version"])
+    total = {key: int(bits(tensor).long().sum()) for key, tensor in held.items()}
+    print(json.dumps(total), flush=True)
+"""
+
+
+class Receivers:
+    """Two processes that receive what this one sends, over one transport after the other."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).resolve().parent.parent
+        path = os.pathsep.join([str(root / "src"), str(root / "tests")])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self.processes = {
+            name: subprocess.Popen(
+                [sys.executable, "-c", RECEIVER, name],
+                env=env,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for name in ("rollout 0", "rollout 1")
+        }
+
+    def tell(self, name: str, order: dict[str, Any]) -> None:
+        stdin = self.processes[name].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(order) + "\n")
+        stdin.flush()
+
+    def hear(self, name: str) -> dict[str, int]:
+        stdout = self.processes[name].stdout
+        assert stdout is not None
+        return json.loads(stdout.readline())
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(30)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+def invite(transport: Any, receivers: Receivers, folder: Path, *, on_host: bool, device: str = "cpu") -> Any:
+    sender = open_sender(
+        transport,
+        receivers=dict.fromkeys(receivers.processes, on_host),
+        name=SENDER,
+        host="127.0.0.1",
+        on_gpu=False,
+        folder=folder,
+        timeout_s=TIMEOUT_S,
+    )
+    for name, invitation in sender.invitations.items():
+        receivers.tell(name, {"invitation": asdict(invitation), "dtype": "bfloat16", "device": device})
+    return sender
+
+
+def test_weights_arrive_in_other_processes_and_a_killed_one_is_named(tmp_path: Path) -> None:
+    receivers = Receivers()
+    try:
+        for transport, on_host in (("delta", True), ("file", False), ("delta", False)):
+            tensors = make_tensors(0, torch.bfloat16)
+            sender = invite(transport, receivers, tmp_path, on_host=on_host)
+            for version in (0, 1):
+                for name in receivers.processes:
+                    receivers.tell(name, {"version": version})
+                sender.send(tensors, version=version)
+                total = {key: int(bits(tensor).long().sum()) for key, tensor in tensors.items()}
+                assert all(receivers.hear(name) == total for name in receivers.processes), (transport, version)
+                change(tensors, seed=version)
+            if transport == "delta" and not on_host:
+                receivers.tell("rollout 0", {"version": 2})
+                receivers.processes["rollout 1"].send_signal(signal.SIGKILL)
+                with pytest.raises(MissingPeerError, match="rollout 1 is gone"):
+                    sender.send(tensors, version=2)
+            sender.close()
+    finally:
+        receivers.end()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_weights_on_a_gpu_reach_other_processes_by_handle(device: str, tmp_path: Path) -> None:
+    receivers = Receivers()
+    tensors = {key: tensor.cuda() for key, tensor in make_tensors(0, torch.bfloat16).items()}
+    try:
+        sender = invite("shared_memory", receivers, tmp_path, on_host=True, device=device)
+        for version in (0, 1, 2):
+            for name in receivers.processes:
+                receivers.tell(name, {"version": version})
+            sender.send(tensors, version=version)
+            total = {key: int(bits(tensor).long().sum()) for key, tensor in tensors.items()}
+            assert all(receivers.hear(name) == total for name in receivers.processes), version
+            change(tensors, seed=version)
+        assert type(sender._senders[0]._outlet._end).__name__ == "_IpcOutlet"
+        sender.close()
+    finally:
+        receivers.end()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["broadcast", "file", "delta_across_hosts"])
+def test_weights_on_a_gpu_reach_the_memory_of_a_host(name: str, tmp_path: Path) -> None:
+    meeting = Meeting(KINDS[name], make_tensors(0, torch.bfloat16), tmp_path)
+    meeting.tensors = {key: tensor.cuda() for key, tensor in meeting.tensors.items()}
+    for version in (0, 1):
+        meeting.update(version)
+        assert not meeting.failures
+        for held in meeting.held.values():
+            assert all(torch.equal(bits(held[key]), bits(tensor).cpu()) for key, tensor in meeting.tensors.items())
+        change(meeting.tensors, seed=version)
+    meeting.close()
+
+
+def test_handles_of_gpu_tensors_travel_once_and_open_on_the_receivers_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What of CUDA IPC can be seen on a host: tensors stand for handles."""
+
+    def rebuild(tensor: torch.Tensor, storage_device: int) -> torch.Tensor:
+        assert storage_device == 3
+        return tensor
+
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild, (tensor.clone(), 0)))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    here, there = socket.socketpair()
+    near, far, deadline = Line(here, peer="rollout 0"), Line(there, peer=SENDER), Deadline(TIMEOUT_S)
+    told: list[Any] = []
+    monkeypatch.setattr(
+        near, "tell", lambda message, deadline: (told.append(message), Line.tell(near, message, deadline))
+    )
+    outlet, inlet = _IpcOutlet({"rollout 0": near}), _IpcInlet(far, 3)
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    found: list[list[int]] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(inlet.take([[target[:60]], [target[60:]]], deadline)))
+        thread.start()
+        assert outlet.put([[source[:60]], [source[60:]]], deadline) == [
+            checksum([source[:60]]),
+            checksum([source[60:]]),
+        ]
+        thread.join(TIMEOUT_S)
+    assert torch.equal(target, source) and found[0] == found[1] == [checksum([source[:60]]), checksum([source[60:]])]
+    assert [message["handles"] is None for message in told] == [False, True]
+    near.close()
+    far.close()
+
+
+# Checksums and layouts
+
+
+@given(st.binary(min_size=1, max_size=400), st.data())
+def test_one_changed_bit_changes_the_checksum(data: bytes, draw: st.DataObject) -> None:
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    before = checksum([flat])
+    place = draw.draw(st.integers(0, len(data) - 1))
+    flat[place] ^= 1 << draw.draw(st.integers(0, 7))
+    assert checksum([flat]) != before
+
+
+def test_the_checksum_sees_the_order_of_pieces_and_where_a_span_ends() -> None:
+    one, other = torch.zeros(PIECE_BYTES, dtype=torch.uint8), torch.ones(PIECE_BYTES, dtype=torch.uint8)
+    assert checksum([torch.cat((one, other))]) != checksum([torch.cat((other, one))])
+    assert checksum([one]) != checksum([one, one[:8]])
+
+
+@pytest.mark.parametrize("size", [3, 8, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 5])
+def test_the_checksum_is_the_same_while_copying_and_by_the_sums_of_a_gpu(size: int) -> None:
+    source = torch.randint(256, (size,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    total = checksum([source])
+    assert copy_summed([target], [source], total_of=[target]) == total
+    assert torch.equal(target, source)
+    assert _fold_on_device(0, source) == total
+    assert _fold_on_device(0, torch.cat((source[:1], source))[1:]) == total, "where words are not aligned"
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    num_bytes=st.integers(1, 40),
+    alone_from=st.integers(0, 45),
+)
+def test_buckets_hold_every_byte_once_and_stay_in_their_size(sizes: list[int], num_bytes: int, alone_from: int) -> None:
+    tensors = {str(index): torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    views = Views(tensors, Layout.of(tensors))
+    buckets = views.buckets(BucketSize(num_bytes=num_bytes, alone_from=alone_from))
+    for bucket in buckets:
+        assert 0 < sum(map(len, bucket)) <= num_bytes
+        for span in bucket:
+            span += 1
+            assert len(bucket) == 1 or len(span) < alone_from
+    assert all(bool((tensor == 1).all()) for tensor in tensors.values())
+
+
+def test_a_matrix_by_columns_travels_as_it_lies_and_only_gaps_need_a_copy() -> None:
+    tensors = make_tensors(0)
+    assert not Views({"by_columns": tensors["by_columns"]}, Layout.of({"by_columns": tensors["by_columns"]})).has_copies
+    assert Views({"with_gaps": tensors["with_gaps"]}, Layout.of({"with_gaps": tensors["with_gaps"]})).has_copies
+
+
+# Delta
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    size=st.sampled_from([1, 100, delta.BLOCK, 2 * delta.BLOCK + 17]),
+    share=st.sampled_from([0.0, 1e-4, 0.1, 0.9, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_changes_turn_the_base_into_the_new_version(dtype: torch.dtype, size: int, share: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    base = torch.randn(size, generator=draw).to(dtype)
+    new = torch.where(torch.rand(size, generator=draw) < share, base + 1, base)
+    layout = Layout.of({"w": new})
+    held = bits(base).clone()
+    found = delta.encode(layout, new=[bits(new)], base=[held])
+    assert len(found.payload) == delta.total_bytes(layout, found.counts) <= layout.num_bytes
+    delta.apply(layout, found, flat=[held])
+    assert torch.equal(held, bits(new))
+
+
+def test_only_changes_are_sent_and_all_to_a_receiver_that_has_another_version(tmp_path: Path) -> None:
+    meeting = Meeting(KINDS["delta_on_a_host"], make_tensors(0, torch.bfloat16), tmp_path)
+    first = meeting.update(0)
+    meeting.tensors["embed"][3, ::10] += 1
+    second = meeting.update(1)
+    meeting.check()
+    assert (first.is_full, second.is_full) == (True, False)
+    assert second.num_bytes == 4 * 23 + 101 * (2 + 2), "23 blocks and 101 changes"
+    behind: Any = meeting.receivers["rollout 1"]
+    behind._held = None  # as after an update that broke off
+    meeting.held["rollout 1"]["embed"].zero_()
+    assert meeting.update(2).is_full
+    meeting.check()
+    meeting.close()
+
+
+def test_a_base_that_is_not_what_it_was_taken_for_is_found_out(tmp_path: Path) -> None:
+    meeting = Meeting(KINDS["delta_across_hosts"], make_tensors(0), tmp_path)
+    meeting.update(0)
+    meeting.held["rollout 1"]["embed"][7, 7] += 1  # someone wrote over it
+    change(meeting.tensors, seed=3)
+    sent = meeting.update(1)
+    assert (sent.num_attempts, sent.is_full, list(sent.refusals)) == (2, True, ["rollout 1"])
+    meeting.check()
+    meeting.close()
+
+
+@pytest.mark.parametrize("spoil", [lambda p: p[:4].fill_(255), lambda p: p[4:6].fill_(255)], ids=["counts", "places"])
+def test_changes_that_make_no_sense_are_refused_before_they_are_written(spoil: Any) -> None:
+    base = torch.zeros(100)
+    new = base.clone()
+    new[3] = 1
+    layout = Layout.of({"w": new})
+    found = delta.encode(layout, new=[bits(new)], base=[bits(base)])
+    spoil(found.payload)
+    with pytest.raises(TornUpdateError, match="'w'"):
+        delta.apply(layout, found, flat=[bits(base)])
+    assert not base.any()
+
+
+# Files
+
+
+def test_a_file_of_weights_opens_with_safetensors_and_is_gone_after_the_update(tmp_path: Path) -> None:
+    (tmp_path / "weights-00000009.safetensors.tmp").write_bytes(b"left by a sender that was killed")
+    meeting = Meeting(KINDS["file"], make_tensors(0, torch.bfloat16), tmp_path, num_receivers=1)
+    receiver: Any = meeting.receivers["rollout 0"]
+    take, found = receiver._inlet.take, []
+
+    def look(buckets: Any, **kwargs: Any) -> list[int]:
+        sums = take(buckets, **kwargs)
+        found.extend((path.name, load_file(path)) for path in tmp_path.iterdir())
+        return sums
+
+    receiver._inlet.take = look
+    meeting.update(3)
+    assert not list(tmp_path.iterdir())
+    ((name, tensors),) = found
+    assert name == "weights-00000003.safetensors" and tensors.keys() == meeting.tensors.keys()
+    assert torch.equal(tensors["by_columns"].t(), meeting.tensors["by_columns"])
+    meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 100), "cut short"),
+        (lambda path: path.write_bytes(b"{}"), "no file of weights"),
+    ],
+    ids=["short", "other"],
+)
+def test_a_file_that_is_cut_short_or_something_else_is_refused_and_written_again(
+    spoil: Any, reason: str, tmp_path: Path
+) -> None:
+    meeting = Meeting(KINDS["file"], make_tensors(0), tmp_path, num_receivers=1)
+    receiver: Any = meeting.receivers["rollout 0"]
+    take, spoilt = receiver._inlet.take, []
+
+    def spoil_once(buckets: Any, **kwargs: Any) -> list[int]:
+        hear = receiver._line.hear
+
+        def hear_and_spoil(deadline: Any) -> dict[str, Any]:
+            message = hear(deadline)
+            if not spoilt:
+                spoilt.append(message)
+                spoil(Path(message["path"]))
+            return message
+
+        receiver._inlet._line.hear = hear_and_spoil
+        try:
+            return take(buckets, **kwargs)
+        finally:
+            receiver._inlet._line.hear = hear
+
+    receiver._inlet.take = spoil_once
+    sent = meeting.update(0)
+    assert sent.num_attempts == 2 and reason in sent.refusals["rollout 0"]
+    meeting.check()
+    meeting.close()
+
+
+# Who gets what
+
+
+def test_auto_takes_shared_memory_on_the_host_and_broadcast_to_others_and_between_gpus() -> None:
+    def chosen(transport: Any, *, on_host: bool, on_gpu: bool = False) -> str:
+        return carrying_for(transport, on_host=on_host, on_gpu=on_gpu, receiver="rollout 0")
+
+    assert chosen("auto", on_host=True) == chosen("delta", on_host=True) == "shared_memory"
+    assert chosen("auto", on_host=False) == chosen("delta", on_host=False) == "broadcast"
+    assert chosen("auto", on_host=True, on_gpu=True) == chosen("broadcast", on_host=True) == "broadcast"
+    assert chosen("shared_memory", on_host=True, on_gpu=True) == "shared_memory"
+    assert chosen("file", on_host=True) == chosen("file", on_host=False) == "file"
+    with pytest.raises(ValueError, match="rollout.weights=shared_memory .* rollout 0 is on another; use auto"):
+        chosen("shared_memory", on_host=False)
+
+
+def test_receivers_on_this_host_and_on_others_are_served_by_one_send(tmp_path: Path) -> None:
+    tensors = make_tensors(0)
+    names = {"near": True, "far": False}
+    sender = open_sender(
+        "auto", receivers=names, name=SENDER, host="127.0.0.1", on_gpu=False, folder=tmp_path, timeout_s=TIMEOUT_S
+    )
+    held = {name: {key: torch.zeros_like(tensor) for key, tensor in tensors.items()} for name in names}
+    receivers = [open_receiver(sender.invitations[name], name=name, tensors=held[name]) for name in names]
+    waiting = [threading.Thread(target=receiver.receive, kwargs={"version": 4}) for receiver in receivers]
+    for thread in waiting:
+        thread.start()
+    assert len(sender.send(tensors, version=4)) == 2
+    for thread in waiting:
+        thread.join(TIMEOUT_S)
+    assert [receiver.version for receiver in receivers] == [4, 4]
+    assert all(torch.equal(held[name]["embed"], tensors["embed"]) for name in names)
+    sender.close()
+
+
+def test_strangers_are_turned_away_and_do_not_hold_up_the_others(tmp_path: Path) -> None:
+    meeting = Meeting(KINDS["broadcast"], make_tensors(0), tmp_path, num_receivers=1)
+    port = meeting.sender.invitations["rollout 0"].port
+    hello = json.dumps({"name": "rollout 0", "secret": "guess", "device": "cpu", "gpus": []}).encode()
+    with (
+        socket.create_connection(("127.0.0.1", port)) as guesser,
+        socket.create_connection(("127.0.0.1", port)) as other,
+    ):
+        guesser.sendall(len(hello).to_bytes(4, "little") + hello)
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        other.shutdown(socket.SHUT_WR)
+        meeting.update(0)
+        assert guesser.recv(1) == b""
+    meeting.check()
+    meeting.close()
+
+
+class FakeGroup:
+    """Records what a team's processes are asked; the first actor's invitations are its receivers' names."""
+
+    def __init__(self, nodes: list[int]) -> None:
+        self.worker_metadata = [{"node_rank": node, "address": f"10.0.0.{node}"} for node in nodes]
+        self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
+        self.fails = False
+
+    def run_single_worker_single_data(self, method: str, worker: int, *args: Any) -> Any:
+        self.calls.append((worker, method, args))
+        return {name: f"ticket of {name}" for name in args[0]} if method == "invite" else None
+
+    def run_some_workers_single_data(self, method: str, workers: list[int], *args: Any) -> list[Any]:
+        return [self.run_single_worker_single_data(method, worker, *args) for worker in workers]
+
+    def get_all_worker_results(self, futures: list[Any]) -> list[Any]:
+        if self.fails:
+            raise RuntimeError("a worker died")
+        return futures
+
+
+class FakeTeam:
+    def __init__(self, group: FakeGroup, members: dict[Role, list[int]]) -> None:
+        self.group = group
+        self.members = members
+
+    def call(self, workers: list[int], method: str, *args: Any) -> list[Any]:
+        return self.group.run_some_workers_single_data(method, workers, *args)
+
+
+def test_all_actors_send_and_the_others_are_invited_once_until_one_fails_or_another_comes() -> None:
+    group = FakeGroup(nodes=[0, 0, 1, 1])
+    team: Any = FakeTeam(group, {Role.ACTOR: [2, 3], Role.ROLLOUT: [0, 3], Role.INFERENCE: [1]})
+    sync = WeightSync(team)
+    sync.push(7)
+    near = {"rollout rank 0 on node 0": False, "inference rank 0 on node 0": False}
+    assert group.calls == [
+        (2, "invite", (near, "10.0.0.1")),
+        (2, "send_weights", (7,)),
+        (3, "send_weights", (7,)),
+        (0, "use_weights", (7, "rollout rank 0 on node 0", "ticket of rollout rank 0 on node 0")),
+        (1, "use_weights", (7, "inference rank 0 on node 0", "ticket of inference rank 0 on node 0")),
+    ]
+
+    def invites_at(version: int) -> int:
+        group.calls.clear()
+        sync.push(version)
+        return sum(method == "invite" for _, method, _ in group.calls)
+
+    assert invites_at(8) == 0
+    group.fails = True
+    with pytest.raises(RuntimeError, match="a worker died"):
+        sync.push(9)
+    group.fails = False
+    assert invites_at(9) == 1
+    team.members[Role.ROLLOUT] = [3]
+    assert invites_at(10) == 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "delta", "shared_memory"])
+def test_shared_memory_to_another_node_is_refused_before_anything_starts(transport: str) -> None:
+    def placed(placement: dict[str, Any]) -> tuple[Any, Any]:
+        section = {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "component_placement": placement}
+        config = parse_config({"cluster": section, "rollout": {"weights": transport}})
+        assert config.cluster is not None
+        return config, plan_placement(config.cluster, needs=needs_of(config))
+
+    refuse_unreachable(*placed({"rollout": "0-3", "actor": "0-3"}))
+    refuse_unreachable(*placed({"rollout": "1", "actor": "0,2-3"}))
+    apart = placed({"rollout": "0-2", "actor": "3"})
+    if transport != "shared_memory":
+        return refuse_unreachable(*apart)
+    with pytest.raises(ValueError, match="rollout rank 0 on node 0 is on another; use auto"):
+        refuse_unreachable(*apart)
+    return None
+
+
+def test_a_run_where_all_share_the_actors_processes_invites_nobody() -> None:
+    group = FakeGroup(nodes=[0, 0])
+    team: Any = FakeTeam(group, {Role.ACTOR: [0, 1], Role.ROLLOUT: [0, 1]})
+    WeightSync(team).push(0)
+    assert [(worker, method) for worker, method, _ in group.calls] == [(0, "send_weights"), (1, "send_weights")]
