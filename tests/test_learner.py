@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -191,49 +190,6 @@ def test_one_and_seven_micro_batches_give_the_same_gradient(algorithm: Any) -> N
     parts = gradients(make_learner(trainable(), algorithm, tokens_per_microbatch=budget), samples)
     assert_same_gradient(parts, whole)
     assert_same_gradient(whole, naive_gradients(make_model(), algorithm, samples), tolerance=1e-4)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("budget", [10_000, 60])
-def test_micro_batches_side_by_side_give_the_same_bits_every_time(two_threads: None, budget: int) -> None:
-    samples = make_samples(make_model(), num_prompts=5)
-    seen: list[str] = []
-
-    class Watched(Learner):
-        def _loss(self, batch: Any) -> Any:
-            seen.append(threading.current_thread().name)
-            return super()._loss(batch)
-
-    def update() -> dict[str, Tensor]:
-        learner = make_learner(trainable(), tokens_per_microbatch=budget)
-        learner.__class__ = Watched
-        return gradients(learner, samples)
-
-    first = update()
-    assert len(seen) > 1 and all(name.startswith("micro-batch") for name in seen)
-    assert torch.get_num_threads() == 2
-    for _ in range(3):
-        again = update()
-        assert all(torch.equal(again[name], first[name]) for name in first)
-    assert_same_gradient(first, naive_gradients(make_model(), Grpo(), samples), tolerance=1e-4)
-
-
-def test_an_error_beside_another_micro_batch_reaches_the_caller(two_threads: None) -> None:
-    learner = make_learner(trainable())
-
-    def fail(batch: Any) -> Any:
-        raise RuntimeError(f"no room for {batch.num_rows} rows")
-
-    learner._loss = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="no room for"):
-        learner.update(make_samples(make_model()))
 
 
 @pytest.mark.parametrize("algorithm", [Grpo(), Dapo()], ids=["grpo", "dapo"])

@@ -138,20 +138,10 @@ def test_what_the_samples_lack_the_micro_batch_lacks(name: str) -> None:
     assert getattr(batch, name).tolist() == [8]
 
 
-def test_parts_to_run_side_by_side_are_of_about_equal_size() -> None:
-    samples = [make_sample(draw, [1, 2, 3], [4] * 9) for draw in range(8) for _ in range(4)]
-    for budget, expected in ((10_000, 3), (100, 3), (60, 6)):  # 280 tokens in all
-        sizes = [
-            batch.num_tokens
-            for batch in pack(
-                samples, weights=np.ones(len(samples), dtype=np.float32), tokens_per_microbatch=budget, parts=3
-            )
-        ]
-        assert len(sizes) == expected and max(sizes) - min(sizes) <= 24 and max(sizes) <= budget
-
-
-def test_parts_are_no_more_than_there_are_rows() -> None:
-    assert (
-        len(pack([make_sample(0, [1], [2, 3])], weights=np.ones(1, dtype=np.float32), tokens_per_microbatch=9, parts=4))
-        == 1
-    )
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_rows_of_a_micro_batch_can_be_bounded_beside_its_tokens(most: int) -> None:
+    samples = [make_sample(index // 2, [1, 2], [3, 4]) for index in range(7)]
+    weights = np.ones(len(samples), dtype=np.float32)
+    batches = pack(samples, weights=weights, tokens_per_microbatch=1000, max_rows=most)
+    assert [batch.num_rows for batch in batches] == [most] * (7 // most) + ([7 % most] if 7 % most else [])
+    assert [index for batch in batches for index in batch.sample_index] == list(range(7))

@@ -137,10 +137,16 @@ def test_a_measured_step_is_estimated_to_a_tenth(tmp_path: Path) -> None:
 
 def test_more_slots_mean_less_state_on_each(tmp_path: Path) -> None:
     one = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1])
-    many = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8])
+    many = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8], actor={"sharding": "fsdp"})
+    per_node = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8], actor={"sharding": "hsdp"})
+    copies = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8])
+    offloaded = make_run(tmp_path, {"actor,rollout": "all"}, actor={"sharding": "fsdp", "cpu_offload": True})
     assert one.sizes is not None
     assert memory_of(one, "actor").optimizer == 12 * one.sizes.num_parameters
     assert memory_of(many, "actor").optimizer == 12 * one.sizes.num_parameters // 16
+    assert memory_of(per_node, "actor").optimizer == 12 * one.sizes.num_parameters // 8
+    assert memory_of(copies, "actor").optimizer == memory_of(one, "actor").optimizer
+    assert memory_of(offloaded, "actor").optimizer == 0
     assert memory_of(many, "actor").weights < memory_of(one, "actor").weights
     assert memory_of(many, "actor").activations == memory_of(one, "actor").activations
 
@@ -149,7 +155,9 @@ def test_rollout_has_weights_of_its_own_only_away_from_the_actor(tmp_path: Path)
     together = make_run(tmp_path, {"actor,rollout": "all"})
     apart = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7"})
     assert apart.sizes is not None
+    sharded = make_run(tmp_path, {"actor,rollout": "all"}, actor={"sharding": "fsdp"})
     assert memory_of(together, "rollout").weights == 0
+    assert memory_of(sharded, "rollout").weights == memory_of(apart, "rollout").weights
     assert memory_of(apart, "rollout").weights == 2 * apart.sizes.num_parameters
 
 
@@ -187,12 +195,13 @@ def test_logical_slots_have_no_card_to_fit_unless_one_is_given(tmp_path: Path) -
 
 
 def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16)
+    run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor={"sharding": "fsdp"})
     (problem,) = run.problems
     over = run.memory[0].total / GIB - 16
     assert problem.startswith(f"slots 0-7 (actor, rollout): {16 + over:.1f} GiB needed, the card has 16.0 GiB")
     assert f"{over:.1f} GiB too much" in problem and "actor.tokens_per_microbatch" in problem
-    lowered = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor={"tokens_per_microbatch": 2048})
+    lower = {"sharding": "fsdp", "tokens_per_microbatch": 2048}
+    lowered = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=lower)
     assert lowered.problems == ()
 
 
@@ -200,6 +209,7 @@ def test_the_lever_is_that_of_the_largest_part() -> None:
     assert "kv_memory_fraction" in lever(RoleMemory(role=Role.ROLLOUT, kv=2, weights=1))
     assert "critic.tokens_per_microbatch" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
+    assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"
 
 
 def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> None:
@@ -207,9 +217,18 @@ def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> N
     assert run.problems == (
         "rollout splits the model over 4 slots, but it has 14 attention heads: 14 = 4 x 3 + 2; use slots per process (or "
         "tensor_parallel_size) that divide 14",
-        "rollout splits the model over 4 slots, but it has 2 key/value heads: 2 = 4 x 0 + 2; use slots per process (or "
-        "tensor_parallel_size) that divide 2",
     )
+
+
+def test_learners_that_cannot_be_divided_as_asked_are_refused(tmp_path: Path) -> None:
+    wide = make_run(tmp_path, {"actor": "0-3:0-1", "rollout": "4-7"})
+    assert any("a learner uses one slot per process" in problem for problem in wide.problems)
+    uneven = make_run(tmp_path, {"actor": "0-2", "rollout": "3"}, nodes=[2, 2], actor={"sharding": "hsdp"})
+    assert any("the nodes have 1 and 2 processes of actor" in problem for problem in uneven.problems)
+    odd = make_run(tmp_path, {"actor,rollout": "all"}, actor={"tensor_parallel_size": 8})
+    assert any("14 attention heads" in problem for problem in odd.problems)
+    two = make_run(tmp_path, {"actor,rollout": "all"}, actor={"tensor_parallel_size": 2})
+    assert two.problems == () and two.plan.meshes[Role.ACTOR].tensor == 2
 
 
 def test_actor_ranks_without_a_completion_are_noted(tmp_path: Path) -> None:

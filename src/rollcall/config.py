@@ -116,7 +116,9 @@ class ClusterSection(Section):
         if weights is None:
             return
         if len(weights) != self.num_nodes:
-            raise ValueError(f"node_weights={weights} has {len(weights)} numbers for {self.num_nodes} nodes; give one each")
+            raise ValueError(
+                f"node_weights={weights} has {len(weights)} numbers for {self.num_nodes} nodes; give one each"
+            )
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise ValueError(f"node_weights={weights} are no shares; use numbers from 0 on, not all of them 0")
 

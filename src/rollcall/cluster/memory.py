@@ -123,6 +123,7 @@ class RoleMemory:
     kv: int = 0
     gradients: int = 0
     activations: int = 0
+    copied: bool = False  # the same on several data ranks, which could have parts
 
     @property
     def held(self) -> int:
@@ -272,7 +273,14 @@ class _Job:
         weights = num_parameters * width // shards + gathered
         if section.cpu_offload:
             weights, optimizer = gathered, 0
-        return RoleMemory(role=role, weights=weights, gradients=gradients, optimizer=optimizer, activations=activations)
+        return RoleMemory(
+            role=role,
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=activations,
+            copied=data < mesh.data,
+        )
 
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:
         tokens = self.config.actor.tokens_per_microbatch
@@ -337,4 +345,6 @@ def lever(role: RoleMemory) -> str:
             return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
         case "activations":
             return "lower actor.tokens_per_microbatch"
+    if role.copied:
+        return f"set {name}.sharding=fsdp"
     return f"give {role.role} more slots"

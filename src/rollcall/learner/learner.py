@@ -353,7 +353,6 @@ def pack_weighted(
         weights=weights,
         tokens_per_microbatch=section.tokens_per_microbatch,
         max_rows=section.train_micro_batch_size,
-        parts=body.parts,
     )
 
 

@@ -22,44 +22,29 @@ def pack(
     weights: Floats,
     tokens_per_microbatch: int,
     max_rows: int | None = None,
-    parts: int = 1,
 ) -> list[MicroBatch]:
     """Pack in the given order. ``weights[i]`` is the loss weight of each loss token of sample ``i``.
 
     Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows of a micro-batch beside its
-    tokens. ``parts`` > 1 asks for a multiple of that many micro-batches of about equally many tokens, to run side by side.
+    tokens.
     """
-    share = _share(samples, tokens_per_microbatch, parts)
     batches: list[list[int]] = []
-    spent = placed = 0  # tokens in this micro-batch; in all, a prompt that is laid out again not counted again
+    spent = 0
     draws: set[int] = set()
-    known: set[int] = set()
     for index, sample in enumerate(samples):
         if not sample.mask.any():
             continue
         own = max(len(sample.response_ids) - 1, 0)
         cost = own + (0 if sample.draw in draws else len(sample.prompt_ids))
         full = batches and max_rows is not None and len(batches[-1]) >= max_rows
-        if not batches or full or spent + cost > tokens_per_microbatch or placed >= share * len(batches):
+        if not batches or full or spent + cost > tokens_per_microbatch:
             batches.append([])
             spent, draws = 0, set()
             cost = own + len(sample.prompt_ids)
         batches[-1].append(index)
         spent += cost
-        placed += own + (0 if sample.draw in known else len(sample.prompt_ids))
         draws.add(sample.draw)
-        known.add(sample.draw)
     return [_lay_out(samples, indices, weights) for indices in batches]
-
-
-def _share(samples: Sequence[Sample], tokens_per_microbatch: int, parts: int) -> float:
-    """Tokens of each micro-batch, all being about equal; infinite where only the budget counts."""
-    if parts == 1:
-        return float("inf")
-    learnt = [sample for sample in samples if sample.mask.any()]
-    prompts = {sample.draw: len(sample.prompt_ids) for sample in learnt}
-    total = sum(prompts.values()) + sum(max(len(sample.response_ids) - 1, 0) for sample in learnt)
-    return total / (parts * max(1, -(-total // (tokens_per_microbatch * parts))))
 
 
 def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> MicroBatch:

@@ -197,7 +197,6 @@ class Sharded:
         self.frozen = frozen
         self.in_parts = True
         self.counts = split.tensor_rank == 0
-        self.parts = 1  # micro-batches at once: collectives have to come in order
         self.head_dim = decoder.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.rotary = own_rotary(decoder).to(device)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rollcall.decoder import Decoder
-from rollcall.learner.cores import map_side_by_side, num_side_by_side
 from rollcall.learner.gang import Gang
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.model import packed_hidden
@@ -26,7 +25,6 @@ class Body(Protocol):
     named: dict[str, Tensor]  # what the optimizer steps on
     in_parts: bool  # whether every forward and backward is one of all ranks
     counts: bool  # whether what this rank computes is its own, and not what another rank computes too
-    parts: int  # micro-batches that run side by side
 
     @property
     def device(self) -> torch.device: ...
@@ -54,7 +52,6 @@ class Whole:
         self.named = decoder.named_tensors()
         self.in_parts = False
         self.counts = True
-        self.parts = num_side_by_side(decoder.device)
         self._heads = heads
         if heads:
             self.named = {name: tensor for name, tensor in self.named.items() if name != "lm_head"} | dict(heads)
@@ -97,7 +94,7 @@ class Whole:
             return torch.autograd.grad(loss, weights, allow_unused=True), metrics
 
         rows: list[dict[str, Tensor]] = []
-        for gradients, metrics in map_side_by_side(gradients_of, batches, width=self.parts):
+        for gradients, metrics in map(gradients_of, batches):
             optimizer.accumulate(gradients)
             rows.append(metrics)
         return rows

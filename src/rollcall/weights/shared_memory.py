@@ -26,7 +26,7 @@ from rollcall.weights.line import Deadline, Line
 from rollcall.weights.protocol import MissingPeerError
 
 SLOT_BYTES = 2 << 20
-NUM_SLOTS = 8
+NUM_SLOTS = 16
 BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
 
 
