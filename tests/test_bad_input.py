@@ -32,10 +32,11 @@ from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
 from rollcall.cluster.local import Workers
+from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError
 from rollcall.controller import RunError
 from rollcall.data.load import DataError
-from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.native import engine as native_engine
 from rollcall.journal import Journal, JournalError
 from rollcall.learner.learner import Learner
 from rollcall.learner.model import ModelError
@@ -243,15 +244,14 @@ def test_a_nan_loss_stops_the_run_with_everything_before_it_on_disk(
 
 
 def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverged(self: NativeEngine, sequence: Any) -> Completion:
-        completion = original(self, sequence)
-        return (
-            replace(completion, logprobs=completion.logprobs * np.float32("nan")) if self.version == 3 else completion
-        )
+    def diverged(sequence: Any, tokenizer: Any) -> Completion:
+        completion = original(sequence, tokenizer)
+        late = completion.segments[-1].version == 3
+        return replace(completion, logprobs=completion.logprobs * np.float32("nan")) if late else completion
 
-    config, original = make_run(tmp_path), NativeEngine._completion
+    config, original = make_run(tmp_path), native_engine.completion_of
     with monkeypatch.context() as patch:
-        patch.setattr(NativeEngine, "_completion", diverged)
+        patch.setattr(native_engine, "completion_of", diverged)
         with pytest.raises(
             RunError, match=r"step 4: the policy's log-probs for prompt 'row-\d+' are not finite.*actor.lr"
         ):
@@ -444,9 +444,13 @@ def test_a_directory_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cluster", ["{num_nodes: 2, num_gpus_per_node: 1}", "{num_nodes: 1, num_gpus_per_node: 8}"])
-def test_a_cluster_of_more_than_one_slot_is_refused(tmp_path: Path, cluster: str) -> None:
+def test_several_slots_need_a_cluster_that_this_node_is_part_of(
+    tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.delenv("ROLLCALL_CLUSTER", raising=False)
     config = make_run(tmp_path, f"cluster={cluster}")
-    with pytest.raises(ConfigError, match=r"cluster asks for \d nodes x \d slots"):
+    with pytest.raises(ClusterError, match="this node is part of no cluster 'default'; start it with `rollcall node`"):
         finish(config)
     assert not config.run.dir.exists()
 

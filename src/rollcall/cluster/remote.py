@@ -7,6 +7,8 @@ process run one after the other, so an update never meets a half-decoded step.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.cluster.backend import Seat
+from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import submitted_env, worker_env
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.memory import SizesUnknown, read_sizes
@@ -25,7 +28,7 @@ from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
 from rollcall.cluster.run_plan import indivisible, learner_problems
 from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
-from rollcall.cluster.virtual import VirtualCluster, init_ray
+from rollcall.cluster.virtual import VirtualCluster
 from rollcall.cluster.weight_sync import refuse_unreachable
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import Config
@@ -139,10 +142,10 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     assert config.cluster is not None
     plan = plan_placement(config.cluster, needs=needs_of(config))
     refuse_unreachable(config, plan)
+    connect()  # before anything slow: a node that is in no cluster says so at once
     inputs = load_inputs(config, say=say)
     _refuse_impossible(config, plan, model_path=inputs.model_path)
     say(f"placing {sum(len(group.processes) for group in plan.groups)} processes on {plan.num_nodes} nodes")
-    init_ray()
     cluster = VirtualCluster(
         list(plan.slots_per_node), num_gpus_per_node=max(plan.slots_per_node), name=config.run.name
     )
@@ -189,6 +192,18 @@ def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
         optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
 
 
+def _seen_by_all(path: str, config: Config) -> str:
+    """The embedded model is in this node's own cache: a copy goes beside the run directory, which all nodes share."""
+    if not config.model.path.startswith("builtin:"):
+        return path
+    copy = (config.run.dir.parent / f".{config.run.dir.name}.start").resolve()
+    scratch = copy.with_name(f"{copy.name}-{os.getpid()}")
+    shutil.copytree(path, scratch)
+    shutil.rmtree(copy, ignore_errors=True)
+    scratch.rename(copy)
+    return str(copy)
+
+
 def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Inputs) -> tuple[Team, Facts]:
     assert config.cluster is not None
     processes = sorted(
@@ -198,7 +213,9 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Input
     section = config.cluster
     group = WorkerGroup(
         cluster=cluster,
-        remote_worker_builder=WorkerBuilder("rollcall.cluster.role_worker.RoleWorker", config, inputs.model_path),
+        remote_worker_builder=WorkerBuilder(
+            "rollcall.cluster.role_worker.RoleWorker", config, _seen_by_all(inputs.model_path, config)
+        ),
         name_prefix=config.run.name,
         seats=[
             Seat(node_rank=process.node_rank, slots=tuple(slot - starts[process.node_rank] for slot in process.slots))

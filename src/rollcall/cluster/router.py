@@ -79,6 +79,16 @@ class _Speed:
     share: float  # of the work, relative to the others
 
 
+@dataclass(slots=True, kw_only=True)
+class _Speeds:
+    """Of all workers of a pool, and together."""
+
+    of: dict[int, _Speed]
+    rate: float
+    latency_s: float  # of a worker in the middle
+    load: int
+
+
 class Router:
     def __init__(
         self,
@@ -160,9 +170,11 @@ class _Pool:
 
     def hand_out(self, version: int) -> list[tuple[int, Request]]:
         out: list[tuple[int, Request]] = []
+        if not self.queue or not any(seat.load < self._room + self._size for seat in self.seats.values()):
+            return out
         waiting = sum(len(request.seeds) for request in self.queue)
         now = self._clock()
-        speeds = self._speeds(now) if self.queue else {}
+        speeds = self._speeds(now)
         while self.queue:
             size = len(self.queue[0].seeds)
             seat = self._best(size, waiting=waiting, version=version, speeds=speeds)
@@ -170,6 +182,7 @@ class _Pool:
                 break
             out.append(self._give(seat, self.queue.popleft(), version=version, now=now))
             waiting -= size
+            speeds.load += size
         return out
 
     def hand_out_now(self, request_id: str) -> tuple[int, Request] | None:
@@ -200,7 +213,8 @@ class _Pool:
 
     def _judge(self, seat: _Seat, size: int, *, took_s: float) -> None:
         """Take one request as the measure of a worker that had none for long."""
-        others = [speed for worker, speed in self._speeds(self._clock()).items() if worker != seat.place.worker]
+        speeds = self._speeds(self._clock()).of
+        others = [speed for worker, speed in speeds.items() if worker != seat.place.worker]
         latency_s = statistics.median(speed.latency_s for speed in others)
         share = min(latency_s / took_s, 1.0) if took_s else 1.0
         seat.done = size
@@ -245,7 +259,7 @@ class _Pool:
         seat.version = version
         return seat.place.worker, request
 
-    def _best(self, size: int, *, waiting: int, version: int, speeds: Mapping[int, _Speed]) -> _Seat | None:
+    def _best(self, size: int, *, waiting: int, version: int, speeds: _Speeds) -> _Seat | None:
         """Who is expected to finish a request of this size first and has room for it; None: it had better wait."""
         able = [seat for seat in self.seats.values() if not seat.load or seat.load < self._room + size]
         forgotten = [seat for seat in able if not seat.load and version - seat.version > seat.patience]
@@ -258,7 +272,7 @@ class _Pool:
         def turn(seat: _Seat) -> tuple[bool, float, int]:
             return (
                 not self._has_place(seat, size),
-                (seat.load + size) / speeds[seat.place.worker].share,
+                (seat.load + size) / speeds.of[seat.place.worker].share,
                 seat.place.worker,
             )
 
@@ -268,18 +282,17 @@ class _Pool:
         """Whether it would begin with a request at once."""
         return seat.load + size <= self._room
 
-    def _in_time(self, seat: _Seat, size: int, *, waiting: int, speeds: Mapping[int, _Speed]) -> bool:
+    def _in_time(self, seat: _Seat, size: int, *, waiting: int, speeds: _Speeds) -> bool:
         """Whether this worker ends with a request about when the others would be done with everything."""
-        others = [other for other in self.seats.values() if other is not seat]
-        if not others or not any(other.load for other in self.seats.values()):
+        load = speeds.load
+        if len(self.seats) == 1 or not load:
             return True  # somebody has to begin
+        own = speeds.of[seat.place.worker]
         turns = 1 if self._has_place(seat, size) else 2  # it begins when another has ended
-        work = waiting + sum(other.load for other in others)
-        theirs = [speeds[other.place.worker] for other in others]
-        without_s = max(statistics.median(s.latency_s for s in theirs), work / sum(s.rate for s in theirs))
-        return turns * speeds[seat.place.worker].latency_s <= TOLERANCE * without_s
+        others_s = (waiting + load - seat.load) / (speeds.rate - own.rate)
+        return turns * own.latency_s <= TOLERANCE * max(speeds.latency_s, others_s)
 
-    def _speeds(self, now: float) -> dict[int, _Speed]:
+    def _speeds(self, now: float) -> _Speeds:
         """What is not measured yet is taken to be as with the others; that counts as one request."""
         size = self._size
         measured = {worker: seat.measured(now) for worker, seat in self.seats.items()}
@@ -295,4 +308,9 @@ class _Pool:
             # A speed of both parts moves towards even loads either way; of one alone, one of the two would run away.
             share = (rate / usual) ** 0.75 * (latency / own if own else 1.0) ** 0.25
             speeds[worker] = _Speed(rate=rate, latency_s=latency if own is None else own, share=share)
-        return speeds
+        return _Speeds(
+            of=speeds,
+            rate=sum(speed.rate for speed in speeds.values()),
+            latency_s=latency,
+            load=sum(seat.load for seat in self.seats.values()),
+        )

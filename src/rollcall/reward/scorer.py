@@ -190,7 +190,7 @@ class Scorer:
         self._record(job, place=place, index=index, value=result.value, kind=result.kind, why=result.why)
 
     def _record(self, job: _Job, *, place: int, index: int, value: float, kind: FailureKind, why: str) -> None:
-        name, why = self.names[index], redact(why)
+        name, why = self.names[index], redact(why) if why else ""
         job.parts[place][name] = value
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)

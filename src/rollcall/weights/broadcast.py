@@ -1,8 +1,8 @@
 """Weights to processes on other hosts: a broadcast in a process group of its own.
 
 The group meets at a store of the sender and has nothing to do with the learner's: it can be made anew, with other members,
-whenever one of them is gone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time, and
-each is summed while the next one travels. A large span is sent from, and received into, the tensor itself.
+whenever one of them is gone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time; each is
+summed before it leaves, and again where it lands. A large span travels from tensor to tensor, small ones are packed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollcall.weights.carrier import Bucket
-from rollcall.weights.checksum import checksum
+from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout
 from rollcall.weights.line import Deadline, Line
 from rollcall.weights.protocol import MissingPeerError
 
-BUCKETS = BucketSize(num_bytes=16 << 20, alone_from=256 << 10)
+BUCKETS = BucketSize(num_bytes=4 << 20, alone_from=1 << 20)
 IN_FLIGHT = 2
 LOOK_S = 1.0
 POLL_S = 0.001
@@ -47,10 +47,15 @@ class _Group:
             options._devices = [gloo.create_device(hostname=address)]
             options._timeout = timeout
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._scratch: list[Tensor] = []
+        self._turn = 0
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
 
-    def start(self, flat: Tensor) -> Any:
+    def start(self, parts: Bucket) -> Any:
+        """``parts`` lie side by side."""
+        first = parts[0]
+        flat = first if len(parts) == 1 else first.as_strided((sum(map(len, parts)),), (1,))
         return self._group.broadcast([flat], self._options)
 
     def finish(self, work: Any, lines: Mapping[str, Line], deadline: Deadline) -> None:
@@ -74,10 +79,16 @@ class _Group:
     def travels_as_is(self, bucket: Bucket) -> bool:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
 
-    def scratch(self, bucket: Bucket) -> Tensor:
-        """Room for a bucket that cannot travel from where it lies."""
+    def scratch(self, bucket: Bucket) -> list[Tensor]:
+        """Room for a bucket that cannot travel from where it lies: one flat tensor, cut as the bucket is. It is used again
+        once this many more buckets, and one, are on their way."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
-        return torch.empty(sum(map(len, bucket)), dtype=torch.uint8, device=device)
+        if not self._scratch:
+            size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
+            self._scratch = list(torch.empty(size, dtype=torch.uint8, device=device))
+        self._turn = (self._turn + 1) % len(self._scratch)
+        flat = self._scratch[self._turn][: sum(map(len, bucket))]
+        return list(flat.split([len(span) for span in bucket]))
 
 
 class BroadcastOutlet:
@@ -121,12 +132,16 @@ class BroadcastOutlet:
         group = self._group
         assert group is not None, "open comes first"
         sums: list[int] = []
-        flying: deque[tuple[Any, Tensor]] = deque()  # the tensor must live until its bytes have left
+        flying: deque[tuple[Any, Bucket]] = deque()  # a bucket must live until its bytes have left
         with _naming(self._lines, deadline):
             for bucket in buckets:
-                flat = bucket[0] if group.travels_as_is(bucket) else _packed(bucket, group.scratch(bucket))
-                flying.append((group.start(flat), flat))
-                sums.append(checksum(bucket))
+                parts = bucket
+                if group.travels_as_is(bucket):
+                    sums.append(checksum(bucket))  # first: the bytes are then in the cache
+                else:
+                    parts = group.scratch(bucket)
+                    sums.append(copy_summed(parts, bucket, total_of=bucket))
+                flying.append((group.start(parts), parts))
                 if len(flying) > IN_FLIGHT:
                     group.finish(flying.popleft()[0], self._lines, deadline)
             for work, _ in flying:
@@ -170,19 +185,18 @@ class BroadcastInlet:
         group, line = self._group, self._line
         assert group is not None and line is not None, "open comes first"
         sums: list[int] = []
-        flying: deque[tuple[Any, Tensor, Bucket]] = deque()
+        flying: deque[tuple[Any, Bucket, Bucket]] = deque()
 
         def land() -> None:
-            work, flat, bucket = flying.popleft()
+            work, parts, bucket = flying.popleft()
             group.finish(work, {line.peer: line}, deadline)
-            if flat is not bucket[0]:
-                _unpack(flat, bucket)
-            sums.append(checksum(bucket))
+            as_is = parts is bucket
+            sums.append(checksum(bucket) if as_is else copy_summed(bucket, parts, total_of=bucket))
 
         with _naming({line.peer: line}, deadline):
             for bucket in buckets:
-                flat = bucket[0] if group.travels_as_is(bucket) else group.scratch(bucket)
-                flying.append((group.start(flat), flat, bucket))
+                parts = bucket if group.travels_as_is(bucket) else group.scratch(bucket)
+                flying.append((group.start(parts), parts, bucket))
                 if len(flying) > IN_FLIGHT:
                     land()
             while flying:
@@ -191,21 +205,6 @@ class BroadcastInlet:
 
     def close(self) -> None:
         self._group = self._store = None
-
-
-def _packed(bucket: Bucket, flat: Tensor) -> Tensor:
-    start = 0
-    for span in bucket:
-        flat[start : start + len(span)].copy_(span)
-        start += len(span)
-    return flat
-
-
-def _unpack(flat: Tensor, bucket: Bucket) -> None:
-    start = 0
-    for span in bucket:
-        span.copy_(flat[start : start + len(span)])
-        start += len(span)
 
 
 class _naming:
