@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="Python that has TRL")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
+    parser.add_argument("--compile", action="store_true", help="actor.compile=true: compile the learner's layers")
     parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
     workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
@@ -33,8 +34,9 @@ def main() -> None:
         steps = args.steps + WARMUP[args.device]
         budget = args.tokens_per_microbatch or (16384 if args.device == "cpu" else 32768)
         config = make_config(
-            workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, tokens_per_microbatch=budget
-        )
+            workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, tokens_per_microbatch=budget,
+            compile=args.compile or None,
+        )  # fmt: skip
         workers = make_workers(config)
         try:
             recorder = run_steps(config, workers)
