@@ -86,6 +86,7 @@ def quiet(text: str) -> None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_second_start_on_the_same_node_says_so(head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = head.record(monkeypatch)
@@ -96,11 +97,13 @@ def test_a_second_start_on_the_same_node_says_so(head: Node, folder: Path, monke
     assert head.record(monkeypatch) == before
 
 
+@pytest.mark.slow
 def test_another_rank_on_the_same_node_is_refused(head: Node, folder: Path) -> None:
     refused = head.rollcall("node", "--worker", "1", "--rendezvous", str(folder / "shared"), "--slots", "4")
     assert refused.returncode == 1 and "this node is rank 0 of cluster 'default', not rank 1" in refused.stderr
 
 
+@pytest.mark.slow
 def test_ports_are_recorded_and_the_dashboard_listens_on_loopback(head: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     record = head.record(monkeypatch)
     assert record.dashboard_url == f"http://127.0.0.1:{record.ports['dashboard']}"
@@ -108,6 +111,7 @@ def test_ports_are_recorded_and_the_dashboard_listens_on_loopback(head: Node, mo
     assert len(set(record.ports.values())) == len(record.ports)
 
 
+@pytest.mark.slow
 def test_without_the_token_there_is_no_answer_no_join_and_no_dashboard(
     head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +134,7 @@ def test_without_the_token_there_is_no_answer_no_join_and_no_dashboard(
     assert [node.rank for node in ask_head(record.head_address, token=read_token("default")).nodes] == [0]
 
 
+@pytest.mark.slow
 def test_the_token_is_in_no_log_and_no_process_list(head: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     record = head.record(monkeypatch)
     token = read_token("default").encode()
@@ -142,6 +147,7 @@ def test_the_token_is_in_no_log_and_no_process_list(head: Node, monkeypatch: pyt
             assert token not in Path(f"/proc/{entry.process.pid}/{name}").read_bytes(), (entry.name, name)
 
 
+@pytest.mark.slow
 def test_check_and_status_tell_who_is_missing(head: Node) -> None:
     missing = head.rollcall("check", "6", "--timeout", "1")
     assert missing.returncode == 1 and "4 of 6" in missing.stderr and "missing: rank 1" in missing.stderr
@@ -151,6 +157,7 @@ def test_check_and_status_tell_who_is_missing(head: Node) -> None:
     assert "not joined" in head.rollcall("status").stdout
 
 
+@pytest.mark.slow
 def test_a_file_with_another_id_at_a_living_head_is_not_joined(
     head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +172,7 @@ def test_a_file_with_another_id_at_a_living_head_is_not_joined(
     assert read_record("default") is None
 
 
+@pytest.mark.slow
 def test_a_number_of_nodes_or_a_rank_that_does_not_fit_is_refused(
     head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +209,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_worker_joins_takes_work_and_leaves_nothing_when_it_goes_down(
     head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +253,7 @@ def is_living(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_second_cluster_lives_beside_the_first_and_ends_alone(
     head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,6 +288,7 @@ def wait_for_record(cluster: str) -> NodeRecord:
     return record
 
 
+@pytest.mark.slow
 def test_the_head_withdraws_what_it_published_when_it_goes_down(head: Node, folder: Path) -> None:
     """The last of those that use the head; the fixture's own `down` then finds nothing to do."""
     assert Rendezvous(folder / "shared", "default").read() is not None

@@ -325,6 +325,7 @@ def test_a_rename_that_is_not_whole_is_seen(tmp_path: Path, text: str | None, wh
 # On four hosts
 
 
+@pytest.mark.slow
 def test_a_healthy_cluster_is_well(lab_cluster: LabCluster) -> None:
     result = rollcall(lab_cluster.head, "doctor", timeout_s=240)
     assert result.returncode == 0, result.stdout + result.stderr

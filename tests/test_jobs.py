@@ -521,6 +521,7 @@ def test_a_job_submitted_from_elsewhere_trains_on_the_cluster_and_its_secrets_ar
     assert {path.name for path in files_with(one_node.token, one_node.folder)} == {"token"}
 
 
+@pytest.mark.slow
 def test_a_failed_job_ends_the_command_with_its_status_and_its_words(one_node: OneNode) -> None:
     user = one_node.write_run("fails")
     result = rollcall("submit", "run.yaml", *one_node.address, "model.path=/no/such", cwd=user, **one_node.elsewhere)
@@ -528,6 +529,7 @@ def test_a_failed_job_ends_the_command_with_its_status_and_its_words(one_node: O
     assert "failed with status 1" in result.stderr and "Traceback" not in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_without_its_submitter_until_it_is_stopped(one_node: OneNode) -> None:
     """Ctrl-C ends the watching, not the job; on a node, relative paths and neither address nor token will do."""
     user = one_node.write_run("long", run={"name": "long", "dir": "runs/long"})
@@ -556,6 +558,7 @@ def test_a_job_goes_on_without_its_submitter_until_it_is_stopped(one_node: OneNo
     ]
 
 
+@pytest.mark.slow
 def test_env_shows_what_a_worker_on_each_node_sees(one_node: OneNode) -> None:
     user = one_node.write_run(
         "env",
