@@ -26,7 +26,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -52,10 +54,20 @@ from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, StepBatch
 from rollcall.types import FinishReason, Floats, Group, Prompt, Sample
 
 T = TypeVar("T")
+FLUSH_EVERY_S = 1.0
 
 
 class RunError(RuntimeError):
     """The run cannot go on; what is on disk is whole, and the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    samples: list[Sample]
+    metrics: dict[str, float]
+    num_tokens: int
+    score_s: float
+    update_s: float
 
 
 class Trainable(Protocol):
@@ -152,7 +164,7 @@ class Controller:
         self.rollouts = Rollouts(self.workers.engine)
         self.supply = self._make_supply()
         await self._call(self.workers.engine.update_weights, self.version)
-        await _together(self._run(), background=self.rollouts.pump())
+        await _together(self._run(), background=[self.rollouts.pump(), self._flush()])
 
     async def _run(self) -> None:
         if self.start_step == 0:
@@ -161,25 +173,35 @@ class Controller:
         await self._call(self._export)
 
     async def _train(self) -> None:
+        started = time.perf_counter()
         for step in range(self.start_step + 1, self.config.trainer.steps + 1):
-            started = time.perf_counter()
             batch = await self.supply.batch(step)
             await self._call(self.journal.sync)
             if self.workers.shares_policy:
                 await self._settle()
-            metrics = await self._call(self._update, batch)
+            clock = self.rollouts.clock.take()
+            update = await self._call(self._update, batch)
             self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
             updated = time.perf_counter()
             await self._announce(step)
             announced = time.perf_counter()
+            metrics = await self._call(self._metrics, batch, update, clock)
             self._log(step, metrics | {"time/sync_s": announced - updated, "time/step_s": announced - started})
-            evaluation = (
-                await self._evaluate(step, title="after training") if self._is_due(step, "eval_every") else None
-            )
+            started, evaluation = announced, None
+            if self._is_due(step, "eval_every"):
+                evaluation = await self._evaluate(step, title="after training")
+                started = time.perf_counter()
             if self._is_due(step, "save_every"):
                 saving = time.perf_counter()
                 await self._call(self._save, step, batch, evaluation)
-                self._log(step, {"time/save_s": time.perf_counter() - saving})
+                started = time.perf_counter()
+                self._log(step, {"time/save_s": started - saving})
+
+    async def _flush(self) -> None:
+        """Beside a cluster's rollout, write to the disk what was journaled, so that a step need not wait for all of it."""
+        while self.workers.is_remote:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            await in_thread(self.journal.sync)
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         """A call that takes long: here and now, or beside the loop where it only waits for other processes."""
@@ -256,8 +278,8 @@ class Controller:
         self.journal.append(group)
         return Made(group=group, journaled=False)
 
-    def _update(self, batch: StepBatch) -> dict[str, float]:
-        """Advantages and the policy's (and critic's) updates; returns the step's metrics."""
+    def _update(self, batch: StepBatch) -> _Update:
+        """Advantages and the policy's (and critic's) updates."""
         workers, algorithm = self.workers, self.config.algorithm
         started = time.perf_counter()
         samples = make_samples(
@@ -277,24 +299,32 @@ class Controller:
                 f"step {batch.step}: {error}; this update was not applied and nothing on disk is lost. Lower actor.lr, "
                 "set actor.grad_clip, or look at the step's groups in the journal; then run the same command again"
             ) from error
-        updated = time.perf_counter()
+        return _Update(
+            samples=samples,
+            metrics={**learner, **critic},
+            num_tokens=workers.learner.num_tokens_trained - trained_before,
+            score_s=scored - started,
+            update_s=time.perf_counter() - scored,
+        )
+
+    def _metrics(self, batch: StepBatch, update: _Update, clock: Clock) -> dict[str, float]:
+        """What the step's row says; put together while the next rollout is under way."""
         metrics = _batch_metrics(
             batch,
-            samples,
-            clock=self.rollouts.clock.take(),
+            update.samples,
+            clock=clock,
             threshold=self.config.eval.threshold,
-            first_reward=workers.scorer.names[0],
+            first_reward=self.workers.scorer.names[0],
         )
-        metrics |= {f"train/{name}": value for name, value in {**learner, **critic}.items()}
+        metrics |= {f"train/{name}": value for name, value in update.metrics.items()}
         metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
         metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
-        metrics["rollout/preemptions"] = float(workers.take_preemptions())
-        metrics["train/tokens"] = float(workers.learner.num_tokens_trained - trained_before)
-        train_s = updated - started
         return metrics | {
-            "time/score_s": scored - started,
-            "time/update_s": updated - scored,
-            "perf/train_tokens_per_s": metrics["train/tokens"] / train_s,
+            "rollout/preemptions": float(self.workers.take_preemptions()),
+            "train/tokens": float(update.num_tokens),
+            "time/score_s": update.score_s,
+            "time/update_s": update.update_s,
+            "perf/train_tokens_per_s": update.num_tokens / (update.score_s + update.update_s),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
 
@@ -364,6 +394,7 @@ def _batch_metrics(
     completions = [completion for group in batch.groups for completion in group.completions]
     rewards = np.array([score.value for score in scores])
     lengths = [len(completion.token_ids) for completion in completions]
+    lags = _staleness(batch)
     loss_tokens = np.concatenate([sample.advantages[sample.mask] for sample in samples])
     metrics = {
         "train/reward_mean": float(rewards.mean()),
@@ -372,6 +403,8 @@ def _batch_metrics(
         "train/advantage_abs_mean": float(np.abs(loss_tokens).mean()) if len(loss_tokens) else 0.0,
         "train/zero_variance_groups": batch.zero_variance,
         "train/refills": float(batch.num_refills),
+        "rollout/staleness_mean": sum(lag * count for lag, count in lags.items()) / max(lags.total(), 1),
+        "rollout/staleness_max": float(max(lags, default=0)),
         "rollout/tokens": float(sum(group.num_tokens for group in batch.groups)),
         "rollout/response_length_mean": float(np.mean(lengths)),
         "rollout/truncated_fraction": float(
@@ -391,6 +424,15 @@ def _batch_metrics(
     return metrics
 
 
+def _staleness(batch: StepBatch) -> Counter[int]:
+    """Tokens by how many versions they are older than the policy they train."""
+    lags: Counter[int] = Counter()
+    for completion in (completion for group in batch.groups for completion in group.completions):
+        for segment in completion.segments:
+            lags[batch.step - 1 - segment.version] += segment.num_tokens
+    return lags
+
+
 def _fingerprint(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
@@ -399,10 +441,10 @@ def _fingerprint(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()
 
 
-async def _together(*work: Coroutine[Any, Any, None], background: Coroutine[Any, Any, None] | None = None) -> None:
+async def _together(*work: Coroutine[Any, Any, None], background: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
     """Run all of ``work`` to its end, with ``background`` beside it; the first failure of any ends the others."""
     wanted = {asyncio.create_task(coroutine) for coroutine in work}
-    tasks = wanted | ({asyncio.create_task(background)} if background else set())
+    tasks = wanted | {asyncio.create_task(coroutine) for coroutine in background}
     try:
         while not all(task.done() for task in wanted):
             running = {task for task in tasks if not task.done()}

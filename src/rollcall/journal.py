@@ -23,6 +23,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -101,6 +102,7 @@ class Journal:
         self._trained_file: _AppendFile | None = None
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
+        self._syncing = threading.Lock()
         _guard(lambda: self.dir.mkdir(parents=True, exist_ok=True), path=self.dir, what="the journal folder")
 
     def append(self, group: Group) -> None:
@@ -111,11 +113,16 @@ class Journal:
             self._file(group.step).append(record, what=f"the group of draw {group.draw}, step {group.step}")
 
     def sync(self) -> None:
-        """Wait until everything appended so far is on the disk itself. Call it before training on it."""
-        with self._lock:
-            for file in (*self._files.values(), self._trained_file):
-                if file is not None:
-                    file.sync()
+        """Wait until everything appended so far is on the disk itself. Call it before training on it.
+
+        Another thread may append meanwhile: only what takes no time happens under the lock.
+        """
+        with self._syncing, ExitStack() as kept:  # what another thread is about to have on the disk is not there yet
+            with self._lock:
+                files = [file for file in (*self._files.values(), self._trained_file) if file is not None]
+                waits = [file.begin_sync(kept) for file in files]
+            for wait in waits:
+                wait()
 
     def read(self, step: int) -> list[Group]:
         """The step's groups in order of draw; empty if there are none. Damage is reported and skipped."""
@@ -248,12 +255,25 @@ class _AppendFile:
             log.warning("journal %s: half a record stays after offset %d: %s", self.path, self._end, error.strerror)
 
     def sync(self) -> None:
-        if self._dirty:
-            _guard(lambda: os.fsync(self._fd), path=self.path, what="buffered records to the disk")
-            self._dirty = False
-        if self._new:
-            _fsync_dir(self.path.parent)
-            self._new = False
+        with ExitStack() as kept:
+            self.begin_sync(kept)()
+
+    def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
+        """What to call to have on the disk all that was appended so far; it needs nothing of this object, which may be
+        closed by then: ``kept`` holds a descriptor of its own open."""
+        dirty, self._dirty = self._dirty, False
+        new, self._new = self._new, False
+        if dirty:
+            fd = os.dup(self._fd)
+            kept.callback(os.close, fd)
+
+        def wait() -> None:
+            if dirty:
+                _guard(lambda: os.fsync(fd), path=self.path, what="buffered records to the disk")
+            if new:
+                _fsync_dir(self.path.parent)
+
+        return wait
 
     def close(self) -> None:
         os.close(self._fd)

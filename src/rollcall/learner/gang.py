@@ -11,7 +11,7 @@ import heapq
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ class Gang:
     nodes: tuple[str, ...]  # where each member runs
     sum_over: Callable[[Tensor], None]  # in place
     gather: Callable[[Any], list[Any]]  # a small object of each member, by rank
+    meshes: dict[Any, Any] = field(default_factory=dict)  # groups of members, made once for each way to divide a model
 
     @classmethod
     def alone(cls) -> Gang:

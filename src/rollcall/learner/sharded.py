@@ -193,7 +193,9 @@ class Sharded:
         self.gang, self.split, self.device, self.dtype = gang, split, device, decoder.dtype
         self.section = section
         self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
-        self.meshes: Meshes = make_meshes(split, device_type=device.type, kv_copies=self.kv_copies)
+        if (split, self.kv_copies) not in gang.meshes:
+            gang.meshes[split, self.kv_copies] = make_meshes(split, device_type=device.type, kv_copies=self.kv_copies)
+        self.meshes: Meshes = gang.meshes[split, self.kv_copies]
         self.frozen = frozen
         self.in_parts = True
         self.counts = split.tensor_rank == 0

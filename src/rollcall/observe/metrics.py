@@ -50,6 +50,10 @@ METRICS: dict[str, Metric] = {
         "Mean |learner - engine| log-prob of sampled tokens, before the update; with top-p or top-k it includes their renormalisation.",
     ),
     "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
+    "rollout/staleness_mean": Metric(
+        "versions", "How much older than the policy the tokens trained on are, on average."
+    ),
+    "rollout/staleness_max": Metric("versions", "The same of the oldest; at most `trainer.staleness`."),
     "rollout/preemptions": Metric("count", "Completions that lost their KV cache room and were computed again."),
     "rollout/groups_from_journal": Metric("count", "Groups of the step read from the journal instead of generated."),
     "reward/<part>": Metric("", "Mean unweighted score of one reward, by its name."),
