@@ -355,6 +355,56 @@ def odd(
     return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
 
 
+def mirrored(gang: Gang, directory: Path) -> tuple[bool, bool]:
+    """Whether the module has what was learnt, after an update and after a checkpoint was read."""
+    learner = Learner(
+        trainable(), section(**FSDP), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST,
+        total_updates=10, gang=gang, mirror=True,
+    )  # fmt: skip
+    write_learner(learner, make_tokenizer(), directory)
+    before = learner.model.lm_head.weight.clone()
+    learner.update(make_samples(make_model()))
+    whole = dict(learner.body.whole_tensors())
+    follows = not torch.equal(learner.model.lm_head.weight, before) and torch.equal(
+        learner.model.lm_head.weight, whole["embed"]
+    )
+    gang.gather(None)  # rank 0 has written
+    read_learner(learner, directory)
+    return follows, torch.equal(learner.model.lm_head.weight, before)
+
+
+def test_a_module_that_mirrors_a_divided_learner_has_its_weights(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(mirrored, tmp_path, size=2) == [(True, True)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_state_in_host_memory_learns_the_same(dtype: torch.dtype) -> None:
+    import torch.distributed as dist
+
+    samples = make_samples(make_model("qwen2-untied"))
+
+    def learn(**changes: Any) -> tuple[Learner, list[float]]:
+        model = trainable("qwen2-untied").to("cuda", dtype)
+        fuse_parameters(model)
+        learner = Learner(
+            model, section(**changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST,
+            total_updates=10, mirror=True,
+        )  # fmt: skip
+        return learner, [learner.update(samples)["loss"] for _ in range(3)]
+
+    whole, losses = learn()
+    try:
+        offloaded, found = learn(sharding="fsdp", cpu_offload=True)
+        assert all(tensor.device.type == "cpu" for tensor in offloaded.body.named.values())
+        assert found == pytest.approx(losses, abs=1e-4 if dtype == torch.float32 else 0.02)
+        for name, parameter in offloaded.model.named_parameters():
+            other = whole.model.get_parameter(name)
+            assert parameter.is_cuda and (parameter - other).abs().max() < 4e-3, name
+    finally:
+        dist.destroy_process_group()
+
+
 def seat(
     gang: Gang, config: Config, model_path: str, in_parts: frozenset[Role], roles: list[set[Role]]
 ) -> dict[str, Any]:

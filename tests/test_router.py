@@ -136,6 +136,13 @@ def test_a_worker_that_was_too_slow_is_tried_again_later() -> None:
     assert made["w0"] >= 5, "a fair share would be 6"
 
 
+def test_a_run_that_begins_at_a_late_version_takes_nobody_for_forgotten() -> None:
+    simulation = Simulation([1.0] * 4, places=8)
+    for version in (50, 51):
+        seconds, made = simulation.step(32, version=version)
+        assert seconds == 1.0 and set(made.values()) == {8}
+
+
 def test_a_worker_that_is_stuck_gets_nothing_more() -> None:
     simulation = Simulation([1.0, 1.0, 1.0], places=2)
     simulation.step(30)

@@ -32,6 +32,7 @@ def read_learner(learner: Learner, directory: Path) -> None:
     that is in parts gets the weights with the next version.)"""
     learner.body.load(_Stored(directory / "model"))
     _read_state(learner, directory / "actor.pt")
+    learner.refresh()
 
 
 class _Stored(Mapping[str, torch.Tensor]):

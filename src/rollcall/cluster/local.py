@@ -128,7 +128,7 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     inputs = load_inputs(config, say=say)
     load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype)
     model = load()
-    learner = build_learner(config, model, gang=Gang.alone())
+    learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
     engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
     rewards = model_rewards(config, score=learner.score, load_reward_model=partial(load_reward_model, device=device))
     scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
@@ -146,7 +146,9 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     )
 
 
-def build_learner(config: Config, model: Any, *, gang: Gang, device: torch.device | None = None) -> Learner:
+def build_learner(
+    config: Config, model: Any, *, gang: Gang, device: torch.device | None = None, mirror: bool = False
+) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
         model,
@@ -157,6 +159,7 @@ def build_learner(config: Config, model: Any, *, gang: Gang, device: torch.devic
         total_updates=config.trainer.steps * config.actor.minibatches * config.actor.epochs,
         gang=gang,
         device=device,
+        mirror=mirror,
     )
     pays = learner.body.device.type == "cuda" and num_parameters >= COMPILE_FROM
     if config.actor.compile if config.actor.compile is not None else pays:

@@ -216,7 +216,7 @@ class _Pool:
         speeds = self._speeds(self._clock()).of
         others = [speed for worker, speed in speeds.items() if worker != seat.place.worker]
         latency_s = statistics.median(speed.latency_s for speed in others)
-        share = min(latency_s / took_s, 1.0) if took_s else 1.0
+        share = min(latency_s / took_s, 1.0) if took_s and latency_s else 1.0
         seat.done = size
         seat.busy_s = size / (share * statistics.median(speed.rate for speed in others))
         seat.latency_s = None
@@ -262,7 +262,11 @@ class _Pool:
     def _best(self, size: int, *, waiting: int, version: int, speeds: _Speeds) -> _Seat | None:
         """Who is expected to finish a request of this size first and has room for it; None: it had better wait."""
         able = [seat for seat in self.seats.values() if not seat.load or seat.load < self._room + size]
-        forgotten = [seat for seat in able if not seat.load and version - seat.version > seat.patience]
+        forgotten = [
+            seat
+            for seat in able
+            if not seat.load and seat.latency_s is not None and version - seat.version > seat.patience
+        ]
         if forgotten and len(self.seats) > 1:
             forgotten[0].on_trial = True
             return forgotten[0]

@@ -56,8 +56,10 @@ class Learner:
         total_updates: int,
         gang: Gang | None = None,
         device: torch.device | None = None,
+        mirror: bool = False,
     ):
-        """``model`` may lie elsewhere than on ``device`` where each rank takes but a part of it."""
+        """Where each rank takes but a part of it, ``model`` may lie elsewhere than on ``device``, and stays as it is unless
+        it is to ``mirror`` what is learnt."""
         self.model = model
         self.gang = gang or Gang.alone()
         self.section = section
@@ -67,6 +69,7 @@ class Learner:
         self.body = make_body(model, section, gang=self.gang, device=device)
         self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
         self.num_tokens_trained = 0
+        self._mirrored = Decoder.of(model).named_tensors() if mirror and self.body.in_parts else {}
 
     @property
     def rescores(self) -> bool:
@@ -86,10 +89,18 @@ class Learner:
         for _ in range(self.section.epochs):
             for part in split_by_draw(samples, self.section.minibatches):
                 rows.append(self._update_once(part))
+        self.refresh()
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
         for name in ("mismatch", "mismatch_max"):  # only the first pass sees the policy that was sampled from
             metrics[name] = rows[0][name]
         return metrics
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring a model that mirrors the weights up to date."""
+        if self._mirrored:
+            for name, tensor in self.body.whole_tensors():
+                self._mirrored[name].copy_(tensor)
 
     def whole_model(self) -> Any:
         """The module with the weights as they are, on the gang's first rank; None on the others."""
