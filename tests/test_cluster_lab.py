@@ -327,6 +327,7 @@ def processes_of(cluster: str, host: Host) -> list[int]:
     return [process.pid for process in host.processes() if f"/rollcall-0/{cluster}/" in process.cmdline]
 
 
+@pytest.mark.slow
 def test_two_users_have_a_cluster_of_the_same_name_on_one_host(lab_cluster: LabCluster) -> None:
     host, before = lab_cluster.head, processes_of("default", lab_cluster.head)
     env = {"HOME": "/tmp/another", "ROLLCALL_TOKEN": secrets.token_hex(32)}
@@ -364,6 +365,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, str]]:
         yield lab, token
 
 
+@pytest.mark.slow
 def test_master_and_worker_meet_at_an_address_with_a_token_from_the_environment(pair: tuple[Lab, str]) -> None:
     lab, _ = pair
     for host in lab.hosts[:2]:
@@ -373,6 +375,7 @@ def test_master_and_worker_meet_at_an_address_with_a_token_from_the_environment(
     assert list(lab.shared.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_dashboard_that_was_asked_to_listen_outside_wants_the_token(pair: tuple[Lab, str]) -> None:
     lab, _ = pair
     url = status(lab.hosts[0])["dashboard_url"]
@@ -381,12 +384,14 @@ def test_a_dashboard_that_was_asked_to_listen_outside_wants_the_token(pair: tupl
         assert fetch(lab.hosts[2], url + path, *body) == "401"
 
 
+@pytest.mark.slow
 def test_a_token_from_the_environment_is_written_to_its_own_file_alone(pair: tuple[Lab, str]) -> None:
     lab, token = pair
     for host in lab.hosts[:2]:
         assert_only_in_its_file(token, host)
 
 
+@pytest.mark.slow
 def test_a_node_without_power_is_soon_shown_dead_and_may_come_back(pair: tuple[Lab, str]) -> None:
     lab, token = pair
     head, worker = lab.hosts[:2]
@@ -404,6 +409,7 @@ def test_a_node_without_power_is_soon_shown_dead_and_may_come_back(pair: tuple[L
     assert ranks_alive(head) == [0, 1]
 
 
+@pytest.mark.slow
 def test_down_on_every_host_leaves_nothing(pair: tuple[Lab, str]) -> None:
     lab, _ = pair
     for host in (lab.hosts[1], lab.hosts[0]):
