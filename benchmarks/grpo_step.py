@@ -2,17 +2,24 @@
 
 python -m benchmarks.grpo_step --device cpu
 python -m benchmarks.grpo_step --device cuda --peer none
+python -m benchmarks.grpo_step --device cuda --peer local     the same step through Ray against local mode
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common import WORKLOADS, build_model_dir, peer_python, print_result, run_peer
-from benchmarks.ours import make_config, make_workers, run_steps
+from benchmarks.common import ROOT, WORKLOADS, build_model_dir, peer_python, print_result, run_peer
+from benchmarks.ours import make_config, make_workers, one_node, run_steps
+from rollcall.config import Config, parse_config
 
 WARMUP = {"cpu": 2, "cuda": 3}
 PEER_DEADLINE_S = 900
@@ -21,7 +28,7 @@ PEER_DEADLINE_S = 900
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--peer", choices=("trl", "none"), default="trl")
+    parser.add_argument("--peer", choices=("trl", "local", "none"), default="trl")
     parser.add_argument("--peer-python", help="Python that has TRL")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
@@ -37,30 +44,57 @@ def main() -> None:
             workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, tokens_per_microbatch=budget,
             compile=args.compile or None,
         )  # fmt: skip
-        workers = make_workers(config)
-        try:
-            recorder = run_steps(config, workers)
-        finally:
-            workers.close()
-        seconds = recorder.step_seconds()[WARMUP[args.device] - 1 :]
-        rows = [metrics for _, metrics in recorder.rows][WARMUP[args.device] :]
-        ours = {
-            "step_s": round(statistics.median(seconds), 4),
-            "steps": [round(second, 3) for second in seconds],
-            "rollout_s": round(statistics.median(row["time/rollout_s"] for row in rows), 4),
-            "update_s": round(statistics.median(row["time/update_s"] for row in rows), 4),
-            "rollout_tokens_per_s": round(statistics.median(row["rollout/tokens_per_s"] for row in rows)),
-            "logprob_mismatch": statistics.median(row["rollout/logprob_mismatch"] for row in rows),
-            "peak_memory_gib": round(rows[-1]["perf/peak_memory_gib"], 2),
-        }
-        print("ours", ours, flush=True)
         peer = ratio = None
+        if args.peer == "local":
+            peer = measure_local(args, model_dir)
+            config = on_the_cluster(config)
+        with one_node(Path(folder)) if args.peer == "local" else nullcontext():
+            ours = measure(config, warmup=WARMUP[args.device])
+        print("ours", ours, flush=True)
         if args.peer == "trl":
             python = peer_python("trl", args.peer_python)
             options = ["--model-dir", str(model_dir), "--device", args.device]
             peer = run_peer("peer_trl", python=python, workload=workload, args=options, deadline_s=PEER_DEADLINE_S)
+        if peer is not None:
             ratio = peer["step_s"] / ours["step_s"]
     print_result("grpo_step", workload=workload.name, device=args.device, ours=ours, peer=peer, ratio=ratio)
+
+
+def measure(config: Config, *, warmup: int) -> dict[str, Any]:
+    workers = make_workers(config)
+    try:
+        recorder = run_steps(config, workers)
+    finally:
+        workers.close()
+    seconds = recorder.step_seconds()[warmup - 1 :]
+    rows = [metrics for _, metrics in recorder.rows][warmup:]
+    return {
+        "step_s": round(statistics.median(seconds), 4),
+        "steps": [round(second, 3) for second in seconds],
+        "rollout_s": round(statistics.median(row["time/rollout_s"] for row in rows), 4),
+        "update_s": round(statistics.median(row["time/update_s"] for row in rows), 4),
+        "sync_s": round(statistics.median(row["time/sync_s"] for row in rows), 4),
+        "rollout_tokens_per_s": round(statistics.median(row["rollout/tokens_per_s"] for row in rows)),
+        "logprob_mismatch": statistics.median(row["rollout/logprob_mismatch"] for row in rows),
+        "peak_memory_gib": round(rows[-1]["perf/peak_memory_gib"], 2),
+    }
+
+
+def measure_local(args: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
+    """The same in one process, which gives its memory back before the other begins."""
+    options = ["--device", args.device, "--peer", "none", "--steps", str(args.steps), "--model-dir", str(model_dir)]
+    options += ["--compile"] if args.compile else []
+    options += ["--tokens-per-microbatch", str(args.tokens_per_microbatch)] if args.tokens_per_microbatch else []
+    command = [sys.executable, "-m", "benchmarks.grpo_step", *options]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=PEER_DEADLINE_S, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])["ours"]
+
+
+def on_the_cluster(config: Config) -> Config:
+    """The same run in a process of the cluster, roles collocated."""
+    accelerator = "cpu" if config.model.device == "cpu" else "gpu"
+    cluster = {"num_nodes": 1, "num_gpus_per_node": 1, "component_placement": {"actor,rollout": "all"}}
+    return parse_config(config.model_dump(mode="json") | {"cluster": cluster | {"accelerator": accelerator}})
 
 
 if __name__ == "__main__":

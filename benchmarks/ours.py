@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Workload
+from benchmarks.common import ROOT, Workload
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cluster.local import Workers, build_workers
+from rollcall.cluster.local import build_workers
 from rollcall.config import Config, parse_config
-from rollcall.controller import Controller
+from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
 from rollcall.observe.console import QuietConsole
 
@@ -68,10 +72,30 @@ def make_config(workload: Workload, model_dir: Path, run_dir: Path, *, device: s
     )  # fmt: skip
 
 
-def make_workers(config: Config) -> Workers:
-    workers = build_workers(config, say=lambda text: None)
+def make_workers(config: Config) -> Any:
+    """In this process, or in one of the cluster's where the run file has a cluster."""
+    if config.cluster is None:
+        workers: Any = build_workers(config, say=lambda text: None)
+    else:
+        from rollcall.cluster.remote import build_remote_workers
+
+        workers = build_remote_workers(config, say=lambda text: None)
     workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens
     return workers
+
+
+@contextmanager
+def one_node(folder: Path) -> Iterator[None]:
+    """A cluster of this machine alone, with one slot, for as long as the block lasts."""
+    os.environ |= {"ROLLCALL_STATE_DIR": str(folder / "state"), "ROLLCALL_CLUSTER": "bench"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    rollcall = [sys.executable, "-m", "rollcall"]
+    place = ["--rank", "0", "--num-nodes", "1", "--rendezvous", str(folder / "meet"), "--slots", "1"]
+    subprocess.run([*rollcall, "node", "--cluster", "bench", *place], check=True, timeout=300)
+    try:
+        yield
+    finally:
+        subprocess.run([*rollcall, "down", "--cluster", "bench"], check=True, timeout=120)
 
 
 def run_steps(config: Config, workers: Workers) -> Recorder:

@@ -122,7 +122,9 @@ class StandIn:
         self.seat = EngineSeat(self.engine, room=room)
 
     def set_pace(self, pace: Pace) -> None:
-        self.pace = self.engine._pace = pace
+        self.pace = pace
+        self.engine = SleepEngine(pace)
+        self.seat = EngineSeat(self.engine, room=0)
 
     def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Progress:
         return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)

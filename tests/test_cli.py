@@ -282,9 +282,21 @@ def assert_opens_with_transformers(directory: Path) -> None:
     assert tokens.shape[1] > 4
 
 
+# Past the first checkpoint every score takes its time, until the test says go: a signal then meets a run in its middle.
+SLOW_ONCE = """
+import time
+from pathlib import Path
+
+def score(*row):
+    is_late = Path("runs/tiny/checkpoints/step-000003").exists() and not Path("go").exists()
+    time.sleep(0.3 if is_late else 0.01)
+    return 0.0
+"""
+
+
 @pytest.mark.chaos
 def test_ctrl_c_is_a_clean_stop_and_the_same_command_finishes_the_run(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ndef score(*row):\n    time.sleep(0.02)\n    return 0.0\n")
+    (tmp_path / "slow.py").write_text(SLOW_ONCE)
     reward: Any = [{"type": "function", "path": "slow:score"}]
     run_file = write_run(tmp_path, reward=reward, trainer={"steps": 12, "save_every": 3, "eval_every": 0})
     run_dir = tmp_path / "runs/tiny"
@@ -303,6 +315,7 @@ def test_ctrl_c_is_a_clean_stop_and_the_same_command_finishes_the_run(tmp_path: 
     before = {path: path.read_bytes() for path in (run_dir / "journal").glob("*.groups")}
     assert before and len(before) < 12, "the run was stopped in its middle"
 
+    (tmp_path / "go").touch()
     result = rollcall("train", str(run_file), "--json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["steps"] == 12

@@ -112,8 +112,10 @@ class Lab:
     @property
     def kept(self) -> list[str]:
         """What a host has at the same place as this machine."""
-        places = (sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(CHECKOUT), str(self.shared))
-        return sorted(set(places))
+        places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(CHECKOUT), str(self.shared)}
+        if vllm := os.environ.get("ROLLCALL_VLLM_PYTHON"):
+            places.add(str(Path(vllm).parents[1]))
+        return sorted(places)
 
     @property
     def etc(self) -> Path:
