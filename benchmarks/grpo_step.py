@@ -29,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peer", choices=("trl", "local", "none"), default="trl")
+    parser.add_argument("--engine", choices=("native", "vllm"), default="native", help="who samples on our side")
     parser.add_argument("--peer-python", help="Python that has TRL")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
@@ -41,8 +42,8 @@ def main() -> None:
         steps = args.steps + WARMUP[args.device]
         budget = args.tokens_per_microbatch or (16384 if args.device == "cpu" else 32768)
         config = make_config(
-            workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, tokens_per_microbatch=budget,
-            compile=args.compile or None,
+            workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, engine=args.engine,
+            tokens_per_microbatch=budget, compile=args.compile or None,
         )  # fmt: skip
         peer = ratio = None
         if args.peer == "local":
@@ -83,7 +84,7 @@ def measure(config: Config, *, warmup: int) -> dict[str, Any]:
 def measure_local(args: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
     """The same in one process, which gives its memory back before the other begins."""
     options = ["--device", args.device, "--peer", "none", "--steps", str(args.steps), "--model-dir", str(model_dir)]
-    options += ["--compile"] if args.compile else []
+    options += ["--engine", args.engine, *(["--compile"] if args.compile else [])]
     options += ["--tokens-per-microbatch", str(args.tokens_per_microbatch)] if args.tokens_per_microbatch else []
     command = [sys.executable, "-m", "benchmarks.grpo_step", *options]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=PEER_DEADLINE_S, stdout=subprocess.PIPE, text=True)

@@ -41,7 +41,16 @@ class Recorder:
         return [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
-def make_config(workload: Workload, model_dir: Path, run_dir: Path, *, device: str, steps: int, **actor: Any) -> Config:
+def make_config(
+    workload: Workload,
+    model_dir: Path,
+    run_dir: Path,
+    *,
+    device: str,
+    steps: int,
+    engine: str = "native",
+    **actor: Any,
+) -> Config:
     """The workload as a run file; prompts of all steps in one data file."""
     from transformers import AutoTokenizer
 
@@ -61,6 +70,7 @@ def make_config(workload: Workload, model_dir: Path, run_dir: Path, *, device: s
                 "max_prompt_tokens": workload.prompt_tokens,
             },
             "rollout": {
+                "engine": engine,
                 "samples_per_prompt": workload.samples_per_prompt,
                 "max_response_tokens": max(workload.new_tokens),
                 "max_running": workload.num_completions,
