@@ -165,9 +165,15 @@ def test_a_tensor_size_that_splits_processes_is_refused() -> None:
 
 
 def test_roles_that_a_run_needs_and_does_not_place_join_the_actor() -> None:
-    plan = make_plan(EIGHT, {"rollout": "0-5", "actor": "6-7"}, needs=needs("actor", "rollout", "critic", "reference"))
-    assert slots_of(plan, "critic") == slots_of(plan, "reference") == [(6,), (7,)]
-    assert any(note.startswith("critic is not placed, so it lives in the actor's processes") for note in plan.notes)
+    plan = make_plan(EIGHT, {"rollout": "0-5", "actor": "6-7"}, needs=needs("actor", "rollout", "reference"))
+    assert slots_of(plan, "reference") == [(6,), (7,)]
+    assert any(note.startswith("reference is not placed, so it lives in the actor's processes") for note in plan.notes)
+
+
+def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
+    message = refusal(EIGHT, {"rollout": "0-5", "actor": "6-7"}, needs=needs("actor", "rollout", "critic"))
+    assert "places rollout and actor, and algorithm.name=ppo asks for one: a critic" in message
+    assert "'actor,critic'" in message
 
 
 @pytest.mark.parametrize("missing", ["actor", "rollout"])

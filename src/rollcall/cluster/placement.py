@@ -38,7 +38,7 @@ class Role(StrEnum):
 
 
 # A run that needs one of these and does not place it gets it in the actor's processes.
-WITH_THE_ACTOR = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
+WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +351,11 @@ def _meet_needs(placed: dict[Role, list[_Span]], needs: Needs, notes: list[str])
             raise PlacementError(
                 f"{WHERE} places {others}, and no run goes without {role}; write for example 'actor,rollout: all'"
             )
+    if Role.CRITIC in needs.roles and Role.CRITIC not in placed:
+        raise PlacementError(
+            f"{WHERE} places {' and '.join(dict.fromkeys(placed))}, and {_asks_for(Role.CRITIC)}: a critic is trained like the "
+            "actor and is as large; give it slots of its own (critic: 4-7), or the actor's ('actor,critic': ...)"
+        )
     kept = {}
     for role, spans in placed.items():
         if role is Role.INFERENCE or role in needs.roles:
