@@ -6,7 +6,7 @@ gets a Crew, which it calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,6 +117,14 @@ class Crew(Protocol):
         ...
 
     def is_alive(self, rank: int) -> bool: ...
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        ...
+
+    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
+        """Put another process into the seat of a worker that is lost, and say where it is now."""
+        ...
 
     def stop(self, *, timeout_s: float) -> None:
         """End every process of the group, and the processes that those have started."""

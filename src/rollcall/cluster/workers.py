@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -269,6 +269,15 @@ class WorkerGroup:
         """Those of the futures that are done or have failed; waits for the first, at most ``timeout_s``."""
         return self._running.ready(futures, timeout_s=timeout_s)
 
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        self._running.tolerate(ranks)
+
+    def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
+        """Put a new process into the seat of a worker that is lost, waiting for its node where that is lost too."""
+        self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
+        self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
+
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
     ) -> bool:
@@ -289,8 +298,10 @@ class WorkerGroup:
                     f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}"
                 )
                 clean = False
-        crew.stop(timeout_s=timeout_s)
-        self.cluster.forget(self)
+        try:
+            crew.stop(timeout_s=timeout_s)
+        finally:
+            self.cluster.forget(self)
         return clean
 
     @property
