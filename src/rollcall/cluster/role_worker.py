@@ -183,6 +183,8 @@ class RoleWorker:
         """The engine samples from this version. One that does so already is told nothing: its cache stays good."""
         if self.engine is not None and version != self._served:
             self.engine.update_weights(version)
+        if self.seat is not None:
+            self.seat.release()
         self._served = version
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
