@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from rollcall.aside import wait_for_threads
 from rollcall.cluster.failures import NoRoomError, WorkerLostError
 from rollcall.cluster.state import ClusterError
 
 T = TypeVar("T")
 MAX_TOLD_LINES = 60
+LEFT_S = 30.0
 
 
 class RestartsSpentError(RuntimeError):
@@ -89,6 +91,9 @@ def closing(workers: Closable, *, say: Callable[[str], None]) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
+        # A call that was left, such as a checkpoint half written, must not go on beside the next attempt.
+        if left := wait_for_threads(timeout_s=LEFT_S):
+            say(f"still under way from before: {', '.join(left)}")
         raise
     workers.close()
 
