@@ -394,12 +394,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def test_a_lost_rollout_process_is_replaced_within_the_attempt(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="apart")
+    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0, actor: 1}", slots=2, name="apart")
     saboteur = Saboteur(monkeypatch, worker=0, after=2 * PROMPTS + 3)
     summary = train(config, quiet=True)
     assert summary["steps"] == STEPS and saboteur.hit_pid is not None
-    assert len(saboteur.built) == 1, "the other processes lived on"
-    assert "rollout-0 on node 0 is lost" in capfd.readouterr().err
+    assert len(saboteur.built) == 1, "the actor lived on"
+    told = capfd.readouterr().err
+    assert "rollout-0 on node 0 is lost" in told and "has weights of version 2 and serves again" in told
+    check_whole(config, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_stopped_rollout_process_tells_its_stacks_and_others_do_its_part(
+    node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="stopped")
+    saboteur = Saboteur(monkeypatch, worker=0, after=2 * PROMPTS + 3, signum=signal.SIGSTOP)
+    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
+    told = capfd.readouterr().err
+    assert "its process is stopped" in told and "most recent call first" in told
     check_whole(config, undisturbed)
 
 

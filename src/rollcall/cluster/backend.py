@@ -64,10 +64,12 @@ class WorkerSpec:
     slots: tuple[int, ...]
     share: float  # of its slot; the rest is for workers that live there as well
     env: Mapping[str, str]  # as the user wants it
+    title: str = ""  # what messages call it, where that is not its role and rank
 
     @property
     def where(self) -> str:
-        return f"{self.role} rank {self.rank} on node {self.node.node_rank} ({self.node.address})"
+        who = self.title or f"{self.role} rank {self.rank}"
+        return f"{who} on node {self.node.node_rank} ({self.node.address})"
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -313,6 +313,7 @@ def _place(
             )
             for process in processes
         ],
+        titles=[" + ".join(f"{role} rank {rank}" for role, rank in process.ranks.items()) for process in processes],
         node_env_vars={
             kept[rank]: worker_env(section, submitted=submitted_env(section), node_rank=rank)
             for rank in range(plan.num_nodes)

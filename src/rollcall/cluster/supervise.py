@@ -1,8 +1,8 @@
 """The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. A worker that is stopped or stuck is
-made to tell the stacks of its threads, which go to stderr under its name, and is then killed. ``on_loss`` hears of every
-loss, in this thread, with the reason by rank.
+made to tell the stacks of its threads, which go to stderr under its name. ``on_loss`` hears of every loss, in this thread,
+with the reason by rank; then whoever is stopped or stuck is killed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -36,14 +37,13 @@ class Eyes:
     def look(self, pids: Mapping[int, int]) -> dict[int, Seen]:
         return {rank: look(pid, pulse_path(self._mark, rank)) for rank, pid in pids.items()}
 
-    def end(self, rank: int, pid: int) -> str:
-        """The stacks of a worker that does nothing any more, and its end."""
-        stacks = dump_stacks(pid, stacks_path(self._mark, rank))
-        try:
+    def stacks(self, rank: int, pid: int) -> str:
+        """Of all threads of a worker that does nothing any more."""
+        return dump_stacks(pid, stacks_path(self._mark, rank))
+
+    def end(self, pid: int) -> None:
+        with suppress(ProcessLookupError):  # somebody else has ended it
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return stacks  # the signal for its stacks, or somebody else, has ended it
-        return stacks
 
 
 class Supervisor:
@@ -119,6 +119,10 @@ class Supervisor:
                 current = {loss.rank: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]}
                 if current and not self._ended.is_set():
                     self._on_loss(current)
+            for loss in losses:  # not before its loss is known by its true reason
+                if loss.still_runs:
+                    spec, pid = seats[loss.rank]
+                    self._eyes[spec.node.node_id].end.remote(pid)
 
     def _look(self, seats: Mapping[int, tuple[WorkerSpec, int]]) -> list[Loss]:
         by_node: dict[str, dict[int, int]] = {}
@@ -155,7 +159,7 @@ class Supervisor:
 
     def _tell_stacks(self, spec: WorkerSpec, pid: int, *, why: str) -> None:
         try:
-            stacks = ray.get(self._eyes[spec.node.node_id].end.remote(spec.rank, pid), timeout=STACKS_S)
+            stacks = ray.get(self._eyes[spec.node.node_id].stacks.remote(spec.rank, pid), timeout=STACKS_S)
         except RayError as error:
             stacks = f"they cannot be had: {error}"
         print(f"{spec.where}: {why}; the stacks of its threads:\n{stacks}", file=sys.stderr, flush=True)
