@@ -109,6 +109,16 @@ def test_losses_that_lie_far_apart_do_not_add_up() -> None:
         budget.spend(died())
 
 
+def test_losses_without_a_step_between_them_add_up_however_long_they_take() -> None:
+    now = 0.0
+    budget = Budget(most=2, window_s=10, clock=lambda: now)
+    for reached in ("step 2", "step 4", "step 4"):
+        budget.spend(died(), reached=reached)
+        now += 100
+    with pytest.raises(RestartsSpentError):
+        budget.spend(died(), reached="step 4")
+
+
 def test_growing_back_costs_nothing_of_the_budget() -> None:
     assert attempts(Regrow("node 1 is back"), Regrow("node 1 is back"), "done", most=0)[1] == [1, 2, 3]
 

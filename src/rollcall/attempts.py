@@ -37,7 +37,8 @@ class Closable(Protocol):
 
 
 class Budget:
-    """How many losses a run goes on after, in a window that moves along."""
+    """How many losses a run goes on after, in a window that moves along. Losses between which the run has come no further
+    add up however far apart they are: a loop that takes long for each turn is one too."""
 
     def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -45,26 +46,31 @@ class Budget:
         self._clock = clock
         self._losses: deque[float] = deque()
         self._first: BaseException | None = None
+        self._reached: object = None
 
-    @property
-    def num_spent(self) -> int:
-        while self._losses and self._clock() - self._losses[0] > self.window_s:
-            self._losses.popleft()
-        return len(self._losses)
-
-    def spend(self, loss: BaseException) -> None:
-        """Count a loss; raises when it is one too many."""
+    def spend(self, loss: BaseException, *, reached: object = None) -> None:
+        """Count a loss; raises when it is one too many. ``reached`` is how far the run has come, in any terms."""
         self._first = self._first or loss
-        if self.num_spent >= self.most:
+        if reached is None or reached != self._reached:
+            while self._losses and self._clock() - self._losses[0] > self.window_s:
+                self._losses.popleft()
+        self._reached = reached
+        if len(self._losses) >= self.most:
             raise RestartsSpentError(
-                f"{headline(loss)}; that is loss {self.num_spent + 1} within {self.window_s:g} s, and trainer.max_restarts is "
-                f"{self.most}. What is on disk is whole: see to the reason, then run the same command again. The first "
+                f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
+                f"checkpoint between them, and trainer.max_restarts is {self.most}. What is on disk is whole: see to the reason, then run the same command again. The first "
                 f"loss was:\n{_shown(self._first)}"
             ) from loss
         self._losses.append(self._clock())
 
 
-def run_attempts(attempt: Callable[[int], T], *, budget: Budget, say: Callable[[str], None]) -> T:
+def run_attempts(
+    attempt: Callable[[int], T],
+    *,
+    budget: Budget,
+    say: Callable[[str], None],
+    reached: Callable[[], object] = lambda: None,
+) -> T:
     """What the first attempt that ends well returns; attempts are told their number, from 1."""
     number = 1
     while True:
@@ -76,7 +82,7 @@ def run_attempts(attempt: Callable[[int], T], *, budget: Budget, say: Callable[[
             loss = loss_of(error)
             if loss is None or (number == 1 and isinstance(loss, NoRoomError)):
                 raise
-            budget.spend(loss)
+            budget.spend(loss, reached=reached())
             say(f"{headline(loss)}; attempt {number + 1} goes on from the newest checkpoint")
         number += 1
 

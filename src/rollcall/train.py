@@ -51,6 +51,7 @@ def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
             lambda number: (_attempt(config, store=store, console=console), number),
             budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
             say=console.note,
+            reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
         )
         summary = build_summary(
             run_dir / "metrics.jsonl",
