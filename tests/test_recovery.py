@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,28 @@ import pytest
 from runs import column, make_run, num_records, weights
 from test_router import make_request
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
+
+from benchmarks.standin_worker import Pace, StandIn
+from benchmarks.standins import ThreadGroup
 from rollcall.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
-from rollcall.cluster.elastic import shrink
 from rollcall.cluster.failures import (
     NoRoomError,
     PeerLostError,
     WorkerDiedError,
     WorkerError,
+    WorkerLostError,
     WorkerTimeoutError,
     is_about_a_peer,
 )
-from rollcall.cluster.placement import PlacementError, Role, plan_placement
-from rollcall.cluster.pulse import Pulse, Seen, dump_stacks, look
+from rollcall.cluster.placement import Role
+from rollcall.cluster.pulse import look
+from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.router import Place, Router
 from rollcall.cluster.state import ClusterError
-from rollcall.cluster.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
-from rollcall.config import ClusterSection, Config
+from rollcall.cluster.team import Team
+from rollcall.cluster.weight_sync import WeightSync
+from rollcall.config import Config
 from rollcall.journal import Journal
 from rollcall.train import train
 
@@ -204,122 +210,126 @@ def test_the_share_of_a_lost_node_goes_to_the_others_and_comes_back() -> None:
     assert given == 5 and router.num_unfinished == 0
 
 
-# Pulse and watch
-
-BUSY = """
-import sys, time
-from pathlib import Path
-from rollcall.cluster.pulse import Pulse, write_stacks_on_signal
-write_stacks_on_signal(Path(sys.argv[2]))
-pulse = Pulse(Path(sys.argv[1]))
-with pulse.doing("warm_up"):
-    pass
-def a_function_that_hangs():
-    with pulse.doing("update"):
-        print("ready", flush=True)
-        time.sleep(600)
-a_function_that_hangs()
-"""
+# The engines of all rollout processes
 
 
-@pytest.fixture
-def busy(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", BUSY, str(tmp_path / "pulse"), str(tmp_path / "stacks")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield process
-        process.kill()
+class FragileGroup(ThreadGroup):
+    """Stand-ins that can be killed: whatever they owe then, and are asked from then on, is told as their death."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__([self._make() for _ in range(num_workers)], node_ranks=[0] * num_workers)
+        self.dead: set[int] = set()
+        self._owes: dict[int, tuple[int, Any]] = {}
+
+    def _make(self) -> Any:
+        stand_in: Any = StandIn(Pace(request_s=0.01, places=2))
+        stand_in.set_room(4)
+        stand_in.is_alive = lambda: True
+        return stand_in
+
+    def revive(self, worker: int) -> None:
+        self.workers[worker] = self._make()
+        self.dead.discard(worker)
+
+    def run_single_worker_single_data(self, method: str, worker: int, *args: Any) -> Any:
+        future = super().run_single_worker_single_data(method, worker, *args)
+        self._owes[id(future)] = (worker, self.workers[worker])
+        return future
+
+    def get_all_worker_results(self, futures: Any, **options: Any) -> list[Any]:
+        for future in futures:
+            worker, stand_in = self._owes[id(future)]
+            if worker in self.dead or stand_in is not self.workers[worker]:
+                raise WorkerDiedError(f"rank {worker} is dead", role="rollout", ranks=[worker], node_ranks=[0])
+        return super().get_all_worker_results(futures)
 
 
-def wait_for_state(process: subprocess.Popen[str], pulse: Path, state: str) -> Seen:
-    until = time.monotonic() + 30
-    while (seen := look(process.pid, pulse)).state != state:
+def fragile(num_rollouts: int, **options: Any) -> tuple[FragileGroup, RemoteEngine]:
+    """Rollouts, and an actor as the last worker."""
+    group: Any = FragileGroup(num_rollouts + 1)
+    rollouts = list(range(num_rollouts))
+    team = Team(group=group, members={Role.ROLLOUT: rollouts, Role.ACTOR: [num_rollouts]})
+    return group, RemoteEngine(team, room=4, node_weights=None, replaceable=rollouts, **options)
+
+
+def finish_all(engine: RemoteEngine, each_time: Callable[[int], None] = lambda num_finished: None) -> list[str]:
+    done: list[str] = []
+    until = time.monotonic() + 60
+    while engine.num_unfinished:
+        done += [item.request_id for item in engine.poll()]
+        each_time(len(done))
+        time.sleep(0.001)
         assert time.monotonic() < until
-        time.sleep(0.01)
-    return seen
+    return done
 
 
-def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess.Popen[str], tmp_path: Path) -> None:
-    pulse = tmp_path / "pulse"
-    seen = look(busy.pid, pulse)
-    assert seen.is_alive and seen.doing == "update" and seen.num_done == 1 and set(seen.longest_s or ()) == {"warm_up"}
-    busy.send_signal(signal.SIGSTOP)
-    stopped = wait_for_state(busy, pulse, "T")
-    watch = Watch()
-    assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set()) == []
-    (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set())
-    assert loss.rank == 3 and loss.still_runs and "stopped" in loss.why and "update" in loss.why
-    stacks = dump_stacks(busy.pid, tmp_path / "stacks")
-    assert "a_function_that_hangs" in stacks and busy.poll() is None
-    busy.kill()
-    busy.wait()
-    assert not look(busy.pid, pulse).is_alive
+def test_what_a_dead_engine_had_is_done_by_the_others_once_each() -> None:
+    never = threading.Event()
+    group, engine = fragile(2, replace=lambda worker: never.wait() and None)
+    engine.update_weights(0)
+    for number in range(30):
+        engine.submit(make_request(str(number)))
+
+    def kill_after_five(num_finished: int) -> None:
+        if num_finished >= 5:
+            group.dead.add(0)
+
+    done = finish_all(engine, kill_after_five)
+    assert sorted(done, key=int) == [str(number) for number in range(30)]
+    assert group.dead == {0} and not engine.is_due
+    never.set()
 
 
-def test_a_pulse_tells_the_longest_call_of_each_method(tmp_path: Path) -> None:
-    pulse = Pulse(tmp_path / "pulse")
-    for _ in range(3):
-        with pulse.doing("score"):
-            pass
-    seen = look(os.getpid(), tmp_path / "pulse")
-    assert seen.doing == "" and seen.num_done == 3 and (seen.longest_s or {})["score"] >= 0
+def test_a_new_engine_serves_when_it_has_the_current_weights() -> None:
+    group, engine = fragile(1, replace=lambda worker: group.revive(worker))
+    engine.update_weights(7)
+    for number in range(6):
+        engine.submit(make_request(str(number)))
+
+    def look_after(num_finished: int) -> None:
+        if num_finished >= 2 and group.workers[0].engine.version == 7 and not engine.is_due and not revived:
+            group.dead.add(0)
+            revived.append(group.workers[0])
+        if engine.is_due:
+            assert group.workers[0].engine.num_unfinished == 0, "it was asked for nothing before it had weights"
+            engine.update_weights(7)
+
+    revived: list[Any] = []
+    assert sorted(finish_all(engine, look_after)) == [str(number) for number in range(6)]
+    assert revived and group.workers[0] is not revived[0] and group.workers[0].engine.version == 7
 
 
-def alive(**fields: Any) -> Seen:
-    return Seen(is_alive=True, state="S", **fields)
+def test_a_receiver_that_dies_in_a_push_is_left_out_and_the_others_get_the_weights() -> None:
+    never = threading.Event()
+    group, engine = fragile(2, replace=lambda worker: never.wait() and None)
+    engine.update_weights(1)
+    group.dead.add(0)
+    engine.update_weights(2)
+    assert group.workers[1].engine.version == 2 and engine.version == 2
+    never.set()
 
 
-def test_a_node_that_is_silent_loses_its_workers_and_one_that_is_late_does_not() -> None:
-    watch = Watch()
-    seats = {"a": [0, 1], "b": [2]}
-    here: dict[int, Seen] = {2: alive()}
-    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set()) == []
-    for _ in range(3):
-        assert watch.judge({"a": None, "b": here}, seats=seats, gone=set()) == []
-    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set()) == []
-    losses = [loss for _ in range(6) for loss in watch.judge({"b": here}, seats=seats, gone=set())]
-    assert [loss.rank for loss in losses] == [0, 1] and not losses[0].still_runs and "silent" in losses[0].why
+def test_without_any_engine_the_attempt_ends_after_a_while() -> None:
+    never = threading.Event()
+    group, engine = fragile(1, replace=lambda worker: never.wait() and None, wait_s=0.05)
+    engine.update_weights(0)
+    engine.submit(make_request("a"))
+    group.dead.add(0)
+    with pytest.raises(WorkerLostError, match="no rollout process is left"):
+        finish_all(engine)
+    never.set()
 
 
-def test_a_node_that_ray_has_given_up_is_lost_at_once_and_told_once() -> None:
-    watch = Watch()
-    assert [loss.rank for loss in watch.judge({}, seats={"a": [4]}, gone={"a"})] == [4]
-    assert watch.judge({}, seats={"a": [4]}, gone={"a"}) == []
-    watch.forgive(4)
-    assert [loss.rank for loss in watch.judge({"a": {4: Seen(is_alive=False)}}, seats={"a": [4]}, gone=set())] == [4]
+def test_the_loss_of_an_actor_is_not_mended_by_the_engine() -> None:
+    group, engine = fragile(1, replace=group_is_not_asked)
+    engine.update_weights(0)
+    group.dead.add(1)
+    with pytest.raises(WorkerDiedError, match="rank 1 is dead"):
+        engine.update_weights(1)
 
 
-def test_patience_grows_with_what_a_call_took_before() -> None:
-    watch = Watch()
-    assert watch.patience_s("update") == FIRST_CALL_S
-
-    def judge(**fields: Any) -> list[int]:
-        return [loss.rank for loss in watch.judge({"a": {0: alive(**fields)}}, seats={"a": [0]}, gone=set())]
-
-    assert judge(longest_s={"update": 100.0, "score": 0.1}) == []
-    assert watch.patience_s("update") == FACTOR * 100 and watch.patience_s("score") == LEAST_S
-    assert judge(doing="update", busy_s=FACTOR * 100 - 1) == []
-    assert judge(doing="update", busy_s=FACTOR * 100 + 1) == [0]
-
-
-# Fewer nodes
-
-
-def test_the_nodes_that_are_left_keep_their_part_of_the_placement() -> None:
-    section = ClusterSection(
-        num_nodes=3, num_gpus_per_node=2, accelerator="cpu", node_weights=[1.0, 2.0, 3.0], node_env={2: {"A": "b"}},
-        component_placement={"actor,rollout": "all"},
-    )  # fmt: skip
-    left = shrink(section, plan_placement(section), kept=[0, 2])
-    plan = plan_placement(left)
-    assert plan.slots_per_node == (2, 2) and plan.world_size(Role.ACTOR) == plan.world_size(Role.ROLLOUT) == 4
-    assert left.node_weights == [1.0, 3.0] and left.node_env == {1: {"A": "b"}}
-    apart = section.model_copy(update={"component_placement": {"rollout": "0-3:0-1", "actor": "4-5"}})
-    plan = plan_placement(shrink(apart, plan_placement(apart), kept=[1, 2]))
-    assert [process.slots for process in plan.processes[Role.ROLLOUT]] == [(0, 1)]
-    assert plan.role_slots(Role.ACTOR) == (2, 3)
-    with pytest.raises(PlacementError, match="all actor processes were on nodes that are missing .2.*rollcall node"):
-        shrink(apart, plan_placement(apart), kept=[0, 1])
+def group_is_not_asked(worker: int) -> None:
+    raise AssertionError("nothing can be replaced")
 
 
 # Runs on Ray
@@ -359,29 +369,38 @@ def on_cluster(folder: Path, placement: str, *overrides: str, slots: int, name: 
 
 
 class Saboteur:
-    """Signals a worker of the run when so many groups are in the journal."""
+    """Signals a worker of the run before the n-th call of a method, here in the controller's process."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, worker: int, after: int, signum: int = signal.SIGKILL) -> None:
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        *,
+        worker: int,
+        before: int,
+        owner: type = Journal,
+        method: str = "append",
+        signum: int = signal.SIGKILL,
+    ) -> None:
         import rollcall.train as module
 
         self.built: list[Any] = []
         self.hit_pid: int | None = None
-        build, append, count = module._build, Journal.append, 0
+        build, original, count = module._build, getattr(owner, method), 0
 
         def remember(*args: Any, **kwargs: Any) -> Any:
             self.built.append(build(*args, **kwargs))
             return self.built[-1]
 
-        def append_and_hit(journal: Journal, group: Any) -> None:
+        def hit(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            append(journal, group)
             count += 1
-            if count == after:
+            if count == before:
                 self.hit_pid = self.built[-1].team.group.worker_metadata[worker]["pid"]
                 os.kill(self.hit_pid, signum)
+            return original(*args, **kwargs)
 
         patch.setattr(module, "_build", remember)
-        patch.setattr(Journal, "append", append_and_hit)
+        patch.setattr(owner, method, hit)
 
 
 def check_whole(config: Config, undisturbed: Config) -> None:
@@ -405,7 +424,7 @@ def test_a_lost_rollout_process_is_replaced_within_the_attempt(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0, actor: 1}", slots=2, name="apart")
-    saboteur = Saboteur(monkeypatch, worker=0, after=2 * PROMPTS + 3)
+    saboteur = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3)
     summary = train(config, quiet=True)
     assert summary["steps"] == STEPS and saboteur.hit_pid is not None
     assert len(saboteur.built) == 1, "the actor lived on"
@@ -415,11 +434,22 @@ def test_a_lost_rollout_process_is_replaced_within_the_attempt(
 
 
 @pytest.mark.slow
+def test_a_receiver_that_dies_in_a_weight_update_leaves_the_others_with_the_new_weights(
+    node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="pushed")
+    saboteur = Saboteur(monkeypatch, worker=0, before=3, owner=WeightSync, method="push")
+    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
+    assert "rollout-0 on node 0 is lost" in capfd.readouterr().err
+    check_whole(config, undisturbed)
+
+
+@pytest.mark.slow
 def test_a_stopped_rollout_process_tells_its_stacks_and_others_do_its_part(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="stopped")
-    saboteur = Saboteur(monkeypatch, worker=0, after=2 * PROMPTS + 3, signum=signal.SIGSTOP)
+    saboteur = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3, signum=signal.SIGSTOP)
     assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
     told = capfd.readouterr().err
     assert "its process is stopped" in told and "most recent call first" in told
@@ -430,7 +460,7 @@ def test_a_lost_actor_ends_the_attempt_and_the_next_one_goes_on(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = on_cluster(undisturbed.run.dir.parent, "{'actor,rollout': all}", slots=2, name="together")
-    saboteur = Saboteur(monkeypatch, worker=1, after=3 * PROMPTS + 3)
+    saboteur = Saboteur(monkeypatch, worker=1, before=3 * PROMPTS + 3)
     summary = train(config, quiet=True)
     assert summary["steps"] == STEPS and len(saboteur.built) == 2
     pids = {meta["pid"] for meta in saboteur.built[0].team.group.worker_metadata}

@@ -145,10 +145,9 @@ class RayCrew:
         """Raise if the crew is at its end, or one of those that owe a result is lost."""
         if self._end is not None:
             raise self._end
-        if self._lost:
-            _, pending = ray.wait(list(futures), num_returns=len(futures), timeout=0, fetch_local=False)
-            ranks = [spec.rank for spec in map(self._spec_of, pending) if spec is not None]
-            if lost := [rank for rank in ranks if rank in self._lost]:
+        if owed := self._owed_by_lost(futures):
+            _, pending = ray.wait(owed, num_returns=len(owed), timeout=0, fetch_local=False)
+            if lost := [spec.rank for spec in map(self._spec_of, pending) if spec is not None]:
                 raise self._died(lost)
 
     def share(self, value: Any) -> Any:
@@ -161,10 +160,15 @@ class RayCrew:
         if self._end is not None:
             raise self._end
         futures = list(futures)
-        lost = [future for future in futures if (spec := self._spec_of(future)) is not None and spec.rank in self._lost]
+        lost = self._owed_by_lost(futures)
         first, _ = ray.wait(futures, timeout=0 if lost else timeout_s, fetch_local=False)
         done = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=False)[0] if first else []
         return [*done, *(future for future in lost if future not in done)]
+
+    def _owed_by_lost(self, futures: Sequence[Any]) -> list[Any]:
+        if not self._lost:
+            return []
+        return [one for one in futures if (spec := self._spec_of(one)) is not None and spec.rank in self._lost]
 
     def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
         deadline = time.monotonic() + timeout_s

@@ -8,13 +8,14 @@ failure, makes the sender invite everyone anew, and the first update then goes o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rollcall.cluster.failures import WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.cluster.failures import WorkerTimeoutError
 from rollcall.cluster.placement import Plan, Role
 from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
@@ -75,14 +76,16 @@ class WeightSync:
 
     def settle(self, *, timeout_s: float) -> None:
         """After a push that failed, wait until the actor's processes have given it up; raises if one does not."""
-        group, futures = self._team.group, self._broken_off[: len(self._team.members[Role.ACTOR])]
-        for future in futures:
-            try:
-                group.get_all_worker_results([future], timeout_s=timeout_s)
-            except (WorkerDiedError, WorkerTimeoutError):
-                raise
-            except WorkerError:
-                continue  # it says that someone is missing, which is known
+        deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
+        for worker, future in zip(actors, self._broken_off, strict=False):
+            left_s = max(deadline - time.monotonic(), 0.1)
+            if not self._team.group.wait_for_some([future], timeout_s=left_s):
+                raise WorkerTimeoutError(
+                    f"actor rank {actors.index(worker)} still sends weights, {timeout_s:g} s after a receiver was lost",
+                    role="actor",
+                    ranks=[worker],
+                    node_ranks=[],
+                )
 
     def invite_anew(self) -> None:
         """A receiver is another process than before."""
