@@ -259,12 +259,12 @@ class RayCrew:
     def stop(self, *, timeout_s: float) -> None:
         """All nodes at once; those that are lost are not waited for."""
         lost = {self._specs[rank].node.node_id for rank in self._lost if rank not in self._supervisor.answering}
-        self._supervisor.stop()
         with self._changing:  # nobody is added from now on
             named = _named(self._specs)
             self._end = self._end or WorkerDiedError(f"{self._specs[0].role} has been shut down", **named)
             for host in self._hosts:
                 ray.kill(host)
+        self._supervisor.stop()
         used = {spec.node.node_id: spec.node for spec in self._specs if spec.node.node_id not in lost}
         ends = {
             node_id: _end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(

@@ -51,7 +51,7 @@ class WeightSync:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._invited: dict[int, str] = {}  # name of each receiver, by process
+        self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: the sender is of no use
         self._invitations: Mapping[str, Invitation] = {}
         self._broken_off: list[Any] = []
 
@@ -70,7 +70,7 @@ class WeightSync:
         try:
             group.get_all_worker_results(futures)
         except BaseException:
-            self._invited = {}  # whoever is left meets anew
+            self._invited = None  # whoever is left meets anew
             self._broken_off = futures
             raise
 
@@ -89,7 +89,7 @@ class WeightSync:
 
     def invite_anew(self) -> None:
         """A receiver is another process than before."""
-        self._invited = {}
+        self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
         metadata, first = self._team.group.worker_metadata, self._team.members[Role.ACTOR][0]
@@ -124,6 +124,9 @@ class WorkerWeights:
         """Become the sender to these receivers, each of which is (or is not) on this host."""
         if self._sender is not None:
             self._sender.close()
+            self._sender = None
+        if not receivers:
+            return {}
         self._sender = open_sender(
             self._transport,
             receivers=receivers,
