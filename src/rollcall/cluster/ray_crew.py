@@ -53,7 +53,7 @@ class RayCrew:
         self._hosts = [self._create(spec) for spec in specs]
         self._calls = [host.call for host in self._hosts]
         self._rank_of = {host._actor_id.hex(): rank for rank, host in enumerate(self._hosts)}
-        self.pids: list[int] = []
+        self.pids: Sequence[int] = []
         self.master_address = specs[0].node.address
         self.master_port = 0
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
@@ -123,10 +123,9 @@ class RayCrew:
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             node = replace(spec.node, node_id=node_id, address=addresses[node_id])
             spec = self._specs[rank] = replace(spec, node=node)
-        (self.pids[rank],) = self.gather(
-            [self._start(spec)], timeout_s=max(deadline - time.monotonic(), 0), progress=progress
-        )
-        self._supervisor.add(spec, pid=self.pids[rank])
+        (pid,) = self.gather([self._start(spec)], timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        self.pids = [*self.pids[:rank], pid, *self.pids[rank + 1 :]]
+        self._supervisor.add(spec, pid=pid)
         return spec
 
     def _lose(self, losses: Mapping[int, str]) -> None:
