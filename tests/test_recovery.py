@@ -395,8 +395,8 @@ class Saboteur:
             nonlocal count
             count += 1
             if count == before:
-                self.hit_pid = self.built[-1].team.group.worker_metadata[worker]["pid"]
-                os.kill(self.hit_pid, signum)
+                pid = self.hit_pid = int(self.built[-1].team.group.worker_metadata[worker]["pid"])
+                os.kill(pid, signum)
             return original(*args, **kwargs)
 
         patch.setattr(module, "_build", remember)
