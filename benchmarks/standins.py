@@ -72,6 +72,7 @@ class StandInWorkers:
     team: Team
     shares_policy: bool
     is_remote: bool = True
+    repairs: None = None
     critic: None = None
     reference: None = None
     val: None = None

@@ -52,7 +52,8 @@ def ray_cluster() -> Iterator[None]:
         return dict(num_gpus=SLOTS, num_cpus=2, object_store_memory=150 * 2**20, labels=labels, include_dashboard=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__))  # workers find group_workers there
+        paths = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]  # workers find group_workers there
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         patch.setenv("RAY_raylet_start_wait_time_s", "120")  # on a busy machine a node needs more than its 30 s
         cluster = Cluster(initialize_head=True, head_node_args=node(1))
         try:

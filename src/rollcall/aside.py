@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -38,5 +41,15 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=work, name=f"aside: {getattr(function, '__name__', 'call')}", daemon=True).start()
+    thread = threading.Thread(target=work, name=f"aside: {getattr(function, '__name__', 'call')}", daemon=True)
+    _threads.add(thread)
+    thread.start()
     return await done
+
+
+def wait_for_threads(*, timeout_s: float) -> list[str]:
+    """Until no call is under way that somebody has left; returns the names of those that still are at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    for thread in list(_threads):
+        thread.join(timeout=max(deadline - time.monotonic(), 0))
+    return [thread.name for thread in _threads if thread.is_alive()]

@@ -264,6 +264,11 @@ class OptimizerSection(Section):
         return self
 
 
+class ElasticSection(Section):
+    min_nodes: int = Field(description="Fewest nodes to go on with.", ge=1)
+    wait_s: float = _field(60.0, "Seconds to wait for a missing node before going on without it.", ge=0)
+
+
 class TrainerSection(Section):
     steps: int = _field(100, "Training steps.", ge=1)
     eval_every: int = _field(20, "Steps between evaluations; 0: only first and last.", ge=0)
@@ -287,6 +292,15 @@ class TrainerSection(Section):
         ["console", "tensorboard"], "Where metrics go; `metrics.jsonl` is always written."
     )
     num_threads: int | None = _field(None, "CPU threads for torch; `null`: all cores.", ge=1)
+    max_restarts: int = _field(
+        10, "On a cluster, losses of processes or nodes that a run goes on after, within `restart_window_s`.", ge=0
+    )
+    restart_window_s: float = _field(3600.0, "Seconds in which `max_restarts` losses are too many.", gt=0)
+    elastic: ElasticSection | None = _field(
+        None,
+        "Go on with the nodes that are left when one stays away, such as `{min_nodes: 2}`; it is used again after the first "
+        "checkpoint that follows its return. `null`: wait for it.",
+    )
 
 
 class EvalSection(Section):

@@ -35,6 +35,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rollcall.aside import in_thread
+from rollcall.attempts import Regrow
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
@@ -55,6 +56,7 @@ from rollcall.types import FinishReason, Floats, Group, Prompt, Sample
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
+REPAIR_EVERY_S = 0.5
 
 
 class RunError(RuntimeError):
@@ -84,6 +86,24 @@ class ValueFunction(Trainable, Protocol):
     def values(self, samples: Sequence[Sample]) -> list[Floats]: ...
 
 
+class Repairs(Protocol):
+    """Processes that take the place of lost ones, and nodes that come back."""
+
+    @property
+    def is_due(self) -> bool:
+        """A new rollout process waits for the current weights."""
+        ...
+
+    @property
+    def regrow(self) -> str | None:
+        """Why another attempt could use more nodes than this one; None: it could not."""
+        ...
+
+    def admit(self, version: int) -> None:
+        """Give this version, which the actor holds, to the new processes, and let them serve."""
+        ...
+
+
 class Workers(Protocol):
     """What the controller drives: all of it in this process (``cluster/local.py``) or on a cluster (``cluster/remote.py``)."""
 
@@ -95,6 +115,11 @@ class Workers(Protocol):
     @property
     def shares_policy(self) -> bool:
         """Some engine reads the learner's own parameters, so an update changes what it samples from."""
+        ...
+
+    @property
+    def repairs(self) -> Repairs | None:
+        """None: nothing here can be replaced."""
         ...
 
     @property
@@ -157,6 +182,7 @@ class Controller:
             )
         self.rollouts: Rollouts
         self.supply: Supply
+        self._policy = asyncio.Lock()  # held while the actor's weights are not those of ``version``
         self._journaled: dict[int, dict[int, Group]] = {}  # step -> draw -> what an earlier process made
 
     async def run(self) -> None:
@@ -164,7 +190,7 @@ class Controller:
         self.rollouts = Rollouts(self.workers.engine)
         self.supply = self._make_supply()
         await self._call(self.workers.engine.update_weights, self.version)
-        await _together(self._run(), background=[self.rollouts.pump(), self._flush()])
+        await _together(self._run(), background=[self.rollouts.pump(), self._flush(), self._repair()])
 
     async def _run(self) -> None:
         if self.start_step == 0:
@@ -180,10 +206,11 @@ class Controller:
             if self.workers.shares_policy:
                 await self._settle()
             clock = self.rollouts.clock.take()
-            update = await self._call(self._update, batch)
-            self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
-            updated = time.perf_counter()
-            await self._announce(step)
+            async with self._policy:
+                update = await self._call(self._update, batch)
+                self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
+                updated = time.perf_counter()
+                await self._announce(step)
             announced = time.perf_counter()
             metrics = await self._call(self._metrics, batch, update, clock)
             self._log(step, metrics | {"time/sync_s": announced - updated, "time/step_s": announced - started})
@@ -196,12 +223,22 @@ class Controller:
                 await self._call(self._save, step, batch, evaluation)
                 started = time.perf_counter()
                 self._log(step, {"time/save_s": started - saving})
+                if self.workers.repairs and self.workers.repairs.regrow and step < self.config.trainer.steps:
+                    raise Regrow(self.workers.repairs.regrow)
 
     async def _flush(self) -> None:
         """Beside a cluster's rollout, write to the disk what was journaled, so that a step need not wait for all of it."""
         while self.workers.is_remote:
             await asyncio.sleep(FLUSH_EVERY_S)
             await in_thread(self.journal.sync)
+
+    async def _repair(self) -> None:
+        """Let rollout processes that replace lost ones serve, as soon as the actor holds the weights that are due."""
+        while self.workers.repairs is not None:
+            await asyncio.sleep(REPAIR_EVERY_S)
+            if self.workers.repairs.is_due:
+                async with self._policy:
+                    await self._call(self.workers.repairs.admit, self.version)
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         """A call that takes long: here and now, or beside the loop where it only waits for other processes."""

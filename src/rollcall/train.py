@@ -6,12 +6,13 @@ import asyncio
 import fcntl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rollcall.attempts import Budget, closing, run_attempts
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
 from rollcall.config import Config, ConfigError, dump_config, parse_config
@@ -19,7 +20,7 @@ from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.plot import learning_curve
-from rollcall.observe.sinks import Sink, make_sinks
+from rollcall.observe.sinks import make_sinks
 from rollcall.observe.summary import build_summary, write_summary
 from rollcall.reward.scorer import Scorer
 
@@ -46,47 +47,56 @@ def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
     continued = (run_dir / "journal").exists()
     start_step = resume.step if resume else 0
     with make_console(name=config.run.name, num_steps=trainer.steps, start_step=start_step, quiet=quiet) as console:
-        workers = _build(config, say=console.note)
-        sinks: list[Sink] = []
-        try:
-            _check_lengths(config, workers)
-            # Not before: a run file that is refused must not lay claim to the directory.
-            run_dir.mkdir(parents=True, exist_ok=True)
-            write_atomic(run_dir / RUN_FILE, dump_config(config))
-            sinks = make_sinks(config, run_dir, resume.step if resume else None)
-            with Journal(run_dir / "journal") as journal:
-                if resume:
-                    workers.read_checkpoint(resume.path)
-                _say_where(console, run_dir, start_step, journal)
-                controller = Controller(
-                    config,
-                    workers,
-                    run_dir=run_dir,
-                    journal=journal,
-                    store=store,
-                    sinks=sinks,
-                    console=console,
-                    resume=resume,
-                )
-                asyncio.run(controller.run())
-        finally:
-            workers.close()
-            for sink in sinks:
-                sink.close()
+        scorer, number = run_attempts(
+            lambda number: (_attempt(config, store=store, console=console), number),
+            budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
+            say=console.note,
+            reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
+        )
         summary = build_summary(
             run_dir / "metrics.jsonl",
             seconds=time.perf_counter() - started,
             resume_step=resume.step if resume else None,
             run=config.run.name,
             model_dir=str(run_dir / "model"),
-            reward_failures=_failures(workers.scorer),
+            reward_failures=_failures(scorer),
         )
-        if continued and summary["reward_errors"]:
+        if (continued or number > 1) and summary["reward_errors"]:
             summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
         write_summary(run_dir / "summary.json", summary)
         curve = learning_curve(run_dir / "metrics.jsonl", run_dir / "learning_curve.png", name=config.run.name)
         _say_result(console, run_dir, summary, curve)
     return summary
+
+
+def _attempt(config: Config, *, store: CheckpointStore, console: Console) -> Scorer:
+    """Build the workers and train from where the run directory stands to the end."""
+    run_dir, resume = config.run.dir, store.latest()
+    workers = _build(config, say=console.note)
+    with closing(workers, say=console.note), ExitStack() as opened:
+        _check_lengths(config, workers)
+        # Not before: a run file that is refused must not lay claim to the directory.
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / RUN_FILE, dump_config(config))
+        sinks = make_sinks(config, run_dir, resume.step if resume else None)
+        for sink in sinks:
+            opened.callback(sink.close)
+        journal = opened.enter_context(Journal(run_dir / "journal"))
+        if resume:
+            workers.read_checkpoint(resume.path)
+        _say_where(console, run_dir, resume.step if resume else 0, journal)
+        controller = Controller(
+            config,
+            workers,
+            run_dir=run_dir,
+            journal=journal,
+            store=store,
+            sinks=sinks,
+            console=console,
+            resume=resume,
+        )
+        asyncio.run(controller.run())
+    return workers.scorer
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 
 from rollcall.cluster.dispatch import Drop, trim
 from rollcall.cluster.failures import RemoteFailureError
+from rollcall.cluster.pulse import Pulse, pulse_path, remove_pulses, stacks_path, write_stacks_on_signal
 
 MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start
 
@@ -72,6 +73,7 @@ class Host:
         self._worker: Any = None
         self._lease: socket.socket | None = None
         self._loop = asyncio.new_event_loop()
+        self._pulse: Pulse | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -80,12 +82,21 @@ class Host:
         self._lease = lease_port()
         return self._lease.getsockname()[1]
 
+    def find_node(self) -> str:
+        """Ray's id of the node that this process is on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
     def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
         """Make the worker; returns this process's id."""
         from rollcall.cluster.environment import open_sealed  # here: it brings the run file's models with it
 
         open_sealed()
         os.environ.update(env)
+        mark, rank = os.environ[MARK], int(env["RANK"])
+        write_stacks_on_signal(stacks_path(mark, rank))
+        self._pulse = Pulse(pulse_path(mark, rank))
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
@@ -93,8 +104,10 @@ class Host:
         return os.getpid()
 
     def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
+        assert self._pulse is not None, "start comes first"
         try:
-            return trim(call_method(self._worker, method, args, kwargs, loop=self._loop), drop)
+            with self._pulse.doing(method):
+                return trim(call_method(self._worker, method, args, kwargs, loop=self._loop), drop)
         except Exception as error:
             raise RemoteFailureError.of(error) from None
 
@@ -102,6 +115,7 @@ class Host:
 def end_group(mark: str, *, timeout_s: float) -> list[int]:
     """Kill every process on this node that carries the group's mark; returns those still there at the deadline."""
     deadline = time.monotonic() + timeout_s
+    remove_pulses(mark)
     while marked := [pid for pid in marked_processes(mark) if pid != os.getpid()]:
         if time.monotonic() > deadline:
             return marked

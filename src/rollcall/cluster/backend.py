@@ -6,7 +6,7 @@ gets a Crew, which it calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,10 +64,12 @@ class WorkerSpec:
     slots: tuple[int, ...]
     share: float  # of its slot; the rest is for workers that live there as well
     env: Mapping[str, str]  # as the user wants it
+    title: str = ""  # what messages call it, where that is not its role and rank
 
     @property
     def where(self) -> str:
-        return f"{self.role} rank {self.rank} on node {self.node.node_rank} ({self.node.address})"
+        who = self.title or f"{self.role} rank {self.rank}"
+        return f"{who} on node {self.node.node_rank} ({self.node.address})"
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -117,6 +119,14 @@ class Crew(Protocol):
         ...
 
     def is_alive(self, rank: int) -> bool: ...
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        ...
+
+    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
+        """Put another process into the seat of a worker that is lost, and say where it is now."""
+        ...
 
     def stop(self, *, timeout_s: float) -> None:
         """End every process of the group, and the processes that those have started."""

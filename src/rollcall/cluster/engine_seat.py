@@ -48,6 +48,10 @@ class EngineSeat:
         """The parameters are about to change: decode nothing until the engine is told their version."""
         self._held_at = self.engine.version
 
+    def release(self) -> None:
+        """The parameters are whole, and the engine knows their version."""
+        self._held_at = None
+
     def advance(
         self, requests: Sequence[Request], aborted: Sequence[str], *, give_back: int, look_s: float
     ) -> Progress:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rollcall.cluster.state import ClusterError
 
-_CARRIERS = ("rollcall.cluster.actor", "rollcall.cluster.inprocess")
+_CARRIERS = ("rollcall.cluster.actor", "rollcall.cluster.inprocess", "rollcall.cluster.pulse")
 
 
 class WorkerError(ClusterError):
@@ -23,12 +23,42 @@ class WorkerError(ClusterError):
         self.node_ranks = tuple(node_ranks)
 
 
-class WorkerDiedError(WorkerError):
+class WorkerLostError(WorkerError):
+    """A worker is lost, through no fault of the code it runs: another attempt may end well."""
+
+
+class WorkerDiedError(WorkerLostError):
     """A worker's process, or its node, is gone."""
 
 
-class WorkerTimeoutError(WorkerError, TimeoutError):
+class WorkerTimeoutError(WorkerLostError, TimeoutError):
     """Workers that have not answered by the deadline."""
+
+
+class PeerLostError(WorkerLostError):
+    """A worker complains that it cannot reach another one that it works with."""
+
+
+class NoRoomError(ClusterError):
+    """The nodes that are there do not have the slots that were asked for."""
+
+
+# How gloo, NCCL, TCPStore and sockets word that the other side is gone or silent.
+_COMPLAINTS = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
+    "gloo/transport", "NCCL", "ncclRemoteError", "failed to recv", "No route to host", "Timed out waiting",
+)  # fmt: skip
+
+
+def is_about_a_peer(error: BaseException | None, text: str) -> bool:
+    """Whether a worker's exception says that someone else did not answer, rather than that its own code failed."""
+    if isinstance(error, ConnectionError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__} if error is not None else set()
+    if names & {"DistBackendError", "DistNetworkError", "DistStoreError", "MissingPeerError"}:
+        return True
+    end = "\n".join(text.rstrip().splitlines()[-3:])
+    return any(word in end for word in _COMPLAINTS)
 
 
 class RemoteFailureError(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,8 @@ class InProcessCrew:
         self.pids: Sequence[int] = [os.getpid()] * len(specs)
         self._specs = list(specs)
         self._workers: list[Any] = []
-        made = [self._run(spec, lambda: load_class(recipe.target)(*recipe.args, **recipe.kwargs)) for spec in specs]
+        self._recipe = recipe
+        made = [self._make(spec) for spec in specs]
         try:
             self._workers = self.gather(made, timeout_s=0)
         except WorkerError:
@@ -87,6 +88,10 @@ class InProcessCrew:
             )
         worker = self._workers[rank]
         return self._run(spec, lambda: trim(call_method(worker, method, args, kwargs, loop=self._loop), drop))
+
+    def _make(self, spec: WorkerSpec) -> Done:
+        recipe = self._recipe
+        return self._run(spec, lambda: load_class(recipe.target)(*recipe.args, **recipe.kwargs))
 
     def _run(self, spec: WorkerSpec, function: Any) -> Done:
         env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
@@ -118,6 +123,13 @@ class InProcessCrew:
 
     def is_alive(self, rank: int) -> bool:
         return rank < len(self._workers)
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        return None  # they live and die together
+
+    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
+        (self._workers[rank],) = self.gather([self._make(self._specs[rank])], timeout_s=timeout_s)
+        return self._specs[rank]
 
     def stop(self, *, timeout_s: float) -> None:
         self._workers = []

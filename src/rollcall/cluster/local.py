@@ -61,6 +61,10 @@ class Workers:
         return False
 
     @property
+    def repairs(self) -> None:
+        return None  # all of it is this process
+
+    @property
     def shares_policy(self) -> bool:
         return isinstance(self.engine, NativeEngine)
 

@@ -5,7 +5,7 @@ node, and a task in each tells which accelerator Ray gave it: slots are then in 
 order Ray chose. A worker is an actor in its slot's bundle.
 
 Who waits for whom: ``reserve`` waits for nodes with room; ``launch`` for rank 0's process, which leases the group's port,
-and then for every worker to be made; ``gather`` for results. Each wait has a deadline and says who is missing.
+and then for every worker to be made (``ray_crew``). Each wait has a deadline and says who is missing.
 """
 
 from __future__ import annotations
@@ -13,27 +13,19 @@ from __future__ import annotations
 import ipaddress
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 from ray._private import state as ray_state  # the pinned Ray has no public call for free resources and actor states
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollcall.cluster.actor import MARK, Host, end_group
 from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec
-from rollcall.cluster.dispatch import Drop, is_large
-from rollcall.cluster.environment import for_ray
-from rollcall.cluster.failures import (
-    Progress,
-    RemoteFailureError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from rollcall.cluster.failures import NoRoomError, Progress
+from rollcall.cluster.ray_crew import STOP_DEADLINE_S, RayCrew
 from rollcall.cluster.state import ClusterError
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
@@ -41,8 +33,7 @@ RANK_RESOURCE = "rollcall_node_"  # and the resource it offers, followed by the 
 NODE_ID_LABEL = "ray.io/node-id"
 PLACE_TRY_S = 10.0  # a placement group that found room is placed in milliseconds; later, someone else took it
 POLL_S = 0.25
-STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before it is known
-STOP_DEADLINE_S = 30.0
+NODES_DEADLINE_S = 180.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +114,31 @@ class RayBackend:
                 if group is not None:
                     return RayReservation(group, seats=_seats(ask, chosen, group, deadline=deadline))
             if time.monotonic() >= deadline:
-                raise ClusterError(_cannot_place(ask, nodes, timeout_s=timeout_s))
+                raise NoRoomError(_cannot_place(ask, nodes, timeout_s=timeout_s))
             progress.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}")
             time.sleep(POLL_S)
+
+
+def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float, say: Callable[[str], None]) -> list[int]:
+    """The ranks of the nodes that are there: all, or after ``wait_s`` those that are, if they are enough."""
+    started, progress = time.monotonic(), Progress()
+    while True:
+        here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
+        missing = sorted(set(range(num_nodes)) - set(here))
+        waited_s = time.monotonic() - started
+        if not missing:
+            return here
+        names = f"node {', '.join(map(str, missing))} of {num_nodes}"
+        if waited_s >= wait_s and len(here) >= fewest:
+            say(f"{names} is missing after {wait_s:g} s; going on with {len(here)}")
+            return here
+        if waited_s >= max(wait_s, NODES_DEADLINE_S):
+            raise NoRoomError(
+                f"{names} is missing after {waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} wants more than the "
+                f"{len(here)} there; start them with `rollcall node`"
+            )
+        progress.tell(f"waiting for {names}")
+        time.sleep(POLL_S)
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
@@ -245,7 +258,7 @@ def _look_around(
         try:
             answers = ray.get(list(asked.values()), timeout=max(deadline - time.monotonic(), 30))
         except GetTimeoutError:
-            raise ClusterError("a node has its slots but starts no process on them; see its Ray logs") from None
+            raise NoRoomError("a node has its slots but starts no process on them; see its Ray logs") from None
         found |= dict(zip(asked, answers, strict=True))
     return found
 
@@ -256,9 +269,9 @@ class RayReservation:
         self.nodes: Sequence[NodeSeats] = seats
 
     def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> RayCrew:
-        crew = RayCrew(specs, group=self._group)
+        crew = RayCrew(specs, recipe, group=self._group)
         try:
-            crew.start(recipe, timeout_s=timeout_s)
+            crew.start(timeout_s=timeout_s)
         except BaseException:  # an interrupt too: nothing may be left behind
             crew.stop(timeout_s=STOP_DEADLINE_S)
             raise
@@ -266,179 +279,3 @@ class RayReservation:
 
     def release(self) -> None:
         remove_placement_group(self._group)
-
-
-class RayCrew:
-    def __init__(self, specs: Sequence[WorkerSpec], *, group: PlacementGroup) -> None:
-        self._specs = list(specs)
-        self._mark = uuid.uuid4().hex
-        self._hosts = [self._create(spec, group) for spec in specs]
-        self._calls = [host.call for host in self._hosts]
-        self._rank_of = {host._actor_id.hex(): rank for rank, host in enumerate(self._hosts)}
-        self.pids: Sequence[int] = []
-        self.master_address = specs[0].node.address
-        self.master_port = 0
-
-    def _create(self, spec: WorkerSpec, group: PlacementGroup) -> Any:
-        has_gpu = bool(spec.node.devices)
-        strategy = PlacementGroupSchedulingStrategy(
-            group,
-            placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
-            placement_group_capture_child_tasks=False,
-        )
-        # A process on several slots is counted on its first; its virtual cluster lets nobody else on the others.
-        return (
-            ray.remote(Host)
-            .options(
-                num_gpus=spec.share if has_gpu else 0,
-                num_cpus=0 if has_gpu else spec.share,
-                max_restarts=0,
-                scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**for_ray(spec.env), MARK: self._mark}},
-            )
-            .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
-        )
-
-    def start(self, recipe: Recipe, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        progress = Progress()
-        (self.master_port,) = self.gather([self._hosts[0].lease_port.remote()], timeout_s=timeout_s, progress=progress)
-        args = [self.share(value) for value in recipe.args]
-        kwargs = {name: self.share(value) for name, value in recipe.kwargs.items()}
-        target = recipe.target if isinstance(recipe.target, str) else ray.put(recipe.target)
-        started = [
-            host.start.remote(
-                spec.group_env(master_address=self.master_address, master_port=self.master_port),
-                target,
-                *args,
-                **kwargs,
-            )
-            for spec, host in zip(self._specs, self._hosts, strict=True)
-        ]
-        self.pids = self.gather(started, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
-
-    def share(self, value: Any) -> Any:
-        return ray.put(value) if is_large(value) else value
-
-    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self._calls[rank].remote(method, drop, *args, **kwargs)
-
-    def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        first, _ = ray.wait(list(futures), timeout=timeout_s, fetch_local=False)
-        return ray.wait(list(futures), num_returns=len(futures), timeout=0, fetch_local=False)[0] if first else []
-
-    def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        progress = progress or Progress(first_s=30, every_s=30)
-        futures = list(futures)
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return ray.get(futures, timeout=max(min(left, progress.due_in_s), 0.001))
-            except RayTaskError as error:
-                self._explain(futures, error)
-            except GetTimeoutError:
-                missing = self._missing(futures)
-                if missing and time.monotonic() >= deadline:
-                    raise self._timeout(missing, total=len(futures), timeout_s=timeout_s) from None
-                if missing:
-                    progress.tell(f"waiting for {_listed([spec.where for spec in missing])}")
-            except RayError as error:
-                self._explain(futures, error)
-
-    def _missing(self, futures: list[Any]) -> list[WorkerSpec]:
-        _, pending = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=False)
-        return [spec for spec in map(self._spec_of, pending) if spec is not None]
-
-    def _spec_of(self, future: Any) -> WorkerSpec | None:
-        """The worker that owes this result; None: it is none of this group's."""
-        rank = self._rank_of.get(future.task_id().actor_id().hex())
-        return None if rank is None else self._specs[rank]
-
-    def _timeout(self, missing: list[WorkerSpec], *, total: int, timeout_s: float) -> WorkerTimeoutError:
-        return WorkerTimeoutError(
-            f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: "
-            f"{_listed([spec.where for spec in missing])}",
-            **_named(missing),
-        )
-
-    def _explain(self, futures: list[Any], error: Exception) -> NoReturn:
-        """Raise what the failed call means: the dead before those that stumbled over their death."""
-        ready, _ = ray.wait(futures, num_returns=len(futures), timeout=STUMBLE_S, fetch_local=False)
-        failed: list[tuple[WorkerSpec, Exception]] = []
-        for future in ready:
-            spec = self._spec_of(future)
-            try:
-                ray.get(future, timeout=10)
-            except RayError as found:
-                if spec is not None:
-                    failed.append((spec, found))
-        if not failed:
-            raise error
-        dead = [(spec, found) for spec, found in failed if isinstance(found, RayActorError)]
-        dead += [(spec, found) for spec, found in failed if (spec, found) not in dead and not self.is_alive(spec.rank)]
-        spec, found = (dead or failed)[0]
-        others = [other for other, _ in failed if other is not spec]
-        also = f"\nAlso failed: {_listed([other.where for other in others])}" if others else ""
-        named = _named([spec, *others])
-        if dead:
-            raise WorkerDiedError(f"{spec.where} is dead: {_death(found)}{also}", **named) from found
-        cause = getattr(found, "cause", None)  # of what the worker's own code raised
-        if isinstance(cause, RemoteFailureError):
-            raise WorkerError(f"{spec.where} raised\n{cause}{also}", **named) from cause.original
-        raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
-
-    def is_alive(self, rank: int) -> bool:
-        return self._actor(rank).get("State") == "ALIVE"
-
-    def _actor(self, rank: int) -> dict[str, Any]:
-        return ray_state.actors(self._hosts[rank]._actor_id.hex())
-
-    def stop(self, *, timeout_s: float) -> None:
-        for host in self._hosts:
-            ray.kill(host)
-        alive = {node.node_id: node for node in ranked_nodes()}
-        used = {spec.node.node_id for spec in self._specs} & set(alive)
-        ends = {
-            node_id: _end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-                self._mark, timeout_s
-            )
-            for node_id in used
-        }
-        ready, _ = ray.wait(list(ends.values()), num_returns=len(ends), timeout=timeout_s) if ends else ([], [])
-        problems = []
-        for node_id, end in ends.items():
-            where = f"node {alive[node_id].rank} ({alive[node_id].address})"
-            if end not in ready:
-                problems.append(f"{where} has not said within {timeout_s:g} s that they ended")
-                continue
-            try:
-                if left := ray.get(end):
-                    problems.append(f"{where} still has processes {left}")
-            except RayError:
-                continue  # the node left the cluster meanwhile, and its processes with it
-        if problems:
-            raise ClusterError(f"the processes of {self._specs[0].role} cannot be ended: {'; '.join(problems)}")
-
-
-@ray.remote(num_cpus=0)
-def _end(mark: str, timeout_s: float) -> list[int]:
-    return end_group(mark, timeout_s=timeout_s)
-
-
-def _named(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    return dict(
-        role=specs[0].role,
-        ranks=[spec.rank for spec in specs],
-        node_ranks=sorted({spec.node.node_rank for spec in specs}),
-    )
-
-
-def _death(error: Exception) -> str:
-    """Ray's reason, without its field list and its general advice."""
-    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
-    return lines[-1].partition(" Some common causes include")[0] if lines else type(error).__name__
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

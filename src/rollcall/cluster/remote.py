@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,14 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollcall.attempts import Budget
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.cluster.backend import Seat
 from rollcall.cluster.connect import connect
+from rollcall.cluster.elastic import shrink
 from rollcall.cluster.environment import submitted_env, worker_env
+from rollcall.cluster.failures import WorkerDiedError, WorkerLostError
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.memory import SizesUnknown, read_sizes
 from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement
-from rollcall.cluster.remote_engine import RemoteEngine
+from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
 from rollcall.cluster.run_plan import indivisible, learner_problems
 from rollcall.cluster.state import ClusterError
@@ -31,13 +35,15 @@ from rollcall.cluster.team import Team
 from rollcall.cluster.virtual import VirtualCluster
 from rollcall.cluster.weight_sync import refuse_unreachable
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
-from rollcall.config import Config
+from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Floats, Prompt, Sample
+
+REPLACE_S = 24 * 3600.0  # for a seat to be there again, while others do the work; told meanwhile
 
 
 class RemoteLearner:
@@ -59,6 +65,29 @@ class RemoteLearner:
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         role = Role.INFERENCE if Role.INFERENCE in self._team.members else Role.ACTOR
         return run_forward(self._team, role, "score", samples, in_parts=role in self._in_parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRepairs:
+    engine: RemoteEngine
+    missing_nodes: frozenset[int]  # ranks that this attempt does without
+
+    @property
+    def is_due(self) -> bool:
+        return self.engine.is_due
+
+    @property
+    def regrow(self) -> str | None:
+        if not self.missing_nodes:
+            return None
+        from rollcall.cluster.on_ray import ranked_nodes
+
+        back = sorted(self.missing_nodes & {node.rank for node in ranked_nodes()})
+        return f"node {', '.join(map(str, back))} is back" if back else None
+
+    def admit(self, version: int) -> None:
+        if self.engine.is_due:  # or the new ones came along with an update meanwhile
+            self.engine.update_weights(version)
 
 
 class RemoteCritic:
@@ -97,6 +126,7 @@ class RemoteWorkers:
     max_positions: int
     team: Team
     cluster: VirtualCluster
+    repairs: RemoteRepairs
     _preemptions_seen: int = 0
 
     @property
@@ -143,15 +173,19 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     plan = plan_placement(config.cluster, needs=needs_of(config))
     refuse_unreachable(config, plan)
     connect()  # before anything slow: a node that is in no cluster says so at once
+    plan, section, kept = _fit_nodes(config, plan, say=say)
     inputs = load_inputs(config, say=say)
     _refuse_impossible(config, plan, model_path=inputs.model_path)
     say(f"placing {sum(len(group.processes) for group in plan.groups)} processes on {plan.num_nodes} nodes")
     cluster = VirtualCluster(
-        list(plan.slots_per_node), num_gpus_per_node=max(plan.slots_per_node), name=config.run.name
+        list(plan.slots_per_node),
+        num_gpus_per_node=max(plan.slots_per_node),
+        name=config.run.name,
+        node_ranks=None if len(kept) == config.cluster.num_nodes else kept,
     )
     try:
-        team, facts = _place(config, plan, cluster, inputs=inputs)
-        engine = RemoteEngine(team, room=config.rollout.max_running, node_weights=config.cluster.node_weights)
+        team, facts, seatings = _place(config, plan, cluster, inputs=inputs, section=section, kept=kept)
+        engine = _engine(config, team, seatings=seatings)
     except BaseException:  # an interrupt too: slots must not stay taken
         cluster.shutdown()
         raise
@@ -176,6 +210,60 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
         max_positions=facts.max_positions,
         team=team,
         cluster=cluster,
+        repairs=RemoteRepairs(
+            engine=engine, missing_nodes=frozenset(range(config.cluster.num_nodes)) - frozenset(kept)
+        ),
+    )
+
+
+def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tuple[Plan, ClusterSection, list[int]]:
+    """The plan on the nodes that are there, where the run may do with fewer than it asks for; and their ranks."""
+    assert config.cluster is not None
+    section, elastic, everyone = config.cluster, config.trainer.elastic, list(range(plan.num_nodes))
+    if elastic is None:
+        return plan, section, everyone
+    if elastic.min_nodes > plan.num_nodes:
+        raise ClusterError(f"trainer.elastic.min_nodes={elastic.min_nodes} of a cluster of {plan.num_nodes}; use fewer")
+    from rollcall.cluster.on_ray import wait_for_nodes
+
+    kept = wait_for_nodes(plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s, say=say)
+    if kept == everyone:
+        return plan, section, everyone
+    section = shrink(section, plan, kept=kept)
+    plan = plan_placement(section, needs=needs_of(config))
+    refuse_unreachable(config, plan)
+    return plan, section, kept
+
+
+def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> RemoteEngine:
+    """All rollout processes; those that hold nothing else are replaced when they are lost, as often as restarts are allowed."""
+    assert config.cluster is not None
+    trainer = config.trainer
+    only = [worker for worker, seating in enumerate(seatings) if set(seating.ranks) == {Role.ROLLOUT}]
+    budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
+    one = threading.Lock()
+
+    def replace(worker: int) -> None:
+        where = team.group.specs[worker].where
+        loss: WorkerLostError = WorkerDiedError(f"{where} is lost", role="rollout", ranks=[worker], node_ranks=[])
+        while True:
+            with one:
+                budget.spend(loss)
+            try:
+                team.group.replace(worker, timeout_s=REPLACE_S)
+                team.call([worker], "build", seatings[worker])
+                return
+            except WorkerLostError as error:
+                loss = error
+
+    team.group.tolerate(only)
+    return RemoteEngine(
+        team,
+        room=config.rollout.max_running,
+        node_weights=config.cluster.node_weights,
+        replaceable=only,
+        replace=replace,
+        wait_s=trainer.elastic.wait_s if trainer.elastic else WAIT_S,
     )
 
 
@@ -204,13 +292,14 @@ def _seen_by_all(path: str, config: Config) -> str:
     return str(copy)
 
 
-def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Inputs) -> tuple[Team, Facts]:
-    assert config.cluster is not None
+def _place(
+    config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Inputs, section: ClusterSection, kept: Sequence[int]
+) -> tuple[Team, Facts, list[Seating]]:
+    """Processes for the plan, whose nodes have the ``kept`` ranks."""
     processes = sorted(
         (process for group in plan.groups for process in group.processes), key=lambda process: process.slots
     )
     starts = [sum(plan.slots_per_node[:rank]) for rank in range(plan.num_nodes)]
-    section = config.cluster
     group = WorkerGroup(
         cluster=cluster,
         remote_worker_builder=WorkerBuilder(
@@ -218,11 +307,15 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Input
         ),
         name_prefix=config.run.name,
         seats=[
-            Seat(node_rank=process.node_rank, slots=tuple(slot - starts[process.node_rank] for slot in process.slots))
+            Seat(
+                node_rank=kept[process.node_rank],
+                slots=tuple(slot - starts[process.node_rank] for slot in process.slots),
+            )
             for process in processes
         ],
+        titles=[" + ".join(f"{role} rank {rank}" for role, rank in process.ranks.items()) for process in processes],
         node_env_vars={
-            rank: worker_env(section, submitted=submitted_env(section), node_rank=rank)
+            kept[rank]: worker_env(section, submitted=submitted_env(section), node_rank=rank)
             for rank in range(plan.num_nodes)
         },
     )
@@ -235,6 +328,7 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Input
         ]
         for role in plan.roles
     }
+    group.tolerate([])
     team = Team(group=group, members=members)
     meeting = {}
     for role in TRAINED:
@@ -249,11 +343,11 @@ def _place(config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Input
     ]
     facts = group.get_all_worker_results(group.run_all_workers_multiple_data("build", seatings))
     marks = {
-        f"{'+'.join(process.ranks)} on node {process.node_rank}": one.tokenizer
+        f"{'+'.join(process.ranks)} on node {kept[process.node_rank]}": one.tokenizer
         for process, one in zip(processes, facts, strict=True)
     }
     refuse_other_tokenizers(tokenizer_mark(inputs.tokenizer), marks, path=inputs.model_path)
-    return team, facts[0]
+    return team, facts[0], seatings
 
 
 def _reference(team: Team, config: Config) -> Callable[[Sequence[Sample]], list[TokenScores]]:

@@ -3,16 +3,24 @@
 The router says which process gets what. Each process that has something to do has two calls of ``advance`` under way, so
 that it need not wait for this one between them. ``poll`` only looks and sends; ``changed`` waits for an answer in a thread,
 and everything else happens in the event loop's.
+
+A process that holds nothing but an engine may be lost: what it had goes back to the router, and ``replace`` makes another
+in a thread of its own. The new one serves once it has the current weights, which it gets with the next push, or by
+``admit``. Lists and sets that both threads touch are changed by single operations.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rollcall.aside import in_thread
 from rollcall.cluster.engine_seat import Progress
+from rollcall.cluster.failures import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.cluster.placement import Role
 from rollcall.cluster.router import Place, Router
 from rollcall.cluster.team import Team
@@ -22,6 +30,8 @@ from rollcall.engine.protocol import Finished, Request
 POLL_S = 0.5  # the longest that one look at the engines takes
 HELD_S = 0.02  # between two looks while all engines wait for new weights
 CALLS = 2
+WAIT_S = 180.0
+SETTLE_S = 30.0  # for a sender to notice that a receiver is gone
 # An engine with nothing finished answers after this long, so that new requests and new weights reach it; with many
 # engines it is longer, or their answers would keep this process busy.
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.2
@@ -29,19 +39,28 @@ LOOKS_PER_S = 160
 
 
 class RemoteEngine:
-    """``room`` is how many completions a process decodes at once."""
+    """``room`` is how many completions a process decodes at once.
 
-    def __init__(self, team: Team, *, room: int, node_weights: Sequence[float] | None) -> None:
+    ``replaceable`` are processes whose loss leaves the others able to go on; ``replace`` makes a new one, built and ready
+    for weights, and raises if it cannot. Without any engine the run waits ``wait_s`` for one.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        *,
+        room: int,
+        node_weights: Sequence[float] | None,
+        replaceable: Collection[int] = (),
+        replace: Callable[[int], None] | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
         self.version = 0
         self.num_preemptions = 0
         self._team = team
         self._weights = WeightSync(team)
         self._workers = team.members[Role.ROLLOUT]
-        nodes = {worker: team.group.worker_metadata[worker]["node_rank"] for worker in self._workers}
-        places = [
-            Place(worker=worker, node_rank=nodes[worker], name=f"rollout-{rank} on node {nodes[worker]}")
-            for rank, worker in enumerate(self._workers)
-        ]
+        places = [self._place(worker) for worker in self._workers]
         self._look_s = min(max(len(places) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
         self._router = Router(places, room=room, node_weights=node_weights)
         self._new: dict[int, list[Request]] = {worker: [] for worker in self._workers}
@@ -52,6 +71,21 @@ class RemoteEngine:
         self._arrived: list[tuple[int, Progress]] = []
         self._is_waiting = False  # a thread has the calls in its hands
         self._makers: dict[str, str] = {}
+        self._to_abort: set[str] = set()
+        self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
+        self._replace = replace
+        self._wait_s = wait_s
+        self._away: set[int] = set()  # lost, and not serving again
+        self._lost: list[int] = []  # of these, those that the router does not know of yet
+        self._new_ones: set[int] = set()  # built, without weights
+        self._joining: list[int] = []  # with weights, and not known to the router
+        self._failure: Exception | None = None
+        self._alone_since: float | None = None
+
+    def _place(self, worker: int) -> Place:
+        node_rank = self._team.group.worker_metadata[worker]["node_rank"]
+        rank = self._workers.index(worker)
+        return Place(worker=worker, node_rank=node_rank, name=f"rollout-{rank} on node {node_rank}")
 
     @property
     def num_unfinished(self) -> int:
@@ -62,6 +96,7 @@ class RemoteEngine:
 
     def abort(self, request_id: str) -> None:
         """Only the engines make completions, so one that waits here goes to one of them first."""
+        self._to_abort.add(request_id)
         given = self._router.hand_out_now(request_id)
         if given is not None:
             self._new[given[0]].append(given[1])
@@ -79,10 +114,39 @@ class RemoteEngine:
             self.num_preemptions += progress.num_preemptions
             for item in progress.finished:
                 self._makers[item.request_id] = self._router.finish(item.request_id)
+                self._to_abort.discard(item.request_id)
             self._router.note_waiting(worker, num_waiting=progress.num_waiting, returned=progress.returned)
             finished += progress.finished
+        self._change_places()
         self._send()
         return finished
+
+    def _change_places(self) -> None:
+        """Tell the router who is gone and who is there again."""
+        if self._failure is not None:
+            raise self._failure
+        while self._lost:
+            worker = self._lost.pop(0)
+            self._calls[worker], self._new[worker], self._aborted[worker] = [], [], []
+            self._give_back[worker], self._held_at[worker] = 0, None
+            for request_id in self._router.lose(worker):
+                if request_id in self._to_abort:
+                    self.abort(request_id)
+        while self._joining:
+            worker = self._joining.pop(0)
+            self._router.join(self._place(worker))
+            self._away.discard(worker)
+        if self._router.num_workers:
+            self._alone_since = None
+            return
+        self._alone_since = self._alone_since or time.monotonic()
+        if time.monotonic() - self._alone_since > self._wait_s:
+            raise WorkerLostError(
+                f"no rollout process is left, and none came back within {self._wait_s:g} s",
+                role="rollout",
+                ranks=range(len(self._workers)),
+                node_ranks=[],
+            )
 
     async def changed(self) -> None:
         """Returns when some process has answered, or after a moment."""
@@ -103,19 +167,58 @@ class RemoteEngine:
     def _under_way(self) -> list[tuple[int, Any]]:
         return [(worker, call) for worker, calls in self._calls.items() for call in calls]
 
-    def _collect(self, calls: list[tuple[int, Any]], *, timeout_s: float) -> list[tuple[int, Any, Progress]]:
+    def _collect(
+        self, calls: list[tuple[int, Any]], *, timeout_s: float
+    ) -> list[tuple[int, Any, Progress | WorkerDiedError]]:
         group = self._team.group
         if not calls:
             return []
         done = set(map(id, group.wait_for_some([call for _, call in calls], timeout_s=timeout_s)))
         ready = [(worker, call) for worker, call in calls if id(call) in done]
-        results = group.get_all_worker_results([call for _, call in ready]) if ready else []
+        try:
+            results = group.get_all_worker_results([call for _, call in ready]) if ready else []
+        except WorkerDiedError:
+            results = [self._result(worker, call) for worker, call in ready]
         return [(worker, call, progress) for (worker, call), progress in zip(ready, results, strict=True)]
 
-    def _receive(self, found: list[tuple[int, Any, Progress]]) -> None:
+    def _result(self, worker: int, call: Any) -> Progress | WorkerDiedError:
+        """Of one worker, whose loss is a result where it can be replaced."""
+        try:
+            return self._team.group.get_all_worker_results([call])[0]
+        except WorkerDiedError as error:
+            if worker not in self._replaceable:
+                raise
+            return error
+
+    def _receive(self, found: list[tuple[int, Any, Progress | WorkerDiedError]]) -> None:
         for worker, call, progress in found:
+            if not any(other is call for other in self._calls[worker]):
+                continue  # asked of a process that was lost meanwhile
+            if isinstance(progress, WorkerDiedError):
+                self._lose(worker, progress)
+                continue
             self._calls[worker] = [other for other in self._calls[worker] if other is not call]
             self._arrived.append((worker, progress))
+
+    def _lose(self, worker: int, error: WorkerError) -> None:
+        """Begin to replace it; the router hears of it with the next poll."""
+        if worker in self._away and worker not in self._new_ones:
+            return
+        self._new_ones.discard(worker)
+        self._away.add(worker)
+        self._lost.append(worker)
+        why = str(error).splitlines()[0]
+        _say(f"{self._place(worker).name} is lost, others do its part until it is replaced: {why}")
+        threading.Thread(target=self._renew, args=(worker,), name=f"replacing {worker}", daemon=True).start()
+
+    def _renew(self, worker: int) -> None:
+        assert self._replace is not None
+        try:
+            self._replace(worker)
+        except Exception as error:  # noqa: BLE001 - raised by the next poll, whatever it is
+            self._failure = error
+            return
+        self._new_ones.add(worker)
 
     def _send(self) -> None:
         for worker, request in self._router.hand_out(version=self.version):
@@ -138,5 +241,40 @@ class RemoteEngine:
 
     def update_weights(self, version: int) -> None:
         """All processes that hold a policy take the actor's: those of the actor itself have it already."""
-        self._weights.push(version)
+        while True:
+            new = set(self._new_ones)
+            if new:
+                self._weights.invite_anew()
+            try:
+                self._weights.push(version, without=self._away - new)
+            except WorkerLostError as error:
+                self._lose_receivers(error)
+                continue
+            break
         self.version = version
+        self._new_ones -= new
+        for worker in new:
+            _say(f"{self._place(worker).name} has weights of version {version} and serves again")
+            self._joining.append(worker)
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._new_ones)
+
+    def _lose_receivers(self, error: WorkerLostError) -> None:
+        """A push broke off: replace the receivers that are dead. If it was somebody else, this is not to be mended here."""
+        group = self._team.group
+        named = (
+            error.ranks[:1] if isinstance(error, WorkerDiedError) else ()
+        )  # it may be dead before Ray's books say so
+        serving = (self._replaceable - self._away) | self._new_ones
+        dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]
+        if not dead:
+            raise error
+        self._weights.settle(timeout_s=SETTLE_S)
+        for worker in dead:
+            self._lose(worker, error)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -88,6 +88,8 @@ class RoleWorker:
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
         self._lease: socket.socket | None = None
+        self.seat: EngineSeat | None = None
+        self._served: int | None = None  # the version that the engine was last given
         self._weights = WorkerWeights(config, on_gpu=self.device.type == "cuda")
 
     def lease_port(self) -> int:
@@ -160,9 +162,10 @@ class RoleWorker:
 
     def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
         """Take this version from the actor's process, which invited this one by that name, and sample from it."""
+        if self.seat is not None and version != self._served:
+            self.seat.hold()  # an update that breaks off leaves neither the old weights nor the new ones
         self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
-        if self.engine is not None:
-            self.engine.update_weights(version)
+        self._serve(version)
 
     # The policy
 
@@ -174,8 +177,15 @@ class RoleWorker:
         """What the learner holds is this version: for those that were invited, and for the engine in this process."""
         self._weights.send(self._whole_policy(), version=version)
         self._weights.share(version)
-        if self.engine is not None:
+        self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        """The engine samples from this version. One that does so already is told nothing: its cache stays good."""
+        if self.engine is not None and version != self._served:
             self.engine.update_weights(version)
+        if self.seat is not None:
+            self.seat.release()
+        self._served = version
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, which an engine in this process gets too where the learner has them in parts."""

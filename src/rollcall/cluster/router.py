@@ -102,6 +102,7 @@ class Router:
         self._weights: Mapping[int, float] = {0: 1.0}
         self._num_given: dict[int, int] = {}  # requests by pool
         self._pool_of: dict[str, _Pool] = {}
+        self._by_node = node_weights is not None
         if node_weights is None:
             self._pools[0] = _Pool(places, room=room, clock=clock)
             return
@@ -124,12 +125,47 @@ class Router:
         """Completions that this worker has to make."""
         return sum(pool.seats[worker].load for pool in self._pools.values() if worker in pool.seats)
 
+    @property
+    def num_workers(self) -> int:
+        """Those that can be given something."""
+        return sum(len(pool.seats) for pool in self._pools.values())
+
     def add(self, request: Request) -> None:
         """To the node that is furthest behind its share."""
-        rank = min(self._weights, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
-        self._num_given[rank] = self._num_given.get(rank, 0) + 1
-        pool = self._pool_of[request.id] = self._pools[rank]
+        pool = self._pool_of[request.id] = self._pools[self._next_pool()]
         pool.queue.append(request)
+
+    def _next_pool(self) -> int:
+        """Of those with a worker, if there are any."""
+        able = [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
+        rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
+        self._num_given[rank] = self._num_given.get(rank, 0) + 1
+        return rank
+
+    def lose(self, worker: int) -> list[str]:
+        """This worker is gone: what it had goes to the front of the queue, as it was first given out; returns its ids."""
+        returned: list[str] = []
+        for pool in self._pools.values():
+            if worker in pool.seats:
+                returned += pool.lose(worker)
+            if not pool.seats and self.num_workers:
+                while pool.queue:  # from behind to the front, so that the order stays
+                    request = pool.queue.pop()
+                    other = self._pool_of[request.id] = self._pools[self._next_pool()]
+                    other.queue.appendleft(request)
+        return returned
+
+    def join(self, place: Place) -> None:
+        """A worker, new or back, that knows nothing of what was given out before."""
+        rank = place.node_rank if self._by_node else 0
+        if rank not in self._pools:
+            return  # its node is to have no task
+        self._pools[rank].seats[place.worker] = _Seat(place)
+        for pool in self._pools.values():  # what waits where nobody is left
+            while pool.queue and not pool.seats:
+                request = pool.queue.popleft()
+                other = self._pool_of[request.id] = self._pools[self._next_pool()]
+                other.queue.append(request)
 
     def hand_out(self, *, version: int = 0) -> list[tuple[int, Request]]:
         """What goes to which worker now; ``version`` is that of the weights."""
@@ -187,11 +223,16 @@ class _Pool:
 
     def hand_out_now(self, request_id: str) -> tuple[int, Request] | None:
         request = next((request for request in self.queue if request.id == request_id), None)
-        if request is None:
+        if request is None or not self.seats:
             return None
         self.queue.remove(request)
         seat = min(self.seats.values(), key=lambda seat: seat.load)
         return self._give(seat, request, version=seat.version, now=self._clock())
+
+    def lose(self, worker: int) -> list[str]:
+        given = self.seats.pop(worker).given.values()
+        self.queue.extendleft(one.request for one in reversed(given))
+        return [one.request.id for one in given]
 
     def worker_of(self, request_id: str) -> int | None:
         return next((worker for worker, seat in self.seats.items() if request_id in seat.given), None)

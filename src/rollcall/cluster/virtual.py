@@ -172,11 +172,13 @@ class VirtualCluster:
 
     def shutdown(self) -> None:
         """End the groups that live here and give the slots back."""
-        for group in list(self._groups):
-            group.shutdown()
-        if self._reservation is not None:
-            self._reservation.release()
-            self._reservation = None
+        try:
+            for group in list(self._groups):
+                group.shutdown()
+        finally:
+            if self._reservation is not None:
+                self._reservation.release()
+                self._reservation = None
 
     def __enter__(self) -> VirtualCluster:
         return self

@@ -8,11 +8,14 @@ failure, makes the sender invite everyone anew, and the first update then goes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from rollcall.cluster.failures import WorkerTimeoutError
 from rollcall.cluster.placement import Plan, Role
 from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
@@ -48,13 +51,15 @@ class WeightSync:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._invited: dict[int, str] = {}  # name of each receiver, by process
+        self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: the sender is of no use
         self._invitations: Mapping[str, Invitation] = {}
+        self._broken_off: list[Any] = []
 
-    def push(self, version: int) -> None:
-        """Every process that holds a policy has this version once it returns."""
+    def push(self, version: int, *, without: Collection[int] = ()) -> None:
+        """Every process that holds a policy, but for ``without``, has this version once it returns."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
-        apart = {worker: name for worker, name in self._names().items() if worker not in actors}
+        names = {worker: name for worker, name in self._names().items() if worker not in without}
+        apart = {worker: name for worker, name in names.items() if worker not in actors}
         if apart != self._invited:
             self._invite(apart)
         # All of the actor's processes: each may hold a part of what the first one sends.
@@ -65,8 +70,26 @@ class WeightSync:
         try:
             group.get_all_worker_results(futures)
         except BaseException:
-            self._invited = {}  # whoever is left meets anew
+            self._invited = None  # whoever is left meets anew
+            self._broken_off = futures
             raise
+
+    def settle(self, *, timeout_s: float) -> None:
+        """After a push that failed, wait until the actor's processes have given it up; raises if one does not."""
+        deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
+        for worker, future in zip(actors, self._broken_off, strict=False):
+            left_s = max(deadline - time.monotonic(), 0.1)
+            if not self._team.group.wait_for_some([future], timeout_s=left_s):
+                raise WorkerTimeoutError(
+                    f"actor rank {actors.index(worker)} still sends weights, {timeout_s:g} s after a receiver was lost",
+                    role="actor",
+                    ranks=[worker],
+                    node_ranks=[],
+                )
+
+    def invite_anew(self) -> None:
+        """A receiver is another process than before."""
+        self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
         metadata, first = self._team.group.worker_metadata, self._team.members[Role.ACTOR][0]
@@ -101,6 +124,9 @@ class WorkerWeights:
         """Become the sender to these receivers, each of which is (or is not) on this host."""
         if self._sender is not None:
             self._sender.close()
+            self._sender = None
+        if not receivers:
+            return {}
         self._sender = open_sender(
             self._transport,
             receivers=receivers,
@@ -121,7 +147,8 @@ class WorkerWeights:
 
     def share(self, version: int) -> None:
         """Note the version of the tensors that the learner and the engine of this process both read."""
-        self._shared.receive(version=version)
+        if self._shared.version != version:  # a process that is new gets what the others have
+            self._shared.receive(version=version)
 
     def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
         if self._receiver is None or invitation != self._invitation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -93,7 +93,8 @@ class WorkerGroup:
     ``workers_per_node`` (a number, or one for each node) takes that many of a node's slots, one worker each; a multiple of
     the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
     the accelerators of all those slots. ``seats`` is the same by node rank. Without any of them each slot has a worker.
-    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) those of one node.
+    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) those of one node. ``titles`` are what messages call the
+    workers, by rank, in place of the prefix and their rank.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class WorkerGroup:
         sharding_annotations: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
         node_env_vars: Mapping[int, Mapping[str, str]] | None = None,
+        titles: Sequence[str] | None = None,
         timeout_s: float = START_DEADLINE_S,
     ) -> None:
         given = [value for value in (workers_per_node, bundle_indices_list, seats) if value is not None]
@@ -131,7 +133,12 @@ class WorkerGroup:
                 f"the sharding lays out ranks {self.sharding.ranks}, and the group has ranks 0 to {len(seats) - 1}"
             )
         self.specs = _specs(
-            seats, cluster=cluster, role=self.name_prefix, env=env_vars or {}, node_env=node_env_vars or {}
+            seats,
+            cluster=cluster,
+            role=self.name_prefix,
+            env=env_vars or {},
+            node_env=node_env_vars or {},
+            titles=titles or [""] * len(seats),
         )
         self._one_call = threading.Lock()
         self._crew: Crew | None = cluster.launch(self, self.specs, remote_worker_builder.recipe, timeout_s=timeout_s)
@@ -269,6 +276,15 @@ class WorkerGroup:
         """Those of the futures that are done or have failed; waits for the first, at most ``timeout_s``."""
         return self._running.ready(futures, timeout_s=timeout_s)
 
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        self._running.tolerate(ranks)
+
+    def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
+        """Put a new process into the seat of a worker that is lost, waiting for its node where that is lost too."""
+        self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
+        self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
+
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
     ) -> bool:
@@ -289,8 +305,10 @@ class WorkerGroup:
                     f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}"
                 )
                 clean = False
-        crew.stop(timeout_s=timeout_s)
-        self.cluster.forget(self)
+        try:
+            crew.stop(timeout_s=timeout_s)
+        finally:
+            self.cluster.forget(self)
         return clean
 
     @property
@@ -373,6 +391,7 @@ def _specs(
     role: str,
     env: Mapping[str, str],
     node_env: Mapping[int, Mapping[str, str]],
+    titles: Sequence[str],
 ) -> list[WorkerSpec]:
     """The processes in rank order."""
     for name in (name for variables in (env, *node_env.values()) for name in variables):
@@ -398,6 +417,7 @@ def _specs(
             slots=seat.slots,
             share=cluster.share_of_slot(num_workers=max(per_slot[seat.node_rank, slot] for slot in seat.slots)),
             env={**env, **node_env.get(seat.node_rank, {})},
+            title=titles[rank],
         )
         for rank, seat in enumerate(seats)
     ]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from rollcall.cluster.failures import WorkerLostError
 from rollcall.redact import redact
 from rollcall.reward.functions import PROCESS_TYPES, check_score
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
@@ -171,6 +172,8 @@ class Scorer:
             values = self._model_rewards[index](prompt, completions)
             if len(values) != len(completions):
                 raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
+        except WorkerLostError:
+            raise  # says nothing of the completion, which another attempt scores
         except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
             return [(0.0, "raised", traceback.format_exc())] * len(completions)
         results: list[tuple[float, FailureKind, str]] = []

@@ -1,0 +1,135 @@
+"""A run is a sequence of attempts: each builds its workers and goes on from the newest checkpoint and the journal.
+
+An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. What a worker's own code
+raises would come again, so it ends the run, unless it is the complaint of one whose peer is gone. More losses than the
+budget allows end the run too, with the reason and what the first loss looked like. In one process nothing can be lost
+that leaves this code running, so there the first attempt is the only one.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from rollcall.aside import wait_for_threads
+from rollcall.cluster.failures import NoRoomError, WorkerLostError
+from rollcall.cluster.state import ClusterError
+
+T = TypeVar("T")
+MAX_TOLD_LINES = 60
+LEFT_S = 30.0
+
+
+class RestartsSpentError(RuntimeError):
+    """Too many losses in too short a time; the message has the last reason and the first one's traceback."""
+
+
+class Regrow(Exception):  # noqa: N818 - no error: the attempt has ended well, at a checkpoint
+    """A node is back: the next attempt uses it."""
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class Budget:
+    """How many losses a run goes on after, in a window that moves along. Losses between which the run has come no further
+    add up however far apart they are: a loop that takes long for each turn is one too."""
+
+    def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most = most
+        self.window_s = window_s
+        self._clock = clock
+        self._losses: deque[float] = deque()
+        self._first: BaseException | None = None
+        self._reached: object = None
+
+    def spend(self, loss: BaseException, *, reached: object = None) -> None:
+        """Count a loss; raises when it is one too many. ``reached`` is how far the run has come, in any terms."""
+        self._first = self._first or loss
+        if reached is None or reached != self._reached:
+            while self._losses and self._clock() - self._losses[0] > self.window_s:
+                self._losses.popleft()
+        self._reached = reached
+        if len(self._losses) >= self.most:
+            raise RestartsSpentError(
+                f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
+                f"checkpoint between them, and trainer.max_restarts is {self.most}. What is on disk is whole: see to the reason, then run the same command again. The first "
+                f"loss was:\n{_shown(self._first)}"
+            ) from loss
+        self._losses.append(self._clock())
+
+
+def run_attempts(
+    attempt: Callable[[int], T],
+    *,
+    budget: Budget,
+    say: Callable[[str], None],
+    reached: Callable[[], object] = lambda: None,
+) -> T:
+    """What the first attempt that ends well returns; attempts are told their number, from 1."""
+    number = 1
+    while True:
+        try:
+            return attempt(number)
+        except Regrow as news:
+            say(f"{news}; going on with it from the checkpoint just made")
+        except Exception as error:
+            loss = loss_of(error)
+            if loss is None or (number == 1 and isinstance(loss, NoRoomError)):
+                raise
+            budget.spend(loss, reached=reached())
+            say(f"{headline(loss)}; attempt {number + 1} goes on from the newest checkpoint")
+        number += 1
+
+
+@contextmanager
+def closing(workers: Closable, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Close the workers at the end; after a failure, what goes wrong with that is told and the failure stays the reason."""
+    try:
+        yield
+    except BaseException:
+        try:
+            workers.close()
+        except ClusterError as problem:
+            say(str(problem))
+        # A call that was left, such as a checkpoint half written, must not go on beside the next attempt.
+        if left := wait_for_threads(timeout_s=LEFT_S):
+            say(f"still under way from before: {', '.join(left)}")
+        raise
+    workers.close()
+
+
+def loss_of(error: BaseException) -> BaseException | None:
+    """The loss that this error tells of, alone or among others; None: it is no loss, and trying again would not help."""
+    return next((one for one in _chain(error) if isinstance(one, WorkerLostError | NoRoomError)), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            for one in error.exceptions:
+                yield from _chain(one)
+        yield error
+        error = error.__cause__
+
+
+def headline(loss: BaseException) -> str:
+    """Who is lost and why, in one line.
+
+    >>> headline(NoRoomError("no room for node 1\\nmore of it"))
+    'no room for node 1'
+    """
+    lines = [line.strip() for line in str(loss).splitlines() if line.strip()]
+    return lines[0] if lines else type(loss).__name__
+
+
+def _shown(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    if len(lines) > MAX_TOLD_LINES:
+        lines = [f"[{len(lines) - MAX_TOLD_LINES} lines before]", *lines[-MAX_TOLD_LINES:]]
+    return "\n".join(lines)

@@ -1,0 +1,41 @@
+"""A cluster section for the nodes that are left: the same placement without the slots of those that are not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollcall.cluster.placement import PlacementError, Plan, RoleProcess
+from rollcall.config import ClusterSection, NodeSection
+
+
+def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
+    """The section as if the cluster had only the ``kept`` nodes (ranks, in order), numbered anew; ``plan`` is the whole one's."""
+    lost = [rank for rank in range(plan.num_nodes) if rank not in kept]
+    old = [slot for rank in kept for slot in plan.node_slots(rank)]
+    number = {slot.index: new for new, slot in enumerate(old)}
+    placement: dict[str, str | int] = {}
+    for role, processes in plan.processes.items():
+        left = [process for process in processes if process.node_rank in kept]
+        if not left:
+            names = ", ".join(map(str, lost))
+            raise PlacementError(
+                f"all {role} processes were on nodes that are missing ({names}), so the run cannot go on without them; bring one "
+                f"back with `rollcall node`, or place {role} on several nodes"
+            )
+        placement[role.value] = ",".join(_part(process, rank, number) for rank, process in enumerate(left))
+    weights = None if section.node_weights is None else [section.node_weights[rank] for rank in kept]
+    return section.model_copy(
+        update={
+            "num_nodes": len(kept),
+            "nodes": [NodeSection(gpus=plan.slots_per_node[rank]) for rank in kept],
+            "num_gpus_per_node": max(plan.slots_per_node[rank] for rank in kept),
+            "component_placement": placement,
+            "node_weights": weights,
+            "node_env": {new: section.node_env[rank] for new, rank in enumerate(kept) if rank in section.node_env},
+        }
+    )
+
+
+def _part(process: RoleProcess, rank: int, number: dict[int, int]) -> str:
+    slots = [number[slot] for slot in process.slots]
+    return f"{slots[0]}-{slots[-1]}:{rank}"

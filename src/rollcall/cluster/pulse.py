@@ -1,0 +1,138 @@
+"""A worker's pulse: what it does, since when, how often it did something; and the look that its node takes at it.
+
+The worker writes its pulse from the thread that does the work, into a small file that only its own node reads: a process
+whose interpreter hangs in a call is thus seen as busy with that call, and one that is stopped as stopped. ``look`` reads
+pulses and ``/proc``; ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that needs no
+cooperation of its Python code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("/dev/shm")
+PREFIX = "rollcall-pulse"
+STACKS_SIGNAL = signal.SIGUSR2
+PAGE = 4096  # bytes of a pulse: within a page, a reader sees one write or the other
+STACKS_WAIT_S = 3.0
+SETTLED_S = 0.2  # stacks that have not grown for so long are complete
+
+
+def pulse_path(mark: str, rank: int) -> Path:
+    """Where the worker of this rank of the marked group has its pulse."""
+    return FOLDER / f"{PREFIX}-{mark}-{rank}"
+
+
+def stacks_path(mark: str, rank: int) -> Path:
+    return FOLDER / f"{PREFIX}-{mark}-{rank}.stacks"
+
+
+def remove_pulses(mark: str) -> None:
+    for path in FOLDER.glob(f"{PREFIX}-{mark}-*"):
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A worker as its node sees it."""
+
+    is_alive: bool
+    state: str = ""  # as /proc has it: R, S, D, T (stopped), ...
+    doing: str = ""  # a method; empty: it waits to be called
+    busy_s: float = 0.0  # since it began with that
+    num_done: int = 0  # calls
+    longest_s: Mapping[str, float] | None = None  # by method, of those it has ended
+
+
+class Pulse:
+    """Written by the worker, around each of its calls."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._num_done = 0
+        self._longest_s: dict[str, float] = {}
+        self._write("", 0.0)
+
+    @contextlib.contextmanager
+    def doing(self, method: str) -> Iterator[None]:
+        started = time.monotonic()
+        self._write(method, started)
+        try:
+            yield
+        finally:
+            self._num_done += 1
+            self._longest_s[method] = max(self._longest_s.get(method, 0.0), round(time.monotonic() - started, 3))
+            self._write("", 0.0)
+
+    def _write(self, method: str, since_s: float) -> None:
+        # CLOCK_MONOTONIC is the same for all processes of a host.
+        beat = {"doing": method, "since_s": since_s, "num_done": self._num_done, "longest_s": self._longest_s}
+        os.pwrite(self._file, json.dumps(beat).encode().ljust(PAGE), 0)
+
+
+def write_stacks_on_signal(path: Path) -> None:
+    """From now on, ``STACKS_SIGNAL`` makes this process add the stacks of all its threads to the file."""
+    file = path.open("a")  # held open for good: the handler writes to its descriptor
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    _kept.append(file)
+
+
+_kept: list[Any] = []
+
+
+def look(pid: int, pulse: Path) -> Seen:
+    """The process and its pulse, now."""
+    state = process_state(pid)
+    if state in ("", "Z", "X"):
+        return Seen(is_alive=False, state=state)
+    try:
+        beat = json.loads(pulse.read_bytes())
+    except (FileNotFoundError, ValueError):  # not written yet, or being written this moment
+        return Seen(is_alive=True, state=state)
+    return Seen(
+        is_alive=True,
+        state=state,
+        doing=beat["doing"],
+        busy_s=time.monotonic() - beat["since_s"] if beat["doing"] else 0.0,
+        num_done=beat["num_done"],
+        longest_s=beat["longest_s"],
+    )
+
+
+def process_state(pid: int) -> str:
+    """The letter that /proc has for it; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def dump_stacks(pid: int, path: Path) -> str:
+    """The stacks of all threads of a process that wrote ``write_stacks_on_signal``; a stopped one is woken for it."""
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        os.kill(pid, STACKS_SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return "its process is gone, so its stacks are too"
+    deadline = time.monotonic() + STACKS_WAIT_S
+    size, grown_s = before, time.monotonic()
+    while time.monotonic() < deadline:
+        now = path.stat().st_size if path.exists() else 0
+        if now != size:
+            size, grown_s = now, time.monotonic()
+        elif size > before and time.monotonic() - grown_s > SETTLED_S:
+            break
+        time.sleep(0.02)
+    if size == before:
+        return f"it wrote no stacks within {STACKS_WAIT_S:g} s: it is stuck in the kernel"
+    return path.read_text(errors="replace")[before:]

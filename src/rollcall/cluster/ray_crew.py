@@ -1,0 +1,327 @@
+"""The running workers of one group on Ray: called, waited for, watched, replaced, ended.
+
+Who waits for whom: ``gather`` waits for results, in short turns, so that a loss which the watch has seen ends the wait at
+once. The loss of a worker ends the waits for that worker; ``replace`` puts another process in its seat. A group that
+cannot go on without some of its workers says whose loss it tolerates: any other then ends every wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import ray
+from ray._private import state as ray_state  # the pinned Ray has no public call for actor states
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rollcall.cluster.actor import MARK, Host, end_group
+from rollcall.cluster.backend import Recipe, WorkerSpec
+from rollcall.cluster.dispatch import Drop, is_large
+from rollcall.cluster.environment import for_ray
+from rollcall.cluster.failures import (
+    PeerLostError,
+    Progress,
+    RemoteFailureError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    is_about_a_peer,
+)
+from rollcall.cluster.state import ClusterError
+from rollcall.cluster.supervise import Supervisor
+from rollcall.cluster.watch import SILENT_S
+
+STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before it is known
+PEER_S = SILENT_S + 2  # until the loss is known that another one complains of
+TURN_S = 0.5  # between two looks at what the watch has seen
+STOP_DEADLINE_S = 30.0
+LOOK_S = 0.25
+
+
+class RayCrew:
+    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, group: PlacementGroup) -> None:
+        self._specs = list(specs)
+        self._recipe = recipe
+        self._group = group
+        self._mark = uuid.uuid4().hex
+        self._hosts = [self._create(spec) for spec in specs]
+        self._calls = [host.call for host in self._hosts]
+        self._rank_of = {host._actor_id.hex(): rank for rank, host in enumerate(self._hosts)}
+        self.pids: Sequence[int] = []
+        self.master_address = specs[0].node.address
+        self.master_port = 0
+        self._tolerated: frozenset[int] = frozenset(range(len(specs)))
+        self._lost: dict[int, str] = {}  # why, by rank
+        self._end: WorkerDiedError | None = None  # what every wait raises
+        self._changing = threading.Lock()
+        self._supervisor = Supervisor(self._mark, on_loss=self._lose)
+
+    def _create(self, spec: WorkerSpec) -> Any:
+        has_gpu = bool(spec.node.devices)
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group,
+            placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
+            placement_group_capture_child_tasks=False,
+        )
+        # A process on several slots is counted on its first; its virtual cluster lets nobody else on the others.
+        return (
+            ray.remote(Host)
+            .options(
+                num_gpus=spec.share if has_gpu else 0,
+                num_cpus=0 if has_gpu else spec.share,
+                max_restarts=0,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": {**for_ray(spec.env), MARK: self._mark}},
+            )
+            .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
+        )
+
+    def start(self, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        progress = Progress()
+        self._supervisor.start({spec.node.node_id for spec in self._specs})
+        (self.master_port,) = self.gather([self._hosts[0].lease_port.remote()], timeout_s=timeout_s, progress=progress)
+        started = [self._start(spec) for spec in self._specs]
+        self.pids = self.gather(started, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        for spec, pid in zip(self._specs, self.pids, strict=True):
+            self._supervisor.add(spec, pid=pid)
+
+    def _start(self, spec: WorkerSpec) -> Any:
+        recipe = self._recipe
+        target = recipe.target if isinstance(recipe.target, str) else ray.put(recipe.target)
+        args = [self.share(value) for value in recipe.args]
+        kwargs = {name: self.share(value) for name, value in recipe.kwargs.items()}
+        env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
+        return self._hosts[spec.rank].start.remote(env, target, *args, **kwargs)
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The loss of any other ends every wait, also for those that live."""
+        self._tolerated = frozenset(ranks)
+
+    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
+        """A new process in the seat of one that is lost, once Ray has that seat again; returns where it is."""
+        spec = self._specs[rank]
+        self._supervisor.remove(rank)
+        with self._changing:
+            if self._end is not None:
+                raise self._end
+            ray.kill(self._hosts[rank])
+            host = self._hosts[rank] = self._create(spec)
+        self._calls[rank] = host.call
+        self._rank_of[host._actor_id.hex()] = rank
+        self._lost.pop(rank, None)
+        deadline = time.monotonic() + timeout_s
+        progress = Progress(first_s=30, every_s=300)
+        (node_id,) = self.gather([host.find_node.remote()], timeout_s=timeout_s, progress=progress)
+        if node_id != spec.node.node_id:  # another node has taken over the rank
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            node = replace(spec.node, node_id=node_id, address=addresses[node_id])
+            spec = self._specs[rank] = replace(spec, node=node)
+        (pid,) = self.gather([self._start(spec)], timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        self.pids = [*self.pids[:rank], pid, *self.pids[rank + 1 :]]
+        self._supervisor.add(spec, pid=pid)
+        return spec
+
+    def _lose(self, losses: Mapping[int, str]) -> None:
+        """What the watch has seen; called in its thread."""
+        self._lost.update(losses)
+        fatal = [rank for rank in losses if rank not in self._tolerated]
+        if fatal and self._end is None:
+            self._end = self._died(fatal)
+
+    def _died(self, ranks: Sequence[int]) -> WorkerDiedError:
+        specs = [self._specs[rank] for rank in ranks]
+        others = f"\nAlso lost: {_listed([spec.where for spec in specs[1:]])}" if len(specs) > 1 else ""
+        return WorkerDiedError(f"{specs[0].where} is dead: {self._lost[ranks[0]]}{others}", **_named(specs))
+
+    def _check(self, futures: Sequence[Any]) -> None:
+        """Raise if the crew is at its end, or one of those that owe a result is lost."""
+        if self._end is not None:
+            raise self._end
+        if owed := self._owed_by_lost(futures):
+            _, pending = ray.wait(owed, num_returns=len(owed), timeout=0, fetch_local=False)
+            if lost := [spec.rank for spec in map(self._spec_of, pending) if spec is not None]:
+                raise self._died(lost)
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value) if is_large(value) else value
+
+    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._calls[rank].remote(method, drop, *args, **kwargs)
+
+    def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        if self._end is not None:
+            raise self._end
+        futures = list(futures)
+        lost = self._owed_by_lost(futures)
+        first, _ = ray.wait(futures, timeout=0 if lost else timeout_s, fetch_local=False)
+        done = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=False)[0] if first else []
+        return [*done, *(future for future in lost if future not in done)]
+
+    def _owed_by_lost(self, futures: Sequence[Any]) -> list[Any]:
+        if not self._lost:
+            return []
+        return [one for one in futures if (spec := self._spec_of(one)) is not None and spec.rank in self._lost]
+
+    def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        progress = progress or Progress(first_s=30, every_s=30)
+        futures = list(futures)
+        while True:
+            self._check(futures)
+            left = deadline - time.monotonic()
+            try:
+                return ray.get(futures, timeout=max(min(left, progress.due_in_s, TURN_S), 0.001))
+            except RayTaskError as error:
+                self._explain(futures, error)
+            except GetTimeoutError:
+                if progress.due_in_s and time.monotonic() < deadline:
+                    continue
+                missing = self._missing(futures)
+                if missing and time.monotonic() >= deadline:
+                    raise self._timeout(missing, total=len(futures), timeout_s=timeout_s) from None
+                if missing:
+                    progress.tell(f"waiting for {_listed([spec.where for spec in missing])}")
+            except RayError as error:
+                self._explain(futures, error)
+
+    def _missing(self, futures: list[Any]) -> list[WorkerSpec]:
+        _, pending = ray.wait(futures, num_returns=len(futures), timeout=0, fetch_local=False)
+        return [spec for spec in map(self._spec_of, pending) if spec is not None]
+
+    def _spec_of(self, future: Any) -> WorkerSpec | None:
+        """The worker that owes this result; None: it is none of this group's."""
+        rank = self._rank_of.get(future.task_id().actor_id().hex())
+        return None if rank is None else self._specs[rank]
+
+    def _timeout(self, missing: list[WorkerSpec], *, total: int, timeout_s: float) -> WorkerTimeoutError:
+        return WorkerTimeoutError(
+            f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: "
+            f"{_listed([spec.where for spec in missing])}",
+            **_named(missing),
+        )
+
+    def _explain(self, futures: list[Any], error: Exception) -> NoReturn:
+        """Raise what the failed call means: the dead before those that stumbled over their death."""
+        ready, _ = ray.wait(futures, num_returns=len(futures), timeout=STUMBLE_S, fetch_local=False)
+        failed: list[tuple[WorkerSpec, Exception]] = []
+        for future in ready:
+            spec = self._spec_of(future)
+            try:
+                ray.get(future, timeout=10)
+            except RayError as found:
+                if spec is not None:
+                    failed.append((spec, found))
+        if not failed:
+            raise error
+        dead = [(spec, found) for spec, found in failed if isinstance(found, RayActorError)]
+        dead += [(spec, found) for spec, found in failed if (spec, found) not in dead and not self.is_alive(spec.rank)]
+        spec, found = (dead or failed)[0]
+        others = [other for other, _ in failed if other is not spec]
+        also = f"\nAlso failed: {_listed([other.where for other in others])}" if others else ""
+        named = _named([spec, *others])
+        if dead:
+            raise WorkerDiedError(f"{spec.where} is dead: {_death(found)}{also}", **named) from found
+        cause = getattr(found, "cause", None)  # of what the worker's own code raised
+        if isinstance(cause, RemoteFailureError):
+            if is_about_a_peer(cause.original, cause.text):
+                self._blame(futures, f"{spec.where} raised\n{cause}{also}")
+                raise PeerLostError(f"{spec.where} lost its peer:\n{cause}{also}", **named) from cause.original
+            raise WorkerError(f"{spec.where} raised\n{cause}{also}", **named) from cause.original
+        raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
+
+    def _blame(self, futures: Sequence[Any], complaint: str) -> None:
+        """Raise for the dead among those that were called, once that is known; return if nobody is."""
+        ranks = sorted({spec.rank for spec in map(self._spec_of, futures) if spec is not None})
+        deadline = time.monotonic() + PEER_S
+        while time.monotonic() < deadline:
+            self._check(futures)
+            if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
+                spec = self._specs[dead[0]]
+                why = self._lost.get(spec.rank, "its process is gone")
+                named = _named([self._specs[rank] for rank in dead])
+                raise WorkerDiedError(f"{spec.where} is dead: {why}\n{complaint}", **named)
+            time.sleep(LOOK_S)
+
+    def is_alive(self, rank: int) -> bool:
+        return rank not in self._lost and self._actor(rank).get("State") == "ALIVE"
+
+    def _actor(self, rank: int) -> dict[str, Any]:
+        return ray_state.actors(self._hosts[rank]._actor_id.hex())
+
+    def stop(self, *, timeout_s: float) -> None:
+        """All nodes at once; those that are lost are not waited for."""
+        lost = {self._specs[rank].node.node_id for rank in self._lost if rank not in self._supervisor.answering}
+        with self._changing:  # nobody is added from now on
+            named = _named(self._specs)
+            self._end = self._end or WorkerDiedError(f"{self._specs[0].role} has been shut down", **named)
+            for host in self._hosts:
+                ray.kill(host)
+        self._supervisor.stop()
+        used = {spec.node.node_id: spec.node for spec in self._specs if spec.node.node_id not in lost}
+        ends = {
+            node_id: _end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+                self._mark, timeout_s
+            )
+            for node_id in used
+            if node_id in _alive_nodes()
+        }
+        problems = []
+        for node_id, left in _answers(ends, timeout_s=timeout_s).items():
+            where = f"node {used[node_id].node_rank} ({used[node_id].address})"
+            if left is None:
+                problems.append(f"{where} has not said within {timeout_s:g} s that they ended")
+            elif left:
+                problems.append(f"{where} still has processes {left}")
+        if problems:
+            raise ClusterError(f"the processes of {self._specs[0].role} cannot be ended: {'; '.join(problems)}")
+
+
+@ray.remote(num_cpus=0)
+def _end(mark: str, timeout_s: float) -> list[int]:
+    return end_group(mark, timeout_s=timeout_s)
+
+
+def _alive_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _answers(ends: Mapping[str, Any], *, timeout_s: float) -> dict[str, list[int] | None]:
+    """What each node still runs, None: it does not say; nodes that leave meanwhile, their processes with them, are left out."""
+    deadline, left = time.monotonic() + timeout_s, dict(ends)
+    found: dict[str, list[int] | None] = {}
+    while left and time.monotonic() < deadline:
+        ready, _ = ray.wait(list(left.values()), timeout=TURN_S)
+        for node_id in [node_id for node_id, end in left.items() if end in ready]:
+            try:
+                found[node_id] = ray.get(left.pop(node_id))
+            except RayError:
+                continue
+        if not ready:
+            alive = _alive_nodes()
+            left = {node_id: end for node_id, end in left.items() if node_id in alive}
+    return found | dict.fromkeys(left)
+
+
+def _named(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
+    return dict(
+        role=specs[0].role,
+        ranks=[spec.rank for spec in specs],
+        node_ranks=sorted({spec.node.node_rank for spec in specs}),
+    )
+
+
+def _death(error: Exception) -> str:
+    """Ray's reason, without its field list and its general advice."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
+    return lines[-1].partition(" Some common causes include")[0] if lines else type(error).__name__
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,165 @@
+"""The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
+
+The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. A worker that is stopped or stuck is
+made to tell the stacks of its threads, which go to stderr under its name. ``on_loss`` hears of every loss, in this thread,
+with the reason by rank; then whoever is stopped or stuck is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollcall.cluster.actor import MARK
+from rollcall.cluster.backend import WorkerSpec
+from rollcall.cluster.pulse import Seen, dump_stacks, look, pulse_path, stacks_path
+from rollcall.cluster.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
+
+STACKS_S = 10.0
+
+
+class Eyes:
+    """On each node: looks at the workers there."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+
+    def look(self, pids: Mapping[int, int]) -> dict[int, Seen]:
+        return {rank: look(pid, pulse_path(self._mark, rank)) for rank, pid in pids.items()}
+
+    def stacks(self, rank: int, pid: int) -> str:
+        """Of all threads of a worker that does nothing any more."""
+        return dump_stacks(pid, stacks_path(self._mark, rank))
+
+    def end(self, pid: int) -> None:
+        with suppress(ProcessLookupError):  # somebody else has ended it
+            os.kill(pid, signal.SIGKILL)
+
+
+class Supervisor:
+    def __init__(self, mark: str, *, on_loss: Callable[[Mapping[int, str]], None]) -> None:
+        self._mark = mark
+        self._on_loss = on_loss
+        self._watch = Watch()
+        self._eyes: dict[str, Any] = {}  # by node
+        self._asked: dict[str, Any] = {}
+        self._seats: dict[int, tuple[WorkerSpec, int]] = {}  # worker and process id, by rank
+        self._silent_nodes: set[str] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, nodes: Collection[str]) -> None:
+        for node_id in sorted(nodes):
+            self._open(node_id)
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def add(self, spec: WorkerSpec, *, pid: int) -> None:
+        """Watch this worker from now on, in place of whoever had its rank."""
+        with self._lock:
+            if spec.node.node_id not in self._eyes:
+                self._open(spec.node.node_id)
+            self._watch.forgive(spec.rank)
+            self._seats[spec.rank] = (spec, pid)
+
+    def remove(self, rank: int) -> None:
+        """Whoever has this rank is known to be lost."""
+        with self._lock:
+            self._seats.pop(rank, None)
+
+    @property
+    def answering(self) -> set[int]:
+        """Ranks on nodes that have answered when they were last asked."""
+        with self._lock:
+            return {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id not in self._silent_nodes}
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * LOOK_EVERY_S)
+        for eyes in self._eyes.values():
+            ray.kill(eyes)
+
+    def _open(self, node_id: str) -> None:
+        self._eyes[node_id] = (
+            ray.remote(Eyes)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,  # it may be killed for memory as well; a node is lost when nothing answers there
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                runtime_env={"env_vars": {MARK: self._mark}},
+            )
+            .remote(self._mark)
+        )
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            with self._lock:
+                seats = dict(self._seats)
+            try:
+                losses = self._look(seats)
+                for loss in losses:
+                    if loss.still_runs:
+                        self._tell_stacks(*seats[loss.rank], why=loss.why)
+            except RayError as error:
+                print(f"the watch over the workers fails: {error}", file=sys.stderr, flush=True)
+                continue
+            with self._lock:  # one that is being replaced meanwhile is not lost
+                current = {loss.rank: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]}
+                if current and not self._ended.is_set():
+                    self._on_loss(current)
+            for loss in losses:  # not before its loss is known by its true reason
+                if loss.still_runs:
+                    spec, pid = seats[loss.rank]
+                    self._eyes[spec.node.node_id].end.remote(pid)
+
+    def _look(self, seats: Mapping[int, tuple[WorkerSpec, int]]) -> list[Loss]:
+        by_node: dict[str, dict[int, int]] = {}
+        for rank, (spec, pid) in seats.items():
+            by_node.setdefault(spec.node.node_id, {})[rank] = pid
+        for node_id, pids in by_node.items():
+            if node_id not in self._asked:
+                self._asked[node_id] = self._eyes[node_id].look.remote(pids)
+        looks = self._answers(list(by_node))
+        gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} & set(by_node)
+        with self._lock:
+            self._silent_nodes = {node_id for node_id in by_node if node_id in gone or looks.get(node_id) is None}
+        return self._watch.judge(looks, seats={node: list(pids) for node, pids in by_node.items()}, gone=gone)
+
+    def _answers(self, nodes: list[str]) -> dict[str, dict[int, Seen] | None]:
+        """Of those that answer within a look's time; the question to the others stays, and is looked at again."""
+        asked = [self._asked[node_id] for node_id in nodes]
+        ready: list[Any] = []
+        if asked:
+            started = time.monotonic()
+            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+            # Early answers do not shorten the turn of those that are silent: silence is counted in turns.
+            if len(ready) < len(asked):
+                self._ended.wait(max(ANSWER_S - (time.monotonic() - started), 0))
+        found: dict[str, dict[int, Seen] | None] = {}
+        for node_id in nodes:
+            if self._asked[node_id] not in ready:
+                continue
+            try:
+                found[node_id] = ray.get(self._asked.pop(node_id))
+            except RayError:
+                found[node_id] = None
+        return found
+
+    def _tell_stacks(self, spec: WorkerSpec, pid: int, *, why: str) -> None:
+        try:
+            stacks = ray.get(self._eyes[spec.node.node_id].stacks.remote(spec.rank, pid), timeout=STACKS_S)
+        except RayError as error:
+            stacks = f"they cannot be had: {error}"
+        print(f"{spec.where}: {why}; the stacks of its threads:\n{stacks}", file=sys.stderr, flush=True)

@@ -1,0 +1,468 @@
+"""Losses and what follows: attempts, requests that go back, watches; and two runs on Ray that lose a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import column, make_run, num_records, weights
+from test_router import make_request
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
+
+from benchmarks.standin_worker import Pace, StandIn
+from benchmarks.standins import ThreadGroup
+from rollcall.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
+from rollcall.cluster.failures import (
+    NoRoomError,
+    PeerLostError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+    is_about_a_peer,
+)
+from rollcall.cluster.placement import Role
+from rollcall.cluster.pulse import look
+from rollcall.cluster.remote_engine import RemoteEngine
+from rollcall.cluster.router import Place, Router
+from rollcall.cluster.state import ClusterError
+from rollcall.cluster.team import Team
+from rollcall.cluster.weight_sync import WeightSync
+from rollcall.config import Config
+from rollcall.journal import Journal
+from rollcall.train import train
+
+
+def died(text: str = "actor rank 1 on node 0 is dead: killed", kind: type[WorkerError] = WorkerDiedError) -> Exception:
+    return kind(text, role="actor", ranks=[1], node_ranks=[0])
+
+
+# Attempts
+
+
+def attempts(*outcomes: Exception | str, most: int = 10) -> tuple[str, list[int], list[str]]:
+    """Run attempts with these outcomes, one each; what came out, the attempts' numbers, and what was said."""
+    left, numbers, said = list(outcomes), [], []
+
+    def attempt(number: int) -> str:
+        numbers.append(number)
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return run_attempts(attempt, budget=Budget(most=most, window_s=3600), say=said.append), numbers, said
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        died(),
+        died("no answer after 9 s from 1 of 2 workers: actor rank 1", WorkerTimeoutError),
+        died("actor rank 0 lost its peer", PeerLostError),
+        ExceptionGroup("two at once", [ValueError("an effect"), died()]),
+    ],
+)
+def test_a_loss_is_told_in_one_line_and_tried_again(loss: Exception) -> None:
+    result, numbers, said = attempts(loss, "done")
+    assert result == "done" and numbers == [1, 2]
+    assert len(said) == 1 and "rank" in said[0] and "\n" not in said[0]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), WorkerError("raised", role="actor", ranks=[0], node_ranks=[0])])
+def test_what_the_code_raises_is_not_tried_again(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        attempts(error, "never")
+
+
+def test_missing_slots_end_the_first_attempt_and_are_waited_for_in_a_later_one() -> None:
+    with pytest.raises(NoRoomError):
+        attempts(NoRoomError("no room"), "never")
+    assert attempts(died(), NoRoomError("no room"), "done")[1] == [1, 2, 3]
+
+
+def test_a_spent_budget_ends_the_run_with_the_last_reason_and_the_first_traceback() -> None:
+    def fail(text: str) -> Exception:
+        try:
+            raise died(text) from KeyError("the root of it")
+        except WorkerDiedError as error:
+            return error
+
+    with pytest.raises(RestartsSpentError, match="^actor rank 3 .* loss 3 within 3600 s") as caught:
+        attempts(fail("actor rank 1 is dead"), fail("actor rank 2 is dead"), fail("actor rank 3 is dead"), most=2)
+    text = str(caught.value)
+    assert "actor rank 1 is dead" in text and "the root of it" in text and "actor rank 2" not in text
+
+
+def test_losses_that_lie_far_apart_do_not_add_up() -> None:
+    now = 0.0
+    budget = Budget(most=1, window_s=10, clock=lambda: now)
+    for _ in range(5):
+        budget.spend(died())
+        now += 11
+    budget.spend(died())
+    with pytest.raises(RestartsSpentError):
+        budget.spend(died())
+
+
+def test_losses_without_a_step_between_them_add_up_however_long_they_take() -> None:
+    now = 0.0
+    budget = Budget(most=2, window_s=10, clock=lambda: now)
+    for reached in ("step 2", "step 4", "step 4"):
+        budget.spend(died(), reached=reached)
+        now += 100
+    with pytest.raises(RestartsSpentError):
+        budget.spend(died(), reached="step 4")
+
+
+def test_growing_back_costs_nothing_of_the_budget() -> None:
+    assert attempts(Regrow("node 1 is back"), Regrow("node 1 is back"), "done", most=0)[1] == [1, 2, 3]
+
+
+def test_the_reason_stays_the_reason_when_closing_fails_too() -> None:
+    class Stubborn:
+        def close(self) -> None:
+            raise ClusterError("node 1 still has processes")
+
+    said: list[str] = []
+    with pytest.raises(WorkerDiedError), closing(Stubborn(), say=said.append):
+        raise died()
+    assert said == ["node 1 still has processes"]
+    with pytest.raises(ClusterError, match="still has"), closing(Stubborn(), say=said.append):
+        pass
+
+
+def test_complaints_about_a_peer_are_told_from_bugs() -> None:
+    gloo = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:80"
+    assert is_about_a_peer(RuntimeError(gloo), f"Traceback ...\n{gloo}\n")
+    assert is_about_a_peer(ConnectionResetError(), "ConnectionResetError")
+    bug = "RuntimeError: shape '[4, 3]' is invalid for input of size 8"
+    assert not is_about_a_peer(RuntimeError(bug), f"Traceback ...\n{bug}\n")
+    assert not is_about_a_peer(None, "")
+
+
+# The router
+
+
+def place(worker: int, node_rank: int = 0) -> Place:
+    return Place(worker=worker, node_rank=node_rank, name=f"rollout-{worker}")
+
+
+def handed_out(router: Router) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for worker, request in router.hand_out():
+        found.setdefault(worker, []).append(request.id)
+    return found
+
+
+def test_what_a_lost_worker_had_comes_first_again_with_the_same_seeds() -> None:
+    router = Router([place(0), place(1)], room=4, node_weights=None)
+    requests = [make_request(str(number), size=2) for number in range(12)]
+    for request in requests:
+        router.add(request)
+    first = dict(reversed(router.hand_out()))
+    had = [request.id for request in requests if router.worker_of(request.id) == 0]
+    assert had and router.lose(0) == had and router.num_workers == 1
+    assert all(router.worker_of(request_id) is None for request_id in had)
+    for request_id in [request.id for request in requests if router.worker_of(request.id) == 1]:
+        router.finish(request_id)
+    again = router.hand_out()
+    assert {worker for worker, _ in again} == {1} and [request.id for _, request in again] == had[: len(again)]
+    assert first[0].seeds == again[0][1].seeds and router.num_unfinished == 12 - len(had)
+
+
+def test_without_a_worker_everything_waits_and_goes_to_the_one_that_joins() -> None:
+    router = Router([place(0)], room=4, node_weights=None)
+    router.add(make_request("a", size=2))
+    router.hand_out()
+    router.lose(0)
+    router.add(make_request("b", size=2))
+    assert router.hand_out() == [] and router.hand_out_now("a") is None and router.num_workers == 0
+    router.join(place(0, node_rank=3))
+    assert handed_out(router) == {0: ["a", "b"]}
+
+
+def test_the_share_of_a_lost_node_goes_to_the_others_and_comes_back() -> None:
+    router = Router([place(0), place(1, 1)], room=2, node_weights=[1.0, 1.0])
+    for number in range(4):
+        router.add(make_request(str(number), size=2))
+    router.lose(0)
+    assert set(handed_out(router)) == {1}
+    router.add(make_request("late", size=2))
+    router.lose(1)
+    router.join(place(0))
+    given = 0
+    while found := handed_out(router):
+        assert set(found) == {0}
+        for request_id in found[0]:
+            router.finish(request_id)
+            given += 1
+    assert given == 5 and router.num_unfinished == 0
+
+
+# The engines of all rollout processes
+
+
+class FragileGroup(ThreadGroup):
+    """Stand-ins that can be killed: whatever they owe then, and are asked from then on, is told as their death."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__([self._make() for _ in range(num_workers)], node_ranks=[0] * num_workers)
+        self.dead: set[int] = set()
+        self._owes: dict[int, tuple[int, Any]] = {}
+
+    def _make(self) -> Any:
+        stand_in: Any = StandIn(Pace(request_s=0.01, places=2))
+        stand_in.set_room(4)
+        stand_in.is_alive = lambda: True
+        return stand_in
+
+    def revive(self, worker: int) -> None:
+        self.workers[worker] = self._make()
+        self.dead.discard(worker)
+
+    def run_single_worker_single_data(self, method: str, worker: int, *args: Any) -> Any:
+        future = super().run_single_worker_single_data(method, worker, *args)
+        self._owes[id(future)] = (worker, self.workers[worker])
+        return future
+
+    def get_all_worker_results(self, futures: Any, **options: Any) -> list[Any]:
+        for future in futures:
+            worker, stand_in = self._owes[id(future)]
+            if worker in self.dead or stand_in is not self.workers[worker]:
+                raise WorkerDiedError(f"rank {worker} is dead", role="rollout", ranks=[worker], node_ranks=[0])
+        return super().get_all_worker_results(futures)
+
+
+def fragile(num_rollouts: int, **options: Any) -> tuple[FragileGroup, RemoteEngine]:
+    """Rollouts, and an actor as the last worker."""
+    group: Any = FragileGroup(num_rollouts + 1)
+    rollouts = list(range(num_rollouts))
+    team = Team(group=group, members={Role.ROLLOUT: rollouts, Role.ACTOR: [num_rollouts]})
+    return group, RemoteEngine(team, room=4, node_weights=None, replaceable=rollouts, **options)
+
+
+def finish_all(engine: RemoteEngine, each_time: Callable[[int], None] = lambda num_finished: None) -> list[str]:
+    done: list[str] = []
+    until = time.monotonic() + 60
+    while engine.num_unfinished:
+        done += [item.request_id for item in engine.poll()]
+        each_time(len(done))
+        time.sleep(0.001)
+        assert time.monotonic() < until
+    return done
+
+
+def test_what_a_dead_engine_had_is_done_by_the_others_once_each() -> None:
+    never = threading.Event()
+    group, engine = fragile(2, replace=lambda worker: never.wait() and None)
+    engine.update_weights(0)
+    for number in range(30):
+        engine.submit(make_request(str(number)))
+
+    def kill_after_five(num_finished: int) -> None:
+        if num_finished >= 5:
+            group.dead.add(0)
+
+    done = finish_all(engine, kill_after_five)
+    assert sorted(done, key=int) == [str(number) for number in range(30)]
+    assert group.dead == {0} and not engine.is_due
+    never.set()
+
+
+def test_a_new_engine_serves_when_it_has_the_current_weights() -> None:
+    group, engine = fragile(1, replace=lambda worker: group.revive(worker))
+    engine.update_weights(7)
+    for number in range(6):
+        engine.submit(make_request(str(number)))
+
+    def look_after(num_finished: int) -> None:
+        if num_finished >= 2 and group.workers[0].engine.version == 7 and not engine.is_due and not revived:
+            group.dead.add(0)
+            revived.append(group.workers[0])
+        if engine.is_due:
+            assert group.workers[0].engine.num_unfinished == 0, "it was asked for nothing before it had weights"
+            engine.update_weights(7)
+
+    revived: list[Any] = []
+    assert sorted(finish_all(engine, look_after)) == [str(number) for number in range(6)]
+    assert revived and group.workers[0] is not revived[0] and group.workers[0].engine.version == 7
+
+
+def test_a_receiver_that_dies_in_a_push_is_left_out_and_the_others_get_the_weights() -> None:
+    never = threading.Event()
+    group, engine = fragile(2, replace=lambda worker: never.wait() and None)
+    engine.update_weights(1)
+    group.dead.add(0)
+    engine.update_weights(2)
+    assert group.workers[1].engine.version == 2 and engine.version == 2
+    never.set()
+
+
+def test_without_any_engine_the_attempt_ends_after_a_while() -> None:
+    never = threading.Event()
+    group, engine = fragile(1, replace=lambda worker: never.wait() and None, wait_s=0.05)
+    engine.update_weights(0)
+    engine.submit(make_request("a"))
+    group.dead.add(0)
+    with pytest.raises(WorkerLostError, match="no rollout process is left"):
+        finish_all(engine)
+    never.set()
+
+
+def test_the_loss_of_an_actor_is_not_mended_by_the_engine() -> None:
+    group, engine = fragile(1, replace=group_is_not_asked)
+    engine.update_weights(0)
+    group.dead.add(1)
+    with pytest.raises(WorkerDiedError, match="rank 1 is dead"):
+        engine.update_weights(1)
+
+
+def group_is_not_asked(worker: int) -> None:
+    raise AssertionError("nothing can be replaced")
+
+
+# Runs on Ray
+
+STEPS, PROMPTS = 6, 8
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[None]:
+    """A cluster of one node with three slots."""
+    import ray
+
+    from rollcall.cluster.bootstrap import start_node, stop_node
+    from rollcall.cluster.ray_start import NodeRequest
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="rc-rec-", dir="/tmp") as root:
+        patch.setenv("ROLLCALL_CLUSTER", "recovery")
+        patch.setenv("ROLLCALL_STATE_DIR", f"{root}/node")
+        # Workers find the tests' reward there.
+        patch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
+        request = NodeRequest(
+            cluster="recovery", rank=0, num_nodes=1, rendezvous=Path(root, "rendezvous"), slots=3, object_store_gib=0.1
+        )
+        try:
+            start_node(request, say=lambda line: None)
+            yield
+        finally:
+            ray.shutdown()
+            stop_node("recovery")
+
+
+def on_cluster(folder: Path, placement: str, *overrides: str, slots: int, name: str) -> Config:
+    cluster = (
+        f"cluster={{num_nodes: 1, num_gpus_per_node: {slots}, accelerator: cpu, component_placement: {placement}}}"
+    )
+    return make_run(folder, cluster, f"trainer.steps={STEPS}", "trainer.save_every=2", *overrides, name=name)
+
+
+class Saboteur:
+    """Signals a worker of the run before the n-th call of a method, here in the controller's process."""
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        *,
+        worker: int,
+        before: int,
+        owner: type = Journal,
+        method: str = "append",
+        signum: int = signal.SIGKILL,
+    ) -> None:
+        import rollcall.train as module
+
+        self.built: list[Any] = []
+        self.hit_pid: int | None = None
+        build, original, count = module._build, getattr(owner, method), 0
+
+        def remember(*args: Any, **kwargs: Any) -> Any:
+            self.built.append(build(*args, **kwargs))
+            return self.built[-1]
+
+        def hit(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == before:
+                pid = self.hit_pid = int(self.built[-1].team.group.worker_metadata[worker]["pid"])
+                os.kill(pid, signum)
+            return original(*args, **kwargs)
+
+        patch.setattr(module, "_build", remember)
+        patch.setattr(owner, method, hit)
+
+
+def check_whole(config: Config, undisturbed: Config) -> None:
+    """Every draw was journaled once and trained once, and the result is that of a run that nothing happened to."""
+    with Journal(config.run.dir / "journal") as journal:
+        draws = [draw for _, entry in sorted(journal.trained().items()) for draw in entry.draws]
+    assert draws == list(range(STEPS * PROMPTS)) and num_records(config) == STEPS * PROMPTS
+    np.testing.assert_allclose(column(config, "train/loss"), column(undisturbed, "train/loss"), atol=1e-4)
+    for key, tensor in weights(undisturbed).items():
+        np.testing.assert_allclose(weights(config)[key], tensor, atol=1e-4, err_msg=key)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = make_run(tmp_path_factory.mktemp("runs"), f"trainer.steps={STEPS}", "trainer.save_every=2", name="whole")
+    train(config, quiet=True)
+    return config
+
+
+def test_a_lost_rollout_process_is_replaced_within_the_attempt(
+    node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0, actor: 1}", slots=2, name="apart")
+    saboteur = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3)
+    summary = train(config, quiet=True)
+    assert summary["steps"] == STEPS and saboteur.hit_pid is not None
+    assert len(saboteur.built) == 1, "the actor lived on"
+    told = capfd.readouterr().err
+    assert "rollout-0 on node 0 is lost" in told and "and serves again" in told
+    check_whole(config, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_receiver_that_dies_in_a_weight_update_leaves_the_others_with_the_new_weights(
+    node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="pushed")
+    saboteur = Saboteur(monkeypatch, worker=0, before=3, owner=WeightSync, method="push")
+    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
+    assert "rollout-0 on node 0 is lost" in capfd.readouterr().err
+    check_whole(config, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_stopped_rollout_process_tells_its_stacks_and_others_do_its_part(
+    node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="stopped")
+    saboteur = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3, signum=signal.SIGSTOP)
+    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
+    told = capfd.readouterr().err
+    assert "its process is stopped" in told and "most recent call first" in told
+    check_whole(config, undisturbed)
+
+
+def test_a_lost_actor_ends_the_attempt_and_the_next_one_goes_on(
+    node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on_cluster(undisturbed.run.dir.parent, "{'actor,rollout': all}", slots=2, name="together")
+    saboteur = Saboteur(monkeypatch, worker=1, before=3 * PROMPTS + 3)
+    summary = train(config, quiet=True)
+    assert summary["steps"] == STEPS and len(saboteur.built) == 2
+    pids = {meta["pid"] for meta in saboteur.built[0].team.group.worker_metadata}
+    assert not any(look(pid, Path("/nonexistent")).is_alive for pid in pids), "the survivors were ended too"
+    check_whole(config, undisturbed)

@@ -1,0 +1,137 @@
+"""What tells that a worker or a node is lost: pulse, watch, stacks; and the placement on the nodes that are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollcall.cluster.elastic import shrink
+from rollcall.cluster.placement import PlacementError, Role, plan_placement
+from rollcall.cluster.pulse import Pulse, Seen, dump_stacks, look
+from rollcall.cluster.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
+from rollcall.config import ClusterSection
+
+# Pulse and watch
+
+BUSY = """
+import sys, time
+from pathlib import Path
+from rollcall.cluster.pulse import Pulse, write_stacks_on_signal
+write_stacks_on_signal(Path(sys.argv[2]))
+pulse = Pulse(Path(sys.argv[1]))
+with pulse.doing("warm_up"):
+    pass
+def a_function_that_hangs():
+    with pulse.doing("update"):
+        print("ready", flush=True)
+        time.sleep(600)
+a_function_that_hangs()
+"""
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", BUSY, str(tmp_path / "pulse"), str(tmp_path / "stacks")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def wait_for_state(process: subprocess.Popen[str], pulse: Path, state: str) -> Seen:
+    until = time.monotonic() + 30
+    while (seen := look(process.pid, pulse)).state != state:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return seen
+
+
+def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess.Popen[str], tmp_path: Path) -> None:
+    pulse = tmp_path / "pulse"
+    seen = look(busy.pid, pulse)
+    assert seen.is_alive and seen.doing == "update" and seen.num_done == 1 and set(seen.longest_s or ()) == {"warm_up"}
+    busy.send_signal(signal.SIGSTOP)
+    stopped = wait_for_state(busy, pulse, "T")
+    watch = Watch()
+    assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set()) == []
+    (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set())
+    assert loss.rank == 3 and loss.still_runs and "stopped" in loss.why and "update" in loss.why
+    stacks = dump_stacks(busy.pid, tmp_path / "stacks")
+    assert "a_function_that_hangs" in stacks and busy.poll() is None
+    busy.kill()
+    busy.wait()
+    assert not look(busy.pid, pulse).is_alive
+
+
+def test_a_pulse_tells_the_longest_call_of_each_method(tmp_path: Path) -> None:
+    pulse = Pulse(tmp_path / "pulse")
+    for _ in range(3):
+        with pulse.doing("score"):
+            pass
+    seen = look(os.getpid(), tmp_path / "pulse")
+    assert seen.doing == "" and seen.num_done == 3 and (seen.longest_s or {})["score"] >= 0
+
+
+def alive(**fields: Any) -> Seen:
+    return Seen(is_alive=True, state="S", **fields)
+
+
+def test_a_node_that_is_silent_loses_its_workers_and_one_that_is_late_does_not() -> None:
+    watch = Watch()
+    seats = {"a": [0, 1], "b": [2]}
+    here: dict[int, Seen] = {2: alive()}
+    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set()) == []
+    for _ in range(3):
+        assert watch.judge({"a": None, "b": here}, seats=seats, gone=set()) == []
+    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set()) == []
+    losses = [loss for _ in range(6) for loss in watch.judge({"b": here}, seats=seats, gone=set())]
+    assert [loss.rank for loss in losses] == [0, 1] and not losses[0].still_runs and "silent" in losses[0].why
+
+
+def test_a_node_that_ray_has_given_up_is_lost_at_once_and_told_once() -> None:
+    watch = Watch()
+    assert [loss.rank for loss in watch.judge({}, seats={"a": [4]}, gone={"a"})] == [4]
+    assert watch.judge({}, seats={"a": [4]}, gone={"a"}) == []
+    watch.forgive(4)
+    assert [loss.rank for loss in watch.judge({"a": {4: Seen(is_alive=False)}}, seats={"a": [4]}, gone=set())] == [4]
+
+
+def test_patience_grows_with_what_a_call_took_before() -> None:
+    watch = Watch()
+    assert watch.patience_s("update") == FIRST_CALL_S
+
+    def judge(**fields: Any) -> list[int]:
+        return [loss.rank for loss in watch.judge({"a": {0: alive(**fields)}}, seats={"a": [0]}, gone=set())]
+
+    assert judge(longest_s={"update": 100.0, "score": 0.1}) == []
+    assert watch.patience_s("update") == FACTOR * 100 and watch.patience_s("score") == LEAST_S
+    assert judge(doing="update", busy_s=FACTOR * 100 - 1) == []
+    assert judge(doing="update", busy_s=FACTOR * 100 + 1) == [0]
+
+
+# Fewer nodes
+
+
+def test_the_nodes_that_are_left_keep_their_part_of_the_placement() -> None:
+    section = ClusterSection(
+        num_nodes=3, num_gpus_per_node=2, accelerator="cpu", node_weights=[1.0, 2.0, 3.0], node_env={2: {"A": "b"}},
+        component_placement={"actor,rollout": "all"},
+    )  # fmt: skip
+    left = shrink(section, plan_placement(section), kept=[0, 2])
+    plan = plan_placement(left)
+    assert plan.slots_per_node == (2, 2) and plan.world_size(Role.ACTOR) == plan.world_size(Role.ROLLOUT) == 4
+    assert left.node_weights == [1.0, 3.0] and left.node_env == {1: {"A": "b"}}
+    apart = section.model_copy(update={"component_placement": {"rollout": "0-3:0-1", "actor": "4-5"}})
+    plan = plan_placement(shrink(apart, plan_placement(apart), kept=[1, 2]))
+    assert [process.slots for process in plan.processes[Role.ROLLOUT]] == [(0, 1)]
+    assert plan.role_slots(Role.ACTOR) == (2, 3)
+    with pytest.raises(PlacementError, match="all actor processes were on nodes that are missing .2.*rollcall node"):
+        shrink(apart, plan_placement(apart), kept=[0, 1])
