@@ -342,8 +342,7 @@ def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
 
 def _decode(payload: memoryview) -> Group:
     (length,) = _HEADER_LENGTH.unpack_from(payload)
-    start = _HEADER_LENGTH.size
-    header = json.loads(bytes(payload[start : start + length]))
+    start, header = _HEADER_LENGTH.size, _header(payload)
     prompt, rows = header["prompt"], header["completions"]
     counts = [row["num_tokens"] for row in rows]
     arrays, offset = [], start + length
@@ -408,6 +407,43 @@ def _records(data: bytes) -> Iterator[tuple[int, memoryview]]:
             start += _HEAD.size + length
         else:
             start = data.find(MAGIC, start + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """A step's file as it lies on the disk, with nothing put right."""
+
+    path: Path
+    step: int
+    draws: tuple[int, ...]  # of all whole records, in order, repeats included
+    whole: bytes  # the whole records alone
+    num_bad_bytes: int  # torn or damaged
+
+
+def inspect(dir: Path) -> list[StepFile]:
+    """The journal's files in order of step; for reports and repairs."""
+    found = []
+    for path in sorted(dir.iterdir()) if dir.is_dir() else []:
+        match = _STEP_FILE.fullmatch(path.name)
+        if match:
+            data = _read_bytes(path)
+            records = list(_records(data))
+            whole = b"".join(data[start : start + _HEAD.size + len(payload)] for start, payload in records)
+            found.append(
+                StepFile(
+                    path=path,
+                    step=int(match.group(1)),
+                    draws=tuple(_header(payload)["draw"] for _, payload in records),
+                    whole=whole,
+                    num_bad_bytes=len(data) - len(whole),
+                )
+            )
+    return sorted(found, key=lambda file: file.step)
+
+
+def _header(payload: memoryview) -> dict[str, Any]:
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    return json.loads(bytes(payload[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]))
 
 
 def _total(parts: list[bytes]) -> int:

@@ -61,6 +61,13 @@ class _Entry:
     reason: str  # why it is torn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    path: Path
+    step: int
+    reason: str  # why it is torn; empty: it is whole
+
+
 def _unguarded() -> None:
     return None
 
@@ -113,6 +120,13 @@ class CheckpointStore:
             state = json.loads((entry.path / STATE).read_text())
             return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
         return None
+
+    def inspect(self) -> list[CheckpointState]:
+        """All checkpoints, oldest first, every file compared with what the manifest says."""
+        return [
+            CheckpointState(path=entry.path, step=entry.step, reason=entry.reason or _changed_file(entry))
+            for entry in self._entries()
+        ]
 
     def clean(self) -> None:
         """Remove what a killed save left behind. For the process that saves, once, when it starts."""

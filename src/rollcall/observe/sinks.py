@@ -61,7 +61,7 @@ class TensorBoardSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         def write() -> None:
             try:
-                writer = self._writer or self._open(purge_step=None)
+                writer = self._writer or self._reopen()
                 for name, value in metrics.items():
                     writer.add_scalar(name, float(value), step)
                 writer.flush()
@@ -70,6 +70,15 @@ class TensorBoardSink:
                 raise
 
         persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
+
+    def _reopen(self) -> Any:
+        # Tried first by hand: each writer that fails prints a traceback from its thread.
+        probe = self._dir / ".probe"
+        try:
+            probe.write_bytes(bytes(1 << 16))
+        finally:
+            probe.unlink(missing_ok=True)
+        return self._open(purge_step=None)
 
     def _open(self, *, purge_step: int | None) -> Any:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
