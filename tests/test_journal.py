@@ -251,7 +251,10 @@ def unmount(path: Path) -> None:
     raise AssertionError(f"{path} stays mounted")
 
 
-def test_a_full_disk_is_named_and_leaves_no_half_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_named_and_leaves_no_half_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
     disk = small_disk(tmp_path / "disk", size="64k")
     try:
         with Journal(disk / "journal") as journal:

@@ -60,12 +60,14 @@ def test_each_log_is_one_flushed_line(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_full_disk_is_said_with_the_file_and_the_step(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_with_the_file_and_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
     sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=None)
-    sink.close()
-    message = r"metrics.jsonl: cannot write the metrics of step 3: No space left"
-    with Path("/dev/full").open("wb", buffering=0) as sink._file, pytest.raises(ValueError, match=message):
+    sink._file._fd, fd = os.open("/dev/full", os.O_WRONLY), sink._file._fd
+    os.close(fd)
+    with pytest.raises(ValueError, match=r"metrics.jsonl: cannot write the metrics of step 3: No space left"):
         sink.log(3, {"train/loss": 1.0})
+    sink.close()
 
 
 def test_resuming_drops_later_rows_and_a_torn_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

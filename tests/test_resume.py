@@ -303,7 +303,7 @@ def test_a_finished_run_started_again_changes_nothing(uninterrupted: Config) -> 
     second = finish(config)
     after = contents(config)
     assert after.keys() == before.keys()
-    rewritten = {"summary.json", "metrics.jsonl", "learning_curve.png"}
+    rewritten = {"summary.json", "metrics.jsonl", "learning_curve.png", "events.jsonl"}
     assert {path.name for path in before if before[path] != after[path]} <= rewritten
     assert read_rows(config.run.dir / "metrics.jsonl") == rows_before
     assert_complete(config)

@@ -27,8 +27,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollcall.config import Config, ConfigError, load_config
+from rollcall.lease import hold
 from rollcall.observe.metrics import check_names
-from rollcall.train import hold
 
 SUMMARY_KEYS = {
     "steps", "seconds", "eval", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",
@@ -194,4 +194,4 @@ def test_a_second_process_on_the_same_run_directory_is_refused(tmp_path: Path) -
     with hold(tmp_path / "run"), refused, hold(tmp_path / "run"):
         pass
     with hold(tmp_path / "run"):
-        assert (tmp_path / ".run.lock").exists()
+        assert list(tmp_path.glob(".run.lease-*"))

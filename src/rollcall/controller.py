@@ -26,9 +26,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +36,7 @@ import numpy as np
 
 from rollcall.aside import in_thread
 from rollcall.attempts import Regrow
-from rollcall.checkpoint.store import Checkpoint, CheckpointStore
+from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
 from rollcall.data.order import DataOrder
@@ -44,19 +44,25 @@ from rollcall.engine.protocol import Engine, Sampling
 from rollcall.evaluate import Evaluation, evaluate
 from rollcall.journal import Journal, JournalError
 from rollcall.learner.optimizer import NonFiniteError
+from rollcall.lease import Lease
 from rollcall.observe.console import Console
+from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.sinks import Sink
+from rollcall.observe.step_metrics import batch_metrics
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
+from rollcall.patience import persist
+from rollcall.phases import Bounds, Split
 from rollcall.reward.scorer import Scorer
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
 from rollcall.samples import Score as ScoreSamples
 from rollcall.samples import has_signal, make_samples
-from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, StepBatch, Supply
-from rollcall.types import FinishReason, Floats, Group, Prompt, Sample
+from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, NothingLeftError, StepBatch, Supply
+from rollcall.types import Floats, Group, Prompt, Sample
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
 REPAIR_EVERY_S = 0.5
+LEASE_LOOK_S = 1.0
 
 
 class RunError(RuntimeError):
@@ -161,6 +167,9 @@ class Controller:
         sinks: list[Sink],
         console: Console,
         resume: Checkpoint | None,
+        events: Events,
+        bounds: Bounds = Bounds(),  # noqa: B008 - frozen
+        lease: Lease | None = None,
     ):
         self.config = config
         self.workers = workers
@@ -169,10 +178,14 @@ class Controller:
         self.store = store
         self.sinks = sinks
         self.console = console
+        self.events = events
+        self.bounds = bounds
+        self.lease = lease
         self.order = DataOrder(len(workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
         self.cursor = Cursor(pending=tuple(state.get("pending", ())), next_draw=int(state["next_draw"]))
+        self.steps_ahead = range(self.start_step + 1, bounds.last_step(config.trainer, start_step=self.start_step) + 1)
         self.version = self.start_step
         self.data_mark = _fingerprint(workers.train.prompts)
         if resume and resume.state.get("data", self.data_mark) != self.data_mark:
@@ -189,42 +202,85 @@ class Controller:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
         self.rollouts = Rollouts(self.workers.engine)
         self.supply = self._make_supply()
-        await self._call(self.workers.engine.update_weights, self.version)
-        await _together(self._run(), background=[self.rollouts.pump(), self._flush(), self._repair()])
+        with self.events.phase(StepPhase.SYNC, self.version):
+            await self._call(self.workers.engine.update_weights, self.version)
+        beside = [self.rollouts.pump(), self._flush(), self._repair(), self._keep_lease()]
+        await _together(self._run(), background=beside)
 
     async def _run(self) -> None:
-        if self.start_step == 0:
+        if self.bounds.split is Split.EVAL:
+            await self._evaluate(self.start_step, title="of the newest checkpoint")
+            return
+        if self.start_step == 0 and self.bounds.trains:
             await self._evaluate(0, title="before training")
-        await _together(self.supply.run(), self._train())
-        await self._call(self._export)
+        await _together(self._train() if self.bounds.trains else self._fill(), background=[self.supply.run()])
+        if self.bounds.trains and self.version == self.config.trainer.steps:
+            await self._call(self._export)
+
+    async def _fill(self) -> None:
+        """Rollout alone: the groups of all steps that may be sampled from these weights, into the journal."""
+        for step in self.steps_ahead:
+            await self._batch(step)
 
     async def _train(self) -> None:
-        started = time.perf_counter()
-        for step in range(self.start_step + 1, self.config.trainer.steps + 1):
-            batch = await self.supply.batch(step)
-            await self._call(self.journal.sync)
+        started, saved = time.perf_counter(), True
+        batch: StepBatch | None = None
+        for step in self.steps_ahead:
+            next_batch = await self._batch(step)
+            if next_batch is None:
+                break
+            batch, saved = next_batch, False
             if self.workers.shares_policy:
-                await self._settle()
+                with self.events.phase(StepPhase.ENGINE_RELEASE, step):
+                    await self._settle()
             clock = self.rollouts.clock.take()
             async with self._policy:
-                update = await self._call(self._update, batch)
-                self.journal.mark_trained(step, draws=[group.draw for group in batch.groups], version=step)
+                with self.events.phase(StepPhase.UPDATE, step):
+                    update = await self._call(self._update, batch)
+                    draws = [group.draw for group in batch.groups]
+                    await self._call(partial(self.journal.mark_trained, step, draws=draws, version=step))
                 updated = time.perf_counter()
                 await self._announce(step)
             announced = time.perf_counter()
             metrics = await self._call(self._metrics, batch, update, clock)
-            self._log(step, metrics | {"time/sync_s": announced - updated, "time/step_s": announced - started})
+            metrics |= {"time/sync_s": announced - updated, "time/step_s": announced - started}
+            await self._call(self._log, step, metrics)
             started, evaluation = announced, None
-            if self._is_due(step, "eval_every"):
+            if self._decide_evaluation(step):
                 evaluation = await self._evaluate(step, title="after training")
                 started = time.perf_counter()
             if self._is_due(step, "save_every"):
-                saving = time.perf_counter()
-                await self._call(self._save, step, batch, evaluation)
-                started = time.perf_counter()
-                self._log(step, {"time/save_s": started - saving})
-                if self.workers.repairs and self.workers.repairs.regrow and step < self.config.trainer.steps:
-                    raise Regrow(self.workers.repairs.regrow)
+                await self._save(step, batch, evaluation)
+                started, saved = time.perf_counter(), True
+                if self.workers.repairs and (news := self.workers.repairs.regrow) and step < self.config.trainer.steps:
+                    raise Regrow(news)
+        if batch is None and self.steps_ahead:
+            raise RunError(
+                f"the journal of {self.run_dir} has no complete step after step {self.start_step}, so there is nothing to "
+                "update with; fill it with --phase rollout, or run --phase both"
+            )
+        if batch is not None and not saved:  # the journal ended here
+            await self._save(batch.step, batch, None)
+
+    async def _batch(self, step: int) -> StepBatch | None:
+        """The step's groups, on the disk; None if this command only trains and the journal does not have them."""
+        with self.events.phase(StepPhase.ROLLOUT, step) as outcome:
+            try:
+                batch = await self.supply.batch(step)
+            except NothingLeftError:
+                outcome.result = "not in the journal"
+                return None
+            outcome.waited_for = _last_worker(batch)
+            outcome.result = f"{len(batch.groups)} groups, {batch.num_from_journal} from the journal"
+        with self.events.phase(StepPhase.AGGREGATE, step):
+            await self._call(self.journal.sync)
+        return batch
+
+    async def _keep_lease(self) -> None:
+        """Ends the run when another controller has taken the run directory over."""
+        while self.lease is not None:
+            self.lease.check()
+            await asyncio.sleep(LEASE_LOOK_S)
 
     async def _flush(self) -> None:
         """Beside a cluster's rollout, write to the disk what was journaled, so that a step need not wait for all of it."""
@@ -251,17 +307,20 @@ class Controller:
 
     async def _announce(self, version: int) -> None:
         """The engine takes the new weights, and whoever waits for this version may go on."""
-        await self._settle()
-        await self._call(self.workers.engine.update_weights, version)
-        self.version = version
-        self.rollouts.go_on()
-        await self.supply.announce(version)
+        is_last = version == self.config.trainer.steps
+        with self.events.phase(StepPhase.FINAL_SYNC if is_last else StepPhase.SYNC, version):
+            await self._settle()
+            await self._call(self.workers.engine.update_weights, version)
+        with self.events.phase(StepPhase.ENGINE_RESTORE, version):
+            self.version = version
+            self.rollouts.go_on()
+            await self.supply.announce(version)
 
     def _make_supply(self) -> Supply:
         trainer, algorithm = self.config.trainer, self.config.algorithm
         needs = Needs(
             start_step=self.start_step,
-            steps=trainer.steps,
+            steps=max(self.steps_ahead, default=self.start_step),
             wanted=self.config.data.prompts_per_step,
             staleness=trainer.staleness,
             max_refills=algorithm.max_refills if algorithm.dynamic_sampling else None,
@@ -290,6 +349,8 @@ class Controller:
                     "the data now gives: the data changed under the run; restore it, or start over with --fresh"
                 )
             return Made(group=found, journaled=True)
+        if not self.bounds.generates:
+            raise NothingLeftError
         rollout = self.config.rollout
         # The draw tells a prompt's second visit in one step (small data, refills) from its first.
         seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", rollout.samples_per_prompt)
@@ -312,7 +373,7 @@ class Controller:
             finished_s=attempt.finished_s,
             worker=attempt.worker,
         )
-        self.journal.append(group)
+        await self._call(self.journal.append, group)
         return Made(group=group, journaled=False)
 
     def _update(self, batch: StepBatch) -> _Update:
@@ -346,7 +407,7 @@ class Controller:
 
     def _metrics(self, batch: StepBatch, update: _Update, clock: Clock) -> dict[str, float]:
         """What the step's row says; put together while the next rollout is under way."""
-        metrics = _batch_metrics(
+        metrics = batch_metrics(
             batch,
             update.samples,
             clock=clock,
@@ -365,29 +426,48 @@ class Controller:
             "perf/peak_memory_gib": peak_memory_gib(),
         }
 
+    def _decide_evaluation(self, step: int) -> bool:
+        with self.events.phase(StepPhase.EVALUATION_DECISION, step) as outcome:
+            due = self.workers.val is not None and self._is_due(step, "eval_every")
+            outcome.result = "due" if due else "not due"
+        return due
+
     async def _evaluate(self, step: int, *, title: str) -> Evaluation | None:
         val = self.workers.val
         if val is None:
             return None
         started = time.perf_counter()
         section = self.config.eval
-        result = await evaluate(
-            val.prompts[: section.max_prompts],
-            section=section,
-            rollouts=self.rollouts,
-            scorer=self.workers.eval_scorer,
-            sampling=self._sampling(temperature=section.temperature),
-            seed=self.config.run.seed,
-            step=step,
-        )
-        self._log(step, {**result.metrics(), "time/eval_s": time.perf_counter() - started})
-        write_samples(self.run_dir / "samples", step=step, split="val", groups=result.groups[:64])
+        with self.events.phase(StepPhase.EVALUATION, step):
+            result = await evaluate(
+                val.prompts[: section.max_prompts],
+                section=section,
+                rollouts=self.rollouts,
+                scorer=self.workers.eval_scorer,
+                sampling=self._sampling(temperature=section.temperature),
+                seed=self.config.run.seed,
+                step=step,
+            )
+            seconds = time.perf_counter() - started
+            await self._call(self._log, step, {**result.metrics(), "time/eval_s": seconds})
+            await self._call(self._write_samples, step, "val", result.groups[:64])
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
         self.rollouts.clock.take()  # the next step's numbers are its own
         return result
 
-    def _save(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
+    def _write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
+        directory = self.run_dir / "samples"
+        write = partial(write_samples, directory, step=step, split=split, groups=groups)
+        persist(write, path=directory, what=f"the {split} samples of step {step}")
+
+    async def _save(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
+        saving = time.perf_counter()
+        with self.events.phase(StepPhase.CHECKPOINT, step):
+            await self._call(self._write_checkpoint, step, batch, evaluation)
+        await self._call(self._log, step, {"time/save_s": time.perf_counter() - saving})
+
+    def _write_checkpoint(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
         cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
         self.store.save(
             step,
@@ -395,10 +475,11 @@ class Controller:
             state={"step": step, **cursor, "version": self.version, "data": self.data_mark},
             score=evaluation.accuracy if evaluation else None,
         )
-        write_samples(self.run_dir / "samples", step=step, split="train", groups=batch.groups[:8])
+        self._write_samples(step, "train", batch.groups[:8])
 
     def _export(self) -> None:
-        self.workers.export(self.run_dir / "model")
+        target = self.run_dir / "model"
+        persist(lambda: self.workers.export(target), path=target, what="the trained model", refuse=CheckpointError)
 
     def _sampling(self, *, temperature: float | None = None) -> Sampling:
         rollout = self.config.rollout
@@ -424,50 +505,11 @@ class Controller:
             sink.log(step, metrics)
 
 
-def _batch_metrics(
-    batch: StepBatch, samples: list[Sample], *, clock: Clock, threshold: float, first_reward: str
-) -> dict[str, float]:
-    scores = [score for group in batch.groups for score in group.scores]
-    completions = [completion for group in batch.groups for completion in group.completions]
-    rewards = np.array([score.value for score in scores])
-    lengths = [len(completion.token_ids) for completion in completions]
-    lags = _staleness(batch)
-    loss_tokens = np.concatenate([sample.advantages[sample.mask] for sample in samples])
-    metrics = {
-        "train/reward_mean": float(rewards.mean()),
-        "train/reward_std": float(rewards.std()),
-        "train/accuracy": float(np.mean([score.parts[first_reward] >= threshold for score in scores])),
-        "train/advantage_abs_mean": float(np.abs(loss_tokens).mean()) if len(loss_tokens) else 0.0,
-        "train/zero_variance_groups": batch.zero_variance,
-        "train/refills": float(batch.num_refills),
-        "rollout/staleness_mean": sum(lag * count for lag, count in lags.items()) / max(lags.total(), 1),
-        "rollout/staleness_max": float(max(lags, default=0)),
-        "rollout/tokens": float(sum(group.num_tokens for group in batch.groups)),
-        "rollout/response_length_mean": float(np.mean(lengths)),
-        "rollout/truncated_fraction": float(
-            np.mean([completion.finish is FinishReason.LENGTH for completion in completions])
-        ),
-        "rollout/groups_from_journal": float(batch.num_from_journal),
-        "time/rollout_s": batch.wall_s,
-        "time/reward_s": clock.reward_s,
-    }
-    if clock.engine_s > 0 and clock.engine_tokens:
-        metrics["rollout/tokens_per_s"] = clock.engine_tokens / clock.engine_s
-    for name in scores[0].parts:
-        metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
-        errors = sum(name in score.errors for score in scores)
-        if errors:
-            metrics[f"reward_errors/{name}"] = float(errors)
-    return metrics
-
-
-def _staleness(batch: StepBatch) -> Counter[int]:
-    """Tokens by how many versions they are older than the policy they train."""
-    lags: Counter[int] = Counter()
-    for completion in (completion for group in batch.groups for completion in group.completions):
-        for segment in completion.segments:
-            lags[batch.step - 1 - segment.version] += segment.num_tokens
-    return lags
+def _last_worker(batch: StepBatch) -> str | None:
+    """Who finished last of those that made this step's groups; None if all were in the journal."""
+    if batch.num_from_journal >= len(batch.groups):
+        return None
+    return max(batch.groups, key=lambda group: group.finished_s).worker
 
 
 def _fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -11,13 +11,14 @@ record to the operating system before it returns, so killing the process loses n
 safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
 
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
+A write that a full or unwritable disk refuses waits and is tried again (``patience.py``), with the lock free meanwhile, so
+that other threads' writes wait for themselves only.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import struct
 import threading
@@ -30,6 +31,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from rollcall.append_file import AppendFile, lines_end
+from rollcall.patience import persist
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 log = logging.getLogger(__name__)
@@ -95,34 +98,64 @@ class _Scan:
     torn: bool  # bytes after good_end are no valid record
 
 
+def _unguarded() -> None:
+    return None
+
+
 class Journal:
-    def __init__(self, dir: Path) -> None:
+    """``guard`` is called before anything is written, and raises where this process may no longer write."""
+
+    def __init__(self, dir: Path, *, guard: Callable[[], None] = _unguarded) -> None:
         self.dir = Path(dir)
+        self._guard = guard
+        self._closed = False
         self._files: dict[int, _AppendFile] = {}
         self._trained_file: _AppendFile | None = None
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
         self._syncing = threading.Lock()
-        _guard(lambda: self.dir.mkdir(parents=True, exist_ok=True), path=self.dir, what="the journal folder")
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalError(
+                f"{self.dir}: cannot write the journal folder: {error.strerror}; free space or make the folder writable, or "
+                "choose another run.dir"
+            ) from error
 
     def append(self, group: Group) -> None:
         """Write a finished group; when this returns, the group outlives the process."""
         payload = _encode(group)
         record = b"".join((_HEAD.pack(MAGIC, _total(payload), _crc(payload)), *payload))
-        with self._lock:
-            self._file(group.step).append(record, what=f"the group of draw {group.draw}, step {group.step}")
+
+        def write() -> None:
+            with self._lock:
+                self._check_mine()
+                self._file(group.step).append(record)
+
+        what = f"the group of draw {group.draw}, step {group.step}"
+        persist(write, path=self._path(group.step), what=what, refuse=JournalError)
 
     def sync(self) -> None:
         """Wait until everything appended so far is on the disk itself. Call it before training on it.
 
         Another thread may append meanwhile: only what takes no time happens under the lock.
         """
+        self._sync(lambda: [*self._files.values(), self._trained_file])
+        self._guard()
+
+    def _sync(self, pick: Callable[[], Iterable[_AppendFile | None]]) -> None:
         with self._syncing, ExitStack() as kept:  # what another thread is about to have on the disk is not there yet
             with self._lock:
-                files = [file for file in (*self._files.values(), self._trained_file) if file is not None]
-                waits = [file.begin_sync(kept) for file in files]
-            for wait in waits:
-                wait()
+                flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
+            for path, flush in flushes:
+                persist(self._guarded(flush), path=path, what="buffered records to the disk", refuse=JournalError)
+
+    def _guarded(self, write: Callable[[], None]) -> Callable[[], None]:
+        def guarded() -> None:
+            self._guard()
+            write()
+
+        return guarded
 
     def read(self, step: int) -> list[Group]:
         """The step's groups in order of draw; empty if there are none. Damage is reported and skipped."""
@@ -162,11 +195,22 @@ class Journal:
             if self._ledger is None:
                 self._ledger = self._read_trained()
             self._ledger.check(entry)
-            if self._trained_file is None:
-                self._trained_file = _AppendFile(self._trained_path, good_end=_lines_end)
-            self._trained_file.append(line.encode(), what=f"that step {step} was trained")
-            self._trained_file.sync()
+        persist(
+            lambda: self._append_trained(line.encode()),
+            path=self._trained_path,
+            what=f"that step {step} was trained",
+            refuse=JournalError,
+        )
+        self._sync(lambda: [self._trained_file])
+        with self._lock:
             self._ledger.add(entry)
+
+    def _append_trained(self, line: bytes) -> None:
+        with self._lock:
+            self._check_mine()
+            if self._trained_file is None:
+                self._trained_file = _AppendFile(self._trained_path, good_end=lines_end)
+            self._trained_file.append(line)
 
     def trained(self) -> dict[int, TrainedStep]:
         """Step -> what it was trained on, for every step ever trained, replays counted once."""
@@ -174,7 +218,7 @@ class Journal:
 
     def _read_trained(self) -> _Ledger:
         data = _read_bytes(self._trained_path)
-        end = _lines_end(data)
+        end = lines_end(data)
         if end < len(data):
             log.warning("journal %s: torn line at offset %d; reading stops there", self._trained_path, end)
         ledger = _Ledger(self._trained_path)
@@ -192,6 +236,7 @@ class Journal:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True  # a write that still waits for the disk in another thread must not open files again
             for file in (*self._files.values(), self._trained_file):
                 if file is not None:
                     file.close()
@@ -204,6 +249,11 @@ class Journal:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _check_mine(self) -> None:
+        if self._closed:
+            raise JournalError(f"{self.dir}: this journal is closed")
+        self._guard()
+
     @property
     def _trained_path(self) -> Path:
         return self.dir / "trained.jsonl"
@@ -214,69 +264,15 @@ class Journal:
     def _file(self, step: int) -> _AppendFile:
         if step not in self._files:
             while len(self._files) >= _MAX_OPEN:
-                oldest = self._files.pop(min(self._files))
-                oldest.sync()
-                oldest.close()
+                oldest = min(self._files)
+                self._files[oldest].sync()
+                self._files.pop(oldest).close()
             self._files[step] = _AppendFile(self._path(step), good_end=lambda data: _scan_groups(data).good_end)
         return self._files[step]
 
 
-class _AppendFile:
-    """A file that grows by whole records: a failed write leaves no part behind, an inherited torn tail is set aside."""
-
-    def __init__(self, path: Path, *, good_end: Callable[[bytes], int]) -> None:
-        self.path = path
-        self._dirty = False
-        self._new = not path.exists()
-        data = b"" if self._new else _read_bytes(path)
-        self._end = good_end(data)
-        if self._end < len(data):
-            _set_aside(path, offset=self._end, tail=data[self._end :])
-        self._fd: int = _guard(lambda: os.open(path, os.O_RDWR | os.O_CREAT, 0o644), path=path, what="a new record")
-        if self._end < len(data):
-            os.ftruncate(self._fd, self._end)
-
-    def append(self, record: bytes, *, what: str) -> None:
-        try:
-            view = memoryview(record)
-            while view:
-                view = view[os.pwrite(self._fd, view, self._end + len(record) - len(view)) :]
-        except OSError as error:
-            self._drop_partial()
-            raise _explain(error, path=self.path, what=what) from error
-        self._end += len(record)
-        self._dirty = True
-
-    def _drop_partial(self) -> None:
-        try:
-            os.ftruncate(self._fd, self._end)
-        except OSError as error:
-            # Harmless: the next record is written over it, and a reader takes it for a torn tail.
-            log.warning("journal %s: half a record stays after offset %d: %s", self.path, self._end, error.strerror)
-
-    def sync(self) -> None:
-        with ExitStack() as kept:
-            self.begin_sync(kept)()
-
-    def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
-        """What to call to have on the disk all that was appended so far; it needs nothing of this object, which may be
-        closed by then: ``kept`` holds a descriptor of its own open."""
-        dirty, self._dirty = self._dirty, False
-        new, self._new = self._new, False
-        if dirty:
-            fd = os.dup(self._fd)
-            kept.callback(os.close, fd)
-
-        def wait() -> None:
-            if dirty:
-                _guard(lambda: os.fsync(fd), path=self.path, what="buffered records to the disk")
-            if new:
-                _fsync_dir(self.path.parent)
-
-        return wait
-
-    def close(self) -> None:
-        os.close(self._fd)
+class _AppendFile(AppendFile):
+    """A file of the journal."""
 
 
 def _encode(group: Group) -> list[bytes]:
@@ -346,8 +342,7 @@ def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
 
 def _decode(payload: memoryview) -> Group:
     (length,) = _HEADER_LENGTH.unpack_from(payload)
-    start = _HEADER_LENGTH.size
-    header = json.loads(bytes(payload[start : start + length]))
+    start, header = _HEADER_LENGTH.size, _header(payload)
     prompt, rows = header["prompt"], header["completions"]
     counts = [row["num_tokens"] for row in rows]
     arrays, offset = [], start + length
@@ -414,8 +409,41 @@ def _records(data: bytes) -> Iterator[tuple[int, memoryview]]:
             start = data.find(MAGIC, start + 1)
 
 
-def _lines_end(data: bytes) -> int:
-    return data.rfind(b"\n") + 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """A step's file as it lies on the disk, with nothing put right."""
+
+    path: Path
+    step: int
+    draws: tuple[int, ...]  # of all whole records, in order, repeats included
+    whole: bytes  # the whole records alone
+    num_bad_bytes: int  # torn or damaged
+
+
+def inspect(dir: Path) -> list[StepFile]:
+    """The journal's files in order of step; for reports and repairs."""
+    found = []
+    for path in sorted(dir.iterdir()) if dir.is_dir() else []:
+        match = _STEP_FILE.fullmatch(path.name)
+        if match:
+            data = _read_bytes(path)
+            records = list(_records(data))
+            whole = b"".join(data[start : start + _HEAD.size + len(payload)] for start, payload in records)
+            found.append(
+                StepFile(
+                    path=path,
+                    step=int(match.group(1)),
+                    draws=tuple(_header(payload)["draw"] for _, payload in records),
+                    whole=whole,
+                    num_bad_bytes=len(data) - len(whole),
+                )
+            )
+    return sorted(found, key=lambda file: file.step)
+
+
+def _header(payload: memoryview) -> dict[str, Any]:
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    return json.loads(bytes(payload[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]))
 
 
 def _total(parts: list[bytes]) -> int:
@@ -429,21 +457,6 @@ def _crc(parts: list[bytes]) -> int:
     return crc
 
 
-def _set_aside(path: Path, *, offset: int, tail: bytes) -> None:
-    folder = path.parent / "torn"
-    target, number = folder / f"{path.name}-{offset}", 0
-    while target.exists():
-        number += 1
-        target = folder / f"{path.name}-{offset}-{number}"
-
-    def write() -> None:
-        folder.mkdir(exist_ok=True)
-        target.write_bytes(tail)
-
-    _guard(write, path=target, what="the torn end of the journal")
-    log.warning("journal %s: torn tail of %d bytes at offset %d moved to %s", path, len(tail), offset, target)
-
-
 def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -453,25 +466,3 @@ def _read_bytes(path: Path) -> bytes:
         raise JournalError(
             f"{path} cannot be read: {error.strerror}; check the file's permissions and the disk"
         ) from error
-
-
-def _fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _guard(action: Callable[[], Any], *, path: Path, what: str) -> Any:
-    try:
-        return action()
-    except OSError as error:
-        raise _explain(error, path=path, what=what) from error
-
-
-def _explain(error: OSError, *, path: Path, what: str) -> JournalError:
-    return JournalError(
-        f"{path}: cannot write {what}: {error.strerror}; free space, or make the folder writable, then run the same "
-        "command again: it resumes, and what was journaled before is kept"
-    )

@@ -26,6 +26,10 @@ import numpy as np
 from rollcall.types import Group
 
 
+class NothingLeftError(Exception):
+    """``make`` has no group for a draw and may not generate one: this command only trains."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     """A finished group, and whether the journal had it already."""
@@ -80,7 +84,7 @@ class Supply(Protocol):
         ...
 
     async def batch(self, step: int) -> StepBatch:
-        """What this step trains on; asked for in order of steps."""
+        """What this step trains on; asked for in order of steps. NothingLeftError: it cannot be had."""
         ...
 
     async def announce(self, version: int) -> None:
@@ -169,6 +173,7 @@ class Begun:
     )
     made: Made | None = None
     place: int = 0  # among all that finished
+    missing: bool = False  # it will not finish
 
     @property
     def is_finished(self) -> bool:
@@ -227,9 +232,10 @@ class AsCompleted:
             if step in self._recorded:
                 while not all(draw in self._begun for draw in self._recorded[step]):
                     self._begin()
-            await self._changed.wait_for(lambda: self._choice(step) is not None)
+            await self._changed.wait_for(lambda: self._choice(step) is not None or self._is_stuck())
             chosen = self._choice(step)
-            assert chosen is not None
+            if chosen is None:
+                raise NothingLeftError
             groups = [made.group for draw in sorted(chosen) if (made := self._begun.pop(draw).made)]
             self._num_taken += needs.wanted
             finished, self._finished = self._finished, []
@@ -265,6 +271,8 @@ class AsCompleted:
         try:
             # The step that would have this draw if all came in order: its file in the journal, and part of its seeds.
             made = await self._needs.make(begun.draw // self._needs.wanted + 1, begun.draw)
+        except NothingLeftError:
+            begun.missing = True
         except Exception as error:  # noqa: BLE001 - raised again by ``run``, whatever it is
             self._failure = error
         else:
@@ -283,6 +291,11 @@ class AsCompleted:
         if may_drop and begun.draw not in self._recorded_draws and not needs.has_signal(made.group):
             self._num_dropped += 1
             del self._begun[begun.draw]
+
+    def _is_stuck(self) -> bool:
+        """Nothing more will finish."""
+        items = self._begun.values()
+        return any(item.missing for item in items) and all(item.missing or item.is_finished for item in items)
 
     def _choice(self, step: int) -> list[int] | None:
         if step in self._recorded:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ from rollcall.cluster.local import build_workers
 from rollcall.config import Config, ConfigError, dump_config, parse_config
 from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
+from rollcall.lease import Lease, hold
 from rollcall.observe.console import Console, make_console
+from rollcall.observe.events import Events
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import make_sinks
 from rollcall.observe.summary import build_summary, write_summary
+from rollcall.patience import persist
+from rollcall.phases import Bounds, Split
 from rollcall.reward.scorer import Scorer
 
 RUN_FILE = "run.yaml"
@@ -29,26 +33,32 @@ RUN_FILE = "run.yaml"
 FIXED = ("run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward")
 
 
-def train(config: Config, *, fresh: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:
     """Train, or go on where the run directory stands; returns the summary."""
-    with hold(config.run.dir):
-        return _train(config, fresh=fresh, quiet=quiet)
+    if bounds and bounds.split is Split.EVAL and config.data.val is None:
+        raise ConfigError(
+            "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
+        )
+    with hold(config.run.dir, say=lambda text: print(text, file=sys.stderr, flush=True)) as lease:
+        return _train(config, fresh=fresh, quiet=quiet, bounds=bounds or Bounds(), lease=lease)
 
 
-def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
+def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: Lease) -> dict[str, Any]:
     started = time.perf_counter()
     run_dir = config.run.dir
     if fresh:
         move_aside(run_dir)
     _check_same_run(config, run_dir)
     trainer = config.trainer
-    store = CheckpointStore(run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best)
+    store = CheckpointStore(
+        run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=lease.check
+    )
     resume = store.latest()
     continued = (run_dir / "journal").exists()
     start_step = resume.step if resume else 0
     with make_console(name=config.run.name, num_steps=trainer.steps, start_step=start_step, quiet=quiet) as console:
-        scorer, number = run_attempts(
-            lambda number: (_attempt(config, store=store, console=console), number),
+        controller, number = run_attempts(
+            lambda number: (_attempt(config, store=store, console=console, bounds=bounds, lease=lease), number),
             budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
             say=console.note,
             reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
@@ -59,8 +69,10 @@ def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
             resume_step=resume.step if resume else None,
             run=config.run.name,
             model_dir=str(run_dir / "model"),
-            reward_failures=_failures(scorer),
+            reward_failures=_failures(controller.workers.scorer),
         )
+        if not bounds.trains:
+            return _say_rollout(console, run_dir, controller, summary)
         if (continued or number > 1) and summary["reward_errors"]:
             summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
         write_summary(run_dir / "summary.json", summary)
@@ -69,19 +81,20 @@ def _train(config: Config, *, fresh: bool, quiet: bool) -> dict[str, Any]:
     return summary
 
 
-def _attempt(config: Config, *, store: CheckpointStore, console: Console) -> Scorer:
+def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds: Bounds, lease: Lease) -> Controller:
     """Build the workers and train from where the run directory stands to the end."""
     run_dir, resume = config.run.dir, store.latest()
     workers = _build(config, say=console.note)
     with closing(workers, say=console.note), ExitStack() as opened:
         _check_lengths(config, workers)
         # Not before: a run file that is refused must not lay claim to the directory.
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomic(run_dir / RUN_FILE, dump_config(config))
+        _claim(config, run_dir, continued=(run_dir / "journal").exists())
         sinks = make_sinks(config, run_dir, resume.step if resume else None)
         for sink in sinks:
             opened.callback(sink.close)
-        journal = opened.enter_context(Journal(run_dir / "journal"))
+        journal = opened.enter_context(Journal(run_dir / "journal", guard=lease.check))
+        events = Events(run_dir)
+        opened.callback(events.close)
         if resume:
             workers.read_checkpoint(resume.path)
         _say_where(console, run_dir, resume.step if resume else 0, journal)
@@ -94,24 +107,26 @@ def _attempt(config: Config, *, store: CheckpointStore, console: Console) -> Sco
             sinks=sinks,
             console=console,
             resume=resume,
+            events=events,
+            bounds=bounds,
+            lease=lease,
         )
         asyncio.run(controller.run())
-    return workers.scorer
+    return controller
 
 
-@contextmanager
-def hold(run_dir: Path) -> Iterator[None]:
-    """One process per run directory. The lock lies beside it, so that ``--fresh`` can move the directory; the
-    operating system frees it when its holder dies, however it dies."""
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    with (run_dir.parent / f".{run_dir.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another process is training in run.dir={run_dir}; wait for it or stop it, or choose another run.dir"
-            ) from None
-        yield
+def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
+    """The directory and its run file. A directory that cannot be written is refused at once when the run is new, and
+    waited for when it is not."""
+
+    def write() -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / RUN_FILE, dump_config(config))
+
+    if continued:
+        persist(write, path=run_dir / RUN_FILE, what="the run file")
+    else:
+        write()
 
 
 def move_aside(run_dir: Path) -> None:
@@ -207,6 +222,21 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
     return list(found.values())
 
 
+def _say_rollout(console: Console, run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
+    """Of a command that only generated."""
+    done = {"run": summary["run"], "step": controller.start_step}
+    if controller.bounds.split is Split.EVAL:
+        accuracy = summary["eval"]["accuracy"]["last"]
+        console.note(f"accuracy of step {controller.start_step}: {accuracy:.3f}; {run_dir / 'samples'} has the answers")
+        return {**done, "eval": {"accuracy": accuracy}}
+    counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
+    ready = (
+        ", ".join(f"step {step}: {count} groups" for step, count in counts.items()) or "nothing: all steps are trained"
+    )
+    console.note(f"the journal has {ready}; train on it with --phase update")
+    return {**done, "groups": counts}
+
+
 def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
     say: Callable[[str], None] = console.note
     accuracy = summary["eval"]["accuracy"]
@@ -216,6 +246,9 @@ def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve:
         say(f"{summary['reward_errors']} completions could not be scored and counted as 0; the first ones:")
         for failure in summary["reward_failures"][:3]:
             say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
+    if not (run_dir / "model").exists():
+        say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
+        return
     say(f"model          {run_dir / 'model'}   (opens with AutoModelForCausalLM.from_pretrained)")
     if curve is not None:
         say(f"learning curve {curve}")

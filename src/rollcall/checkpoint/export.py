@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollcall.checkpoint.store import CheckpointError, fsync_tree, swap_in
+from rollcall.checkpoint.store import CheckpointError, fsync_tree, staging, swap_in
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -37,22 +37,21 @@ def export_model(
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
         raise ValueError(f"{dir} exists and is not a model directory; choose another place, or remove it yourself")
     target = model.dtype if dtype is None else _torch_dtype(dtype)
-    tmp = dir.with_name(f".tmp-{dir.name}")
+    for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # by an export that was killed
+        shutil.rmtree(left, ignore_errors=True)
     try:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-        _write_configs(model, tokenizer, tmp, dtype=target)
-        _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
-        tokenizer.save_pretrained(tmp)
-        fsync_tree(tmp)
-        swap_in(tmp, dir)
+        with staging(dir) as tmp:
+            _write_configs(model, tokenizer, tmp, dtype=target)
+            _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
+            tokenizer.save_pretrained(tmp)
+            fsync_tree(tmp)
+            swap_in(tmp, dir)
     except OSError as error:
         raise CheckpointError(
             f"model directory {dir} cannot be written: {error.strerror or error}; free space or make the folder "
-            "writable and export again"
+            "writable and export again",
+            errno=error.errno,
         ) from error
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     return dir
 
 

@@ -1,13 +1,14 @@
 """Checkpoints that are whole or not there.
 
-A save goes to ``.tmp-step-000020``, gets a manifest with every file's size and checksum, is flushed to the disk and
-only then renamed to ``step-000020``. ``latest`` believes a checkpoint only if its manifest holds, and falls back to the
-one before. One process saves; any number may read.
+A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's size and checksum, is flushed to the disk
+and only then renamed to ``step-000020``, by the process that owns the store: a writer elsewhere that was given up on can
+fill its own folder and no other. ``latest`` believes a checkpoint only if its manifest holds, and falls back to the one
+before. One process saves; any number may read. A save that a full or unwritable disk refuses clears its folder, waits and
+begins again (``patience.py``).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -15,11 +16,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rollcall.patience import persist, plain_disk_errors
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +33,14 @@ _STEP = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointError(RuntimeError, ValueError):
-    """A checkpoint cannot be written; the message says where and what to do."""
+    """A checkpoint cannot be written; the message says where and what to do.
+
+    ``errno`` is that of the fault behind it, if any: an error's cause does not travel between processes, this does.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +61,21 @@ class _Entry:
     reason: str  # why it is torn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    path: Path
+    step: int
+    reason: str  # why it is torn; empty: it is whole
+
+
+def _unguarded() -> None:
+    return None
+
+
 class CheckpointStore:
-    def __init__(self, dir: Path, *, keep_last: int, keep_best: int) -> None:
+    """``guard`` is called before a checkpoint is put in place, and raises where this process may no longer write."""
+
+    def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = _unguarded) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ValueError(
                 f"keep_last={keep_last}, keep_best={keep_best}: keep at least the last one, and 0 or more best"
@@ -58,6 +83,7 @@ class CheckpointStore:
         self.dir = Path(dir)
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self._guard = guard
         self._cleaned = False
 
     def save(self, step: int, *, write: Callable[[Path], None], state: dict[str, Any], score: float | None) -> Path:
@@ -66,26 +92,20 @@ class CheckpointStore:
             self.clean()
         if score is not None and math.isnan(score):
             score = None
-        final, tmp = self.dir / f"step-{step:06d}", self.dir / f".tmp-step-{step:06d}"
-        try:
-            shutil.rmtree(tmp, ignore_errors=True)
-            tmp.mkdir(parents=True)
-            write(tmp)
-            (tmp / STATE).write_text(json.dumps(state, indent=1))
-            manifest = {"step": step, "score": score, "files": _describe_files(tmp)}
-            (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            fsync_tree(tmp)
-            swap_in(tmp, final)
-        except BaseException as error:
-            full = _disk_is_full(error, self.dir)  # asked before the folder is removed, which frees space
-            shutil.rmtree(tmp, ignore_errors=True)
-            if full or isinstance(error, OSError):
-                reason = "no space left on the disk" if full else str(error)
-                raise CheckpointError(
-                    f"checkpoint {final} cannot be written: {reason}; earlier checkpoints are untouched: free space or "
-                    "make the folder writable, then run the same command again to resume"
-                ) from error
-            raise
+        final = self.dir / f"step-{step:06d}"
+
+        def attempt() -> None:
+            self._guard()
+            with staging(final) as tmp:
+                write(tmp)
+                (tmp / STATE).write_text(json.dumps(state, indent=1))
+                manifest = {"step": step, "score": score, "files": _describe_files(tmp)}
+                (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
+                fsync_tree(tmp)
+                self._guard()
+                swap_in(tmp, final)
+
+        persist(attempt, path=final, what="the checkpoint; earlier ones are untouched", refuse=CheckpointError)
         self._prune(just_saved=final)
         return final
 
@@ -100,6 +120,13 @@ class CheckpointStore:
             state = json.loads((entry.path / STATE).read_text())
             return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
         return None
+
+    def inspect(self) -> list[CheckpointState]:
+        """All checkpoints, oldest first, every file compared with what the manifest says."""
+        return [
+            CheckpointState(path=entry.path, step=entry.step, reason=entry.reason or _changed_file(entry))
+            for entry in self._entries()
+        ]
 
     def clean(self) -> None:
         """Remove what a killed save left behind. For the process that saves, once, when it starts."""
@@ -155,6 +182,18 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         tmp.replace(path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def staging(final: Path) -> Iterator[Path]:
+    """A new folder beside ``final`` to fill and rename; what is left of it at the end is removed."""
+    tmp = final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        tmp.mkdir(parents=True)
+        with plain_disk_errors(tmp):  # asked before the folder is removed, which frees space
+            yield tmp
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def fsync_tree(root: Path) -> None:
@@ -246,12 +285,3 @@ def _changed_file(entry: _Entry) -> str:
         ),
         "",
     )
-
-
-def _disk_is_full(error: BaseException, dir: Path) -> bool:
-    """Whether a failed write is the disk's fault; serialisers wrap ENOSPC in errors of their own."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if "No space left" in str(error):
-        return True
-    return isinstance(error, Exception) and dir.is_dir() and shutil.disk_usage(dir).free < 4096

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from rollcall.checkpoint.export import export_model
 from rollcall.decoder import module_names
 from rollcall.learner.learner import Critic, Learner
+from rollcall.patience import plain_disk_errors
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
@@ -24,7 +25,7 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
     model = learner.whole_model()
     if model is not None:
         export_model(model, tokenizer, directory / "model", dtype=None)
-        torch.save(state, directory / "actor.pt")
+        _save(state, directory / "actor.pt")
 
 
 def read_learner(learner: Learner, directory: Path) -> None:
@@ -61,13 +62,20 @@ def write_critic(critic: Critic, directory: Path) -> None:
     }
     state = critic.body.whole_state(critic.optimizer)
     if first:
-        save_file(weights, directory / "critic.safetensors")  # type: ignore[arg-type]
-        torch.save(state, directory / "critic.pt")
+        with plain_disk_errors(directory):
+            save_file(weights, directory / "critic.safetensors")  # type: ignore[arg-type]
+        _save(state, directory / "critic.pt")
 
 
 def read_critic(critic: Critic, directory: Path) -> None:
     critic.body.load(load_file(directory / "critic.safetensors"))
     _read_state(critic, directory / "critic.pt")
+
+
+def _save(state: Any, path: Path) -> None:
+    # Through a file of Python's: torch's own says that a write failed, and not why.
+    with plain_disk_errors(path), path.open("wb") as file:
+        torch.save(state, file)
 
 
 def _read_state(model: Learner | Critic, path: Path) -> None:

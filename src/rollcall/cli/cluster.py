@@ -115,14 +115,29 @@ def check(
         print(f"all {num_slots} accelerators are there, on {nodes}")
 
 
-def status(cluster: Cluster = None, as_json: Json = False, debug: Debug = False) -> None:
+def status(
+    run_dir: Annotated[
+        Path | None, typer.Argument(metavar="[RUN_DIR]", help="Show a run instead; needs no cluster.")
+    ] = None,
+    cluster: Cluster = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Show the nodes of this node's cluster: rank, host, address, slots, memory, alive or not.
+
+    With a run directory: what the run does now, since when, the phases of its last steps and who has the directory.
 
     \b
     Examples:
       rollcall status
+      rollcall status runs/arithmetic
       rollcall status --cluster mine --json
     """
+    if run_dir is not None:
+        from rollcall.cli.recover import show_run
+
+        show_run(run_dir, as_json=as_json)
+        return
     from rollcall.cluster.check import list_nodes
     from rollcall.cluster.state import current_cluster
 

@@ -18,6 +18,7 @@ from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.plan import plan
+from rollcall.cli.recover import recover
 from rollcall.cli.simulate import simulate
 from rollcall.cli.train import train
 from rollcall.redact import guard_streams
@@ -37,6 +38,7 @@ Once installed:
   rollcall config > run.yaml   a run file to start from
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
+  rollcall status runs/gsm8k   what it does now; recover: what it would resume
 
 \b
 On several machines (docs/clusters.md):
@@ -96,6 +98,7 @@ def _installed(name: str) -> str:
 for name, command in (
     ("train", train),
     ("eval", evaluate),
+    ("recover", recover),
     ("config", config),
     ("data", data),
     ("plan", plan),

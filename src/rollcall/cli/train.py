@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rollcall.cli import INTERRUPTED, Debug, Json, Overrides, RunFile, calm_libraries, complain, split_arguments
+from rollcall.phases import Bounds, Phase, Split
 
 
 def train(
@@ -17,6 +18,18 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, not deleted.")
     ] = False,
+    phase: Annotated[
+        Phase,
+        typer.Option(
+            "--phase", help="rollout: fill the journal and stop; update: train on what it has and stop; both: the loop."
+        ),
+    ] = Phase.BOTH,
+    split: Annotated[
+        Split, typer.Option("--split", help="With --phase rollout; eval: only evaluate the newest checkpoint.")
+    ] = Split.TRAIN,
+    eval_interval: Annotated[
+        int | None, typer.Option("--eval-interval", metavar="N", min=0, help="The same as trainer.eval_every=N.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -28,15 +41,22 @@ def train(
       rollcall train --fresh trainer.steps=50 run.dir=runs/short
       rollcall train examples/gsm8k.yaml model.path=MODEL actor.lr=2e-6
       rollcall train examples/arithmetic.yaml algorithm.name=dapo --json
+      rollcall train run.yaml --phase rollout       then, here or elsewhere:
+      rollcall train run.yaml --phase update
+      rollcall train run.yaml --phase rollout --split eval
     """
     from rollcall.config import load_config
 
-    config = load_config(*split_arguments(file, overrides))
+    bounds = Bounds(phase=phase, split=split)
+    path, changes = split_arguments(file, overrides)
+    if eval_interval is not None:
+        changes = [*changes, f"trainer.eval_every={eval_interval}"]
+    config = load_config(path, changes)
     try:
         calm_libraries()
         from rollcall.train import train as run
 
-        summary = run(config, fresh=fresh, quiet=as_json)
+        summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
     except KeyboardInterrupt:
         complain(_standing(config.run.dir, num_steps=config.trainer.steps))
         raise typer.Exit(INTERRUPTED) from None

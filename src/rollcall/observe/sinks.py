@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollcall.append_file import AppendFile, lines_end
 from rollcall.checkpoint.store import write_atomic
 from rollcall.config import Config, public_dump
 from rollcall.observe.metrics import check_names
+from rollcall.patience import persist
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +39,14 @@ class JsonlSink:
         kept = [] if resume_step is None else [row for row in read_rows(self.path) if row["step"] <= resume_step]
         if kept or self.path.exists():
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = self.path.open("ab", buffering=0)
+        self._file = AppendFile(self.path, good_end=lines_end)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, "time": round(time.time(), 3)}
         row.update({name: _finite(value) for name, value in metrics.items()})
-        try:
-            self._file.write((json.dumps(row) + "\n").encode())
-        except OSError as error:
-            raise ValueError(
-                f"{self.path}: cannot write the metrics of step {step}: {error.strerror}; free space, then run the "
-                "same command again: it resumes"
-            ) from error
+        line = (json.dumps(row) + "\n").encode()
+        persist(lambda: self._file.append(line), path=self.path, what=f"the metrics of step {step}")
+        self._file.forget_unsynced()
 
     def close(self) -> None:
         self._file.close()
@@ -56,16 +54,40 @@ class JsonlSink:
 
 class TensorBoardSink:
     def __init__(self, dir: Path, *, resume_step: int | None) -> None:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(str(dir), purge_step=0 if resume_step is None else resume_step + 1)
+        self._dir = dir
+        self._writer: Any = None
+        self._open(purge_step=0 if resume_step is None else resume_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
+        def write() -> None:
+            try:
+                writer = self._writer or self._reopen()
+                for name, value in metrics.items():
+                    writer.add_scalar(name, float(value), step)
+                writer.flush()
+            except OSError:
+                self._writer = None  # its thread has ended with the error; the next one writes another file beside it
+                raise
+
+        persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
+
+    def _reopen(self) -> Any:
+        # Tried first by hand: each writer that fails prints a traceback from its thread.
+        probe = self._dir / ".probe"
+        try:
+            probe.write_bytes(bytes(1 << 16))
+        finally:
+            probe.unlink(missing_ok=True)
+        return self._open(purge_step=None)
+
+    def _open(self, *, purge_step: int | None) -> Any:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(self._dir), purge_step=purge_step)
+        return self._writer
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbSink:

@@ -1,0 +1,132 @@
+"""A file that grows by whole records: the journal's, the events, the metrics.
+
+A failed write leaves no part of a record behind, a torn tail inherited from a killed process is set aside in ``torn/``.
+Errors are OSErrors; who writes decides whether to wait (``patience.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class AppendFile:
+    def __init__(self, path: Path, *, good_end: Callable[[bytes], int]) -> None:
+        """``good_end`` says where the last whole record of the file's bytes ends."""
+        self.path = path
+        self._new = not path.exists()
+        data = b"" if self._new else path.read_bytes()
+        self._end = good_end(data)
+        self._unsynced: list[tuple[int, bytes]] = []  # what the disk may not have yet, by offset
+        if self._end < len(data):
+            _set_aside(path, offset=self._end, tail=data[self._end :])
+        self._fd: int = self._open()
+        if self._end < len(data):
+            os.ftruncate(self._fd, self._end)
+
+    def append(self, record: bytes) -> None:
+        """All of it, or an OSError and nothing of it."""
+        try:
+            _write_at(self._fd, record, self._end)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # the server forgot the file's handle; its name still leads there
+                os.close(self._fd)
+                self._fd = self._open()
+            self._drop_partial()
+            raise
+        self._unsynced.append((self._end, record))
+        self._end += len(record)
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def _drop_partial(self) -> None:
+        try:
+            os.ftruncate(self._fd, self._end)
+        except OSError as error:
+            # Harmless: the next record is written over it, and a reader takes it for a torn tail.
+            log.warning("%s: half a record stays after offset %d: %s", self.path, self._end, error.strerror)
+
+    def sync(self) -> None:
+        """Raises with all of it still to be synced when the disk refuses."""
+        kept_records, kept_new = self._unsynced, self._new
+        try:
+            with ExitStack() as kept:
+                self.begin_sync(kept)()
+        except OSError:
+            self._unsynced, self._new = kept_records, kept_new
+            raise
+
+    def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
+        """What to call to have on the disk all that was appended so far; it may be called again when it raises. It needs
+        nothing of this object, which may be closed by then: ``kept`` holds a descriptor of its own open."""
+        records, self._unsynced = self._unsynced, []
+        new, self._new = self._new, False
+        fd = os.dup(self._fd) if records else None
+        if fd is not None:
+            kept.callback(os.close, fd)
+        failed = False
+
+        def flush() -> None:
+            nonlocal failed
+            if fd is not None:
+                try:
+                    if failed:
+                        # A kernel that could not write a page out forgets that it was to be written, and may drop it.
+                        for offset, record in records:
+                            _write_at(fd, record, offset)
+                    os.fsync(fd)
+                except OSError:
+                    failed = True
+                    raise
+            if new:
+                fsync_dir(self.path.parent)
+
+        return flush
+
+    def forget_unsynced(self) -> None:
+        """For files that nobody syncs."""
+        self._unsynced.clear()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def lines_end(data: bytes) -> int:
+    """``good_end`` of a file of lines."""
+    return data.rfind(b"\n") + 1
+
+
+def fsync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_at(fd: int, record: bytes, offset: int) -> None:
+    view = memoryview(record)
+    while view:
+        view = view[os.pwrite(fd, view, offset + len(record) - len(view)) :]
+
+
+def _set_aside(path: Path, *, offset: int, tail: bytes) -> None:
+    folder = path.parent / "torn"
+    target, number = folder / f"{path.name}-{offset}", 0
+    while target.exists():
+        number += 1
+        target = folder / f"{path.name}-{offset}-{number}"
+    folder.mkdir(exist_ok=True)
+    try:
+        target.write_bytes(tail)
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
+    log.warning("%s: torn tail of %d bytes at offset %d moved to %s", path, len(tail), offset, target)

@@ -1,0 +1,158 @@
+"""What a run directory proves about its run: nothing skipped, nothing trained twice, nothing finished made again, nothing torn.
+
+``audit`` reads the journal, the record of trained steps, the checkpoints and the files of lines, changes nothing and trusts
+nothing: it counts. A killed run may have torn ends until it is resumed; after a run has ended, all counts are 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from rollcall.append_file import lines_end
+from rollcall.checkpoint.store import STATE, CheckpointState, CheckpointStore
+from rollcall.journal import StepFile, inspect
+
+LINE_FILES = ("journal/trained.jsonl", "metrics.jsonl", "events.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torn:
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Lists of draws are ascending."""
+
+    steps: int  # trained
+    skipped: tuple[int, ...]  # draws that came up before others that were trained, and were not
+    trained_twice: tuple[int, ...]  # draws in two steps
+    regenerated: tuple[int, ...]  # draws with more than one record
+    torn: tuple[Torn, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.skipped or self.trained_twice or self.regenerated or self.torn)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "steps": self.steps,
+            "prompts_skipped": len(self.skipped),
+            "trained_twice": len(self.trained_twice),
+            "groups_regenerated": len(self.regenerated),
+            "files_torn": len(self.torn),
+        }
+
+
+def audit(run_dir: Path) -> Audit:
+    run_dir = Path(run_dir)
+    if not (run_dir / "journal").is_dir():
+        raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
+    files = inspect(run_dir / "journal")
+    records = Counter(draw for file in files for draw in file.draws)
+    trained = _trained(run_dir / "journal" / "trained.jsonl")
+    # A step that was trained again after a crash says the same again.
+    steps_of: dict[int, set[int]] = {}
+    for step, draws in trained:
+        for draw in draws:
+            steps_of.setdefault(draw, set()).add(step)
+    repeats = {draw for _, draws in trained for draw, count in Counter(draws).items() if count > 1}
+    checkpoints = store(run_dir).inspect()
+    return Audit(
+        steps=len({step for step, _ in trained}),
+        skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
+        trained_twice=tuple(sorted(repeats | {draw for draw, steps in steps_of.items() if len(steps) > 1})),
+        regenerated=tuple(sorted(draw for draw, count in records.items() if count > 1)),
+        torn=tuple(find_torn(run_dir, files=files, checkpoints=checkpoints)),
+    )
+
+
+def store(run_dir: Path) -> CheckpointStore:
+    """To look at; it never saves."""
+    return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
+
+
+def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[CheckpointState]) -> list[Torn]:
+    """Everything that a killed write may have left."""
+    torn = [
+        Torn(path=file.path, why=f"{file.num_bad_bytes} bytes are no whole record")
+        for file in files
+        if file.num_bad_bytes
+    ]
+    for name in LINE_FILES:
+        bad = bad_lines(run_dir / name)
+        if bad:
+            torn.append(Torn(path=run_dir / name, why=f"{bad} lines are not whole"))
+    torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
+    torn += [
+        Torn(path=path, why="left by a write that was killed")
+        for folder in (run_dir, run_dir / "checkpoints", run_dir / "samples")
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
+        if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
+    ]
+    return torn
+
+
+def bad_lines(path: Path) -> int:
+    """Lines that are no JSON, a last one without its end included."""
+    if not path.is_file():
+        return 0
+    return sum(not good for _, good in judge_lines(path.read_bytes()))
+
+
+def judge_lines(data: bytes) -> list[tuple[bytes, bool]]:
+    """Each line with its end, and whether it is whole."""
+    end = lines_end(data)
+    judged = [(line + b"\n", _is_json(line)) for line in data[:end].split(b"\n")[:-1]]
+    return judged + ([(data[end:], False)] if end < len(data) else [])
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_superseded(path: Path) -> bool:
+    """What a replacement was about to remove; alone, it is the checkpoint itself."""
+    return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
+
+
+def _trained(path: Path) -> list[tuple[int, list[int]]]:
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line, good in judge_lines(path.read_bytes()) if good]
+    return [(row["step"], row["draws"]) for row in rows]
+
+
+def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: list[CheckpointState]) -> set[int]:
+    """Draws below the highest that was trained, of which nothing came.
+
+    Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one
+    that the newest checkpoint knows to be under way, or that came up after it.
+    """
+    missing = set(range(max(trained, default=-1) + 1)) - trained
+    if not missing or not _may_leave_out(run_dir):
+        return missing
+    whole = [state for state in checkpoints if not state.reason]
+    if not whole:
+        return set()
+    cursor = json.loads((whole[-1].path / STATE).read_text())
+    known = journaled | set(cursor.get("pending", ()))
+    return {draw for draw in missing - known if draw < cursor["next_draw"]}
+
+
+def _may_leave_out(run_dir: Path) -> bool:
+    try:
+        config = yaml.safe_load((run_dir / "run.yaml").read_text())
+        return bool(config["algorithm"].get("dynamic_sampling")) or config["trainer"].get("order") == "as_completed"
+    except (OSError, KeyError, TypeError, yaml.YAMLError):
+        return False

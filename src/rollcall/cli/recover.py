@@ -1,0 +1,108 @@
+"""`rollcall recover`, and what `rollcall status RUN_DIR` shows: a run directory explained, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollcall.cli import Debug, Json, complain
+
+if TYPE_CHECKING:
+    from rollcall.observe.events import PhaseEvent
+    from rollcall.recover import Report
+
+STEPS_SHOWN = 3
+
+
+def recover(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run.")],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Move torn things to RUN_DIR/set-aside/; nothing is deleted.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Explain a run directory: last checkpoint, finished groups, torn files, who has it, what a resume would do.
+
+    \b
+    Examples:
+      rollcall recover runs/arithmetic
+      rollcall recover runs/arithmetic --json
+      rollcall recover runs/arithmetic --repair
+    """
+    from rollcall.recover import look
+    from rollcall.recover import repair as set_aside
+
+    moved = set_aside(run_dir, say=complain) if repair else []
+    report = look(run_dir)
+    if as_json:
+        print(json.dumps(report.as_json() | {"set_aside": [str(path) for path in moved]}))
+        return
+    if repair and not moved:
+        print("nothing to repair")
+    _show(report)
+
+
+def show_run(run_dir: Path, *, as_json: bool) -> None:
+    """What a run does now, and what its last steps did."""
+    from rollcall.lease import read_holder
+    from rollcall.observe.events import read_phases
+    from rollcall.recover import describe, holder_as_json
+
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, or nothing to see the cluster")
+    phases, holder = read_phases(run_dir), read_holder(run_dir)
+    steps = sorted({event.step for event in phases})[-STEPS_SHOWN:]
+    recent = [event for event in phases if event.step in steps]
+    current = phases[-1] if phases else None
+    if as_json:
+        shown = {
+            "run_dir": str(run_dir),
+            "current": asdict(current) if current else None,
+            "lease": holder_as_json(holder),
+            "phases": [asdict(event) for event in recent],
+        }
+        print(json.dumps(shown))
+        return
+    print(f"run      {run_dir}\nheld by  {describe(holder)}")
+    print(f"now      {_now(current)}")
+    for step in steps:
+        print(f"step {step}")
+        for event in (event for event in recent if event.step == step):
+            took = "-" if event.duration_s is None else f"{event.duration_s:.2f} s"
+            notes = [f"waited for {event.waited_for}"] if event.waited_for else []
+            notes += [event.result] if event.result else []
+            print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
+
+
+def _now(event: PhaseEvent | None) -> str:
+    if event is None:
+        return "no phase has begun"
+    at = time.strftime("%H:%M:%S", time.localtime(event.start_s if event.end_s is None else event.end_s))
+    if event.end_s is None:
+        return f"{event.phase} of step {event.step}, since {at} ({time.time() - event.start_s:.0f} s)"
+    return f"between phases: {event.phase} of step {event.step} ended at {at}"
+
+
+def _show(report: Report) -> None:
+    from rollcall.recover import describe
+
+    rows = [("run", str(report.run_dir)), ("held by", describe(report.holder))]
+    if report.phase is not None:
+        rows.append(("last phase", _now(report.phase)))
+    whole = "none" if report.last is None else f"step {report.last.step}, all files as they were written"
+    rows.append(("checkpoint", whole))
+    rows += [("journal", f"step {step}: {count} finished groups") for step, count in report.groups.items()]
+    rows += [("torn", f"{one.path}: {one.why}") for one in report.audit.torn]
+    counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in report.audit.counts().items())
+    rows.append(("audit", counts))
+    for label, text in rows:
+        print(f"{label:<11} {text}")
+    print("the next `rollcall train` would")
+    for line in report.next():
+        print(f"  - {line}")

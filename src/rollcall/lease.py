@@ -1,0 +1,312 @@
+"""Who may write a run directory: one controller at a time, on whichever host.
+
+The lease is a file beside the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
+who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. Whoever takes the lease
+makes the file of the next number with ``link``, which one of several takers succeeds in, on NFS too; numbers never go
+back, since a lease that is given up stays, marked as free. Nobody looks at the clock of another host or at a file's time.
+
+A second controller takes over when the first is provably gone: at once where it ran on this host and its process is not
+there any more (process id, start time and boot are compared); otherwise when the counter stood still for ``WATCH_S`` of the
+second's own clock. Else it refuses and names the holder.
+
+A holder that was frozen for so long that another took over finds the next number and stops: ``check`` is called before each
+write of the journal and each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
+
+The counter is written in place, into a field of fixed width: a full disk must not make a holder look dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollcall.config_errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+WATCH_S = 20.0
+LOOK_S = 0.5  # between two looks at another's counter
+SURE_S = WATCH_S / 2  # so long after a beat nobody else can have taken over
+_WIDTH = 16  # digits of the counter
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LeaseLostError(RuntimeError, ValueError):
+    """Another controller has this run directory now; this process has stopped writing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What a lease file says."""
+
+    owner: str
+    host: str
+    pid: int
+    place: str  # boot and process-id namespace in which ``pid`` means something; "": unknown
+    process_start: int  # in ticks since boot; 0: unknown
+    since: str  # the holder's own clock, for people
+    number: int
+    counter: int
+    released: bool
+
+    @property
+    def is_here(self) -> bool:
+        return bool(self.place) and (self.place, self.host) == (_place(), socket.gethostname())
+
+    @property
+    def is_gone(self) -> bool:
+        """Provably: it gave the lease back, or its process was on this host and is not any more."""
+        return self.released or (self.is_here and not _runs(self.pid, self.process_start))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host} (since {self.since})"
+
+
+class Lease:
+    """A lease that this process holds. Its counter is advanced by a thread."""
+
+    def __init__(self, run_dir: Path, me: Holder) -> None:
+        self.run_dir = run_dir
+        self.me = me
+        self._path = _path(run_dir, me.number)
+        self._fd = os.open(self._path, os.O_RDWR)
+        self._counter = 0
+        self._beaten = _now()
+        self._lost: str | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises if another has the lease. Costs nothing while the last beat is recent."""
+        if self._lost is None and _now() - self._beaten > SURE_S:
+            self._look()
+        if self._lost is not None:
+            raise LeaseLostError(self._lost)
+
+    def release(self) -> None:
+        self._done.set()
+        self._thread.join()
+        try:
+            if self._lost is None:
+                self._write(released=True)
+        except OSError as error:
+            log.warning("%s: cannot be given back: %s; the next controller waits %g s", self._path, error, WATCH_S)
+        finally:
+            os.close(self._fd)
+
+    def _keep(self) -> None:
+        while not self._done.wait(BEAT_S) and self._lost is None:
+            self._beat()
+
+    def _beat(self) -> None:
+        self._counter += 1
+        try:
+            self._write(released=False)
+        except OSError as error:
+            log.warning("%s: the lease cannot be renewed: %s; trying again", self._path, error.strerror)
+            return
+        now = _now()
+        self._look()
+        if self._lost is None:
+            self._beaten = now
+
+    def _write(self, *, released: bool) -> None:
+        os.pwrite(self._fd, _encode(self.me, counter=self._counter, released=released), 0)
+        os.fsync(self._fd)  # on a shared folder: what other hosts read
+
+    def _look(self) -> None:
+        """Whether another has taken over: it removes this file, which a shared folder shows at once to who opens it, while
+        a list of files may be remembered for a minute."""
+        try:
+            os.close(os.open(self._path, os.O_RDONLY))
+            newest = _newest(self.run_dir)
+            if newest is not None and newest.number == self.me.number:
+                return
+            by = f"by {newest}" if newest is not None else "(its lease is not there any more)"
+        except FileNotFoundError:
+            newest = _newest(self.run_dir)
+            by = f"by {newest}" if newest is not None else "(its lease is not there any more)"
+        except OSError as error:
+            log.warning("%s: the lease cannot be read: %s", self._path, error.strerror)
+            return
+        self._lost = (
+            f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
+            "life; this one stops and leaves the directory to the other"
+        )
+
+
+@contextmanager
+def hold(run_dir: Path, *, say: Callable[[str], None] = log.warning) -> Iterator[Lease]:
+    """The lease on a run directory, while the block runs; ConfigError if another controller has it."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    lease = _take(run_dir, say=say)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def read_holder(run_dir: Path) -> Holder | None:
+    """Who had the lease last; ``released`` if nobody has it."""
+    return _newest(run_dir)
+
+
+def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
+    while True:
+        holder = _newest(run_dir)
+        if holder is not None and not holder.is_gone:
+            if holder.is_here:
+                _refuse(run_dir, holder)
+            say(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it lives")
+            _watch(run_dir, holder)
+        if holder is not None and not holder.released:
+            say(f"run.dir={run_dir}: {holder} is gone; taking over")
+        me = _myself(number=holder.number + 1 if holder else 1)
+        if _make(_path(run_dir, me.number), _encode(me, counter=0, released=False)):
+            for path, number in _files(run_dir):
+                if number < me.number:
+                    path.unlink(missing_ok=True)
+            return Lease(run_dir, me)
+        # Another taker was faster: look again.
+
+
+def _watch(run_dir: Path, holder: Holder) -> None:
+    """Returns when the holder's counter stood still for as long as it takes."""
+    until = time.monotonic() + WATCH_S
+    while time.monotonic() < until:
+        time.sleep(LOOK_S)
+        now = _newest(run_dir)
+        if now is None or now.released:
+            return
+        if (now.owner, now.counter) != (holder.owner, holder.counter):
+            _refuse(run_dir, now)
+
+
+def _refuse(run_dir: Path, holder: Holder) -> None:
+    stopped = holder.is_here and _state(holder.pid) in ("T", "t")
+    raise ConfigError(
+        f"another process is training in run.dir={run_dir}: {holder}{', which is stopped (SIGSTOP)' if stopped else ''}; "
+        "wait for it or stop it, or choose another run.dir"
+    )
+
+
+def _make(path: Path, data: bytes) -> bool:
+    """A new file with all of its content; False if there is one already."""
+    tmp = path.with_name(f".tmp{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        tmp.write_bytes(data)
+        try:
+            os.link(tmp, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # A file system without links, such as some that are mounted from object stores.
+            try:
+                with path.open("xb") as file:
+                    file.write(data)
+            except FileExistsError:
+                return False
+        return True
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def _newest(run_dir: Path) -> Holder | None:
+    for path, number in sorted(_files(run_dir), key=lambda item: -item[1]):
+        try:
+            fields = json.loads(path.read_bytes())
+            return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
+        except FileNotFoundError:
+            continue  # replaced by a newer one since the folder was listed
+        except (ValueError, KeyError, TypeError):
+            # Of another version of this program, or cut by a power loss: whether it changes is all that can be told.
+            text = path.read_bytes()
+            return Holder(
+                owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
+                counter=0, released=False,
+            )  # fmt: skip
+    return None
+
+
+def _files(run_dir: Path) -> list[tuple[Path, int]]:
+    if not run_dir.parent.is_dir():
+        return []
+    name = re.compile(rf"\.{re.escape(run_dir.name)}\.lease-(\d+)")
+    found = ((path, name.fullmatch(path.name)) for path in run_dir.parent.iterdir())
+    return [(path, int(match.group(1))) for path, match in found if match]
+
+
+def _path(run_dir: Path, number: int) -> Path:
+    return run_dir.parent / f".{run_dir.name}.lease-{number}"
+
+
+def _encode(holder: Holder, *, counter: int, released: bool) -> bytes:
+    """Always of one length, so that it can be written in place."""
+    fields = asdict(holder) | {"counter": f"{counter:0{_WIDTH}d}", "released": released}
+    filler = " " if released else ""  # "true" is one letter shorter than "false"
+    return f"{json.dumps(fields)}{filler}\n".encode()
+
+
+def _myself(*, number: int) -> Holder:
+    return Holder(
+        owner=uuid.uuid4().hex,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        place=_place(),
+        process_start=_start(os.getpid()),
+        since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        number=number,
+        counter=0,
+        released=False,
+    )
+
+
+def _now() -> float:
+    """Goes on while the machine sleeps, where there is such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _place() -> str:
+    """Where a process id means what it means here; empty where the system does not say."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _runs(pid: int, process_start: int) -> bool:
+    return _state(pid) not in ("", "Z", "X") and _start(pid) == process_start
+
+
+def _state(pid: int) -> str:
+    """As in /proc: R, S, D, T (stopped), Z (dead, not yet buried); empty if there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _start(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name before it may hold anything

@@ -1,0 +1,159 @@
+"""Writes that outlive a full or unwritable disk.
+
+``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``), tries again every
+``RETRY_S``, and gives up after ``DEADLINE_S`` with an error that says what to do. The caller waits, in the thread it calls
+from; whoever must not wait calls it beside the event loop. A write is a function that can be done again: it leaves nothing
+half-done behind when it raises.
+
+A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
+own words.
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 3600.0
+RETRY_S = 1.0
+SAY_EVERY_S = 10.0
+PASSING = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+)  # what a person can put right while the write waits
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class DiskError(RuntimeError, ValueError):
+    """The disk did not take a write within the deadline; the message says which, why and what to do."""
+
+
+def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
+    """What ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
+    started = said = None
+    while True:
+        try:
+            result = action()
+        except Exception as error:
+            fault = disk_fault(error, near=path)
+            if fault is None:
+                raise
+            now = time.monotonic()
+            started = now if started is None else started
+            why = f"{path}: cannot write {what}: {fault.strerror}"
+            if now - started >= DEADLINE_S:
+                waited = f" (waited {now - started:.0f} s)" if now > started else ""
+                raise refuse(
+                    f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
+                    "before is kept"
+                ) from error
+            if said is None or now - said >= SAY_EVERY_S:
+                said = now
+                log.warning("%s; %s left; waiting until it can: %s", why, _free(path), _advice(fault))
+            time.sleep(RETRY_S)
+        else:
+            if started is not None:
+                log.warning("%s: %s is written after %.0f s; going on", path, what, time.monotonic() - started)
+            return result
+
+
+def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
+    """The passing fault of the disk behind an error; None if it is another's. ``near`` is where the write went."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        number = getattr(link, "errno", None)
+        if number in PASSING:
+            return OSError(number, os.strerror(number), str(near))
+        if not _is_a_report(link):
+            number = _number_in(str(link))
+            if number in PASSING:
+                return OSError(number, os.strerror(number), str(near))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    # A serialiser may say nothing of the reason. Not asked of a worker's error: a dead one stays dead with room on the disk.
+    if (
+        not isinstance(error, OSError)
+        and not _is_a_report(error)
+        and isinstance(error, RuntimeError)
+        and _is_full(near)
+    ):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))
+    return None
+
+
+@contextmanager
+def plain_disk_errors(path: Path) -> Iterator[None]:
+    """Whatever a serialiser makes of a fault of the disk leaves here as the OSError it was, which travels between
+    processes."""
+    try:
+        yield
+    except Exception as error:
+        fault = disk_fault(error, near=path)
+        if fault is None or isinstance(error, OSError):
+            raise
+        try:
+            raise fault from error
+        finally:
+            del fault  # a name of it here would make a ring that keeps the failed write's files open
+
+
+def _is_a_report(error: BaseException) -> bool:
+    """An error that quotes others: a worker's traceback, say. What counts is its cause."""
+    return type(error).__module__.startswith(("rollcall.", "ray."))
+
+
+def _number_in(text: str) -> int | None:
+    found = _RUST_ERROR.search(text)
+    if found:
+        return int(found.group(1))
+    return errno.ENOSPC if "No space left" in text else None
+
+
+def _is_full(near: Path) -> bool:
+    space = _space(near)
+    return space is not None and space < 4096
+
+
+def _space(path: Path) -> int | None:
+    for folder in (path, *path.parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
+def _free(path: Path) -> str:
+    space = _space(path)
+    return "an unknown number of bytes is" if space is None else f"{space:,} bytes are"
+
+
+def _advice(fault: OSError) -> str:
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space" if fault.errno == errno.ENOSPC else "free space, or raise the quota"
+    if fault.errno == errno.EROFS:
+        return "mount the file system writable"
+    if fault.errno in (errno.EACCES, errno.EPERM):
+        return f"make the folder writable for {_user()}"
+    return "look after the disk or the mount"
+
+
+def _user() -> str:
+    try:
+        return f"user {getpass.getuser()}"
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"user {os.getuid()}"

@@ -1,0 +1,63 @@
+"""Which part of the loop a command runs: all of it, or rollout and update as commands of their own.
+
+``rollout`` fills the journal with the groups that the staleness allows from the newest checkpoint, and stops. ``update``
+trains the steps whose groups the journal has, saves, and stops; on another cluster or another day. One after the other they
+do what ``both`` does. They are bounds on the same loop (``controller.py``), not loops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from rollcall.config_errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollcall.config import TrainerSection
+
+
+class Phase(StrEnum):
+    BOTH = "both"
+    ROLLOUT = "rollout"
+    UPDATE = "update"
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What this command does of the run."""
+
+    phase: Phase = Phase.BOTH
+    split: Split = Split.TRAIN  # eval: only evaluate the newest checkpoint
+
+    def __post_init__(self) -> None:
+        if self.split is Split.EVAL and self.phase is not Phase.ROLLOUT:
+            raise ConfigError(
+                f"--split eval goes with --phase rollout, not with --phase {self.phase}; add --phase rollout"
+            )
+
+    @property
+    def generates(self) -> bool:
+        return self.phase is not Phase.UPDATE
+
+    @property
+    def trains(self) -> bool:
+        return self.phase is not Phase.ROLLOUT
+
+    def last_step(self, trainer: TrainerSection, *, start_step: int) -> int:
+        """The last step whose groups are asked for."""
+        if self.trains:
+            return trainer.steps
+        return min(trainer.steps, start_step + _steps_ahead(trainer))
+
+
+def _steps_ahead(trainer: TrainerSection) -> int:
+    """Steps that one version of the weights may sample for."""
+    if trainer.order == "as_completed":  # as in supply.AsCompleted.most_begun
+        return max(trainer.staleness, min(trainer.staleness + 1, 2))
+    return trainer.staleness + 1

@@ -1,0 +1,188 @@
+"""What a run directory holds after whatever happened to it, and what `rollcall train` would do with it.
+
+``look`` changes nothing and may be used while the run goes on. ``repair`` moves torn things to ``RUN_DIR/set-aside/`` and
+deletes nothing: of a file that is partly whole, the original goes there and its whole part takes its place. A run repairs
+itself when it is resumed; this is for looking first, and for directories that something else has damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcall.audit import Audit, Torn, audit, judge_lines, store
+from rollcall.checkpoint.store import CheckpointState, write_atomic
+from rollcall.journal import inspect
+from rollcall.lease import WATCH_S, Holder, hold, read_holder
+from rollcall.observe.events import PhaseEvent, read_phases
+
+SET_ASIDE = "set-aside"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    run_dir: Path
+    checkpoints: tuple[CheckpointState, ...]  # oldest first
+    last: CheckpointState | None  # the newest that is whole
+    num_steps: int | None  # of the whole run; None: its run file cannot be read
+    prompts_per_step: int | None
+    groups: dict[int, int]  # step past the checkpoint -> finished groups
+    replayed: tuple[
+        int, ...
+    ]  # steps past the checkpoint that were trained before, and will be again, on the same groups
+    audit: Audit
+    holder: Holder | None
+    phase: PhaseEvent | None  # the last that began
+
+    @property
+    def start_step(self) -> int:
+        return self.last.step if self.last else 0
+
+    def next(self) -> list[str]:
+        """What the next `rollcall train` would do, in sentences."""
+        lines = [_about(self.holder)]
+        if self.num_steps is not None and self.start_step >= self.num_steps:
+            has_model = (self.run_dir / "model").exists()
+            done = "it is in model/" if has_model else "and write the model"
+            return [*lines, f"find all {self.num_steps} steps trained; {done}"]
+        lines.append(f"start from {'the checkpoint of step ' + str(self.start_step) if self.last else 'the beginning'}")
+        if self.replayed:
+            steps = _span(self.replayed)
+            lines.append(f"train {steps} again, on the groups it was trained on before, with the same result")
+        for step, count in self.groups.items():
+            if step not in self.replayed:
+                missing = (self.prompts_per_step or count) - count
+                rest = f", generate the other {missing}" if missing > 0 else ""
+                lines.append(f"take {count} finished groups of step {step} from the journal{rest}")
+        if self.audit.torn:
+            lines.append("set torn ends aside and leave out torn checkpoints; nothing whole is lost by it")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.run_dir),
+            "checkpoints": [{"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.checkpoints],
+            "last_checkpoint": self.last.step if self.last else None,
+            "steps": self.num_steps,
+            "finished_groups": self.groups,
+            "replayed": list(self.replayed),
+            "torn": [{"path": str(one.path), "why": one.why} for one in self.audit.torn],
+            "audit": self.audit.counts(),
+            "lease": holder_as_json(self.holder),
+            "next": self.next(),
+        }
+
+
+def look(run_dir: Path) -> Report:
+    run_dir = Path(run_dir)
+    counted = audit(run_dir)
+    checkpoints = store(run_dir).inspect()
+    last = next((state for state in reversed(checkpoints) if not state.reason), None)
+    start = last.step if last else 0
+    config = _run_file(run_dir)
+    trained = [
+        row["step"]
+        for line, good in judge_lines(_bytes(run_dir / "journal" / "trained.jsonl"))
+        if good and (row := json.loads(line))["step"] > start
+    ]
+    phases = read_phases(run_dir)
+    return Report(
+        run_dir=run_dir,
+        checkpoints=tuple(checkpoints),
+        last=last,
+        num_steps=config.get("trainer", {}).get("steps"),
+        prompts_per_step=config.get("data", {}).get("prompts_per_step"),
+        groups={file.step: len(set(file.draws)) for file in inspect(run_dir / "journal") if file.step > start},
+        replayed=tuple(sorted(set(trained))),
+        audit=counted,
+        holder=read_holder(run_dir),
+        phase=phases[-1] if phases else None,
+    )
+
+
+def repair(run_dir: Path, *, say: Callable[[str], None]) -> list[Path]:
+    """Set torn things aside; where they went. Refuses while a controller has the run directory."""
+    run_dir = Path(run_dir)
+    with hold(run_dir, say=say):
+        torn = look(run_dir).audit.torn
+        if not torn:
+            return []
+        folder = run_dir / SET_ASIDE / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        while folder.exists():
+            folder = folder.with_name(f"{folder.name}-again")
+        moved = []
+        for one in torn:
+            target = folder / one.path.relative_to(run_dir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _set_aside(one, target)
+            say(f"{one.path}: {one.why}; moved to {target}")
+            moved.append(target)
+        return moved
+
+
+def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:
+    if holder is None:
+        return None
+    state = "released" if holder.released else "gone" if holder.is_gone else "alive" if holder.is_here else "unknown"
+    return {"host": holder.host, "pid": holder.pid, "since": holder.since, "counter": holder.counter, "state": state}
+
+
+def describe(holder: Holder | None) -> str:
+    """Who has the run directory, as far as can be told from here at once."""
+    if holder is None or holder.released:
+        return "nobody"
+    if holder.is_here:
+        return f"{holder}, which {'is gone' if holder.is_gone else 'runs'}"
+    return f"{holder}; whether it lives cannot be told from this host at once"
+
+
+def _about(holder: Holder | None) -> str:
+    if holder is None or holder.is_gone:
+        return "take the run directory at once: nobody has it"
+    if holder.is_here:
+        return f"refuse: {holder} has the run directory and runs"
+    return f"watch {holder} for {WATCH_S:g} s, take over if its counter stands still, refuse if not"
+
+
+def _span(steps: tuple[int, ...]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _set_aside(torn: Torn, target: Path) -> None:
+    path = torn.path
+    if path.is_dir() or path.name.startswith("."):
+        path.rename(target)
+        return
+    if path.suffix == ".groups":
+        (whole,) = [file.whole for file in inspect(path.parent) if file.path == path]
+    else:
+        whole = b"".join(line for line, good in judge_lines(path.read_bytes()) if good)
+    # A copy, not a move: a kill between two renames must not leave the run without the file.
+    shutil.copy2(path, target)
+    _flush(target)
+    write_atomic(path, whole)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _run_file(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load((run_dir / "run.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
