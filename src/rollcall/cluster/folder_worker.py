@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.actor import Host
+from rollcall.cluster.actor import MARK, Host, end_group
 from rollcall.cluster.failures import Progress, RemoteFailureError
-from rollcall.cluster.in_folder import (
+from rollcall.cluster.folder_layout import (
     ANSWERS,
     BROKE_OFF,
     ENDED,
@@ -56,6 +56,7 @@ from rollcall.cluster.mailbox import (
 from rollcall.cluster.state import ClusterError
 
 MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost
+END_S = 10.0  # for processes that a worker started, and that are killed
 
 
 # Not Exceptions: the code of a call must not take them for an error of its own.
@@ -83,6 +84,7 @@ class FolderWorker:
         self._served: set[str] = set()  # masters
         self._is_calling = False
         self._host: Host | None = None
+        self._mark = ""  # of the group it belongs to
         self._inbox: Inbox | None = None
         self._tells = rank > 0  # the master's child leaves the talking to the master
 
@@ -113,6 +115,7 @@ class FolderWorker:
             why = str(error)
             raise
         finally:
+            self._drop()
             self._presence.end(state=LEFT, why=why)
 
     def _serve(self, *, ended_before: str | None) -> None:
@@ -205,7 +208,10 @@ class FolderWorker:
         self._inbox = Inbox(self._own / INBOX, label=label)
 
     def _drop(self) -> None:
-        self._host = self._inbox = None
+        """The worker, and the processes that it started."""
+        if self._mark:
+            end_group(self._mark, timeout_s=END_S)
+        self._mark, self._host, self._inbox = "", None, None
         gc.collect()
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
@@ -244,7 +250,7 @@ class FolderWorker:
     def _call(self, kind: str, *rest: Any) -> Any:
         if kind == "start":
             env, target, args, kwargs = rest
-            self._host = Host(f"worker {self.rank}")
+            self._host, self._mark = Host(f"worker {self.rank}"), env[MARK]
             return self._host.start(env, target, *args, **kwargs)
         method, drop, args, kwargs = rest
         if self._host is None:
@@ -271,7 +277,8 @@ class FolderWorker:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not through sys.stdin, whose lock a thread must not hold when the interpreter ends
+        continue
     os._exit(1)
 
 

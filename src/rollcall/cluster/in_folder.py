@@ -1,10 +1,5 @@
-"""Slots and workers on nodes that share a folder and nothing else; the master's side. The workers' is ``folder_worker``.
-
-    FOLDER/messages/
-      master/presence.json      who is master, which of its worker groups is current (``epoch``), how the run ended
-      node-0001/presence.json   who is worker 1
-      node-0001/inbox/          calls to it, removed as it takes them
-      answers/                  from all workers, removed as the master takes them
+"""Slots and workers on nodes that share a folder and nothing else; the master's side. The workers' is in
+``folder_worker``, what lies where in ``folder_layout``.
 
 A call is a file in its worker's inbox, its answer a file in ``answers``. The label of both is master, worker and epoch: a
 worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
@@ -17,24 +12,37 @@ was started anew is dead, and so are the calls it had.
 
 from __future__ import annotations
 
-import os
 import pickle
-import platform
-import socket
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import rollcall
+from rollcall.cluster.actor import MARK, end_group
 from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec
 from rollcall.cluster.dispatch import Drop
 from rollcall.cluster.failures import Progress, RemoteFailureError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.cluster.folder_layout import (
+    ANSWERS,
+    BROKE_OFF,
+    ENDED,
+    HERE,
+    INBOX,
+    LEFT,
+    MASTER,
+    MESSAGES,
+    RUNNING,
+    about_this_process,
+    label_of,
+    node_folder,
+    refuse_second,
+)
 from rollcall.cluster.mailbox import (
     BEAT_S,
     SILENT_S,
@@ -52,46 +60,9 @@ from rollcall.cluster.mailbox import (
 )
 from rollcall.cluster.state import ClusterError
 
-MESSAGES, MASTER, ANSWERS, INBOX = "messages", "master", "answers", "inbox"
-RUNNING, ENDED, BROKE_OFF = "running", "ended", "broke off"  # what a master says of itself
-HERE, LEFT = "here", "left"  # and a worker
 APPEAR_S = 600.0  # until every worker is there; a person starts them
 OUTSTANDING = 8  # call files in one inbox
 STUMBLE_S = 0.5  # the dead before those that stumbled over their death
-
-
-def node_folder(messages: Path, rank: int) -> Path:
-    return messages / f"node-{rank:04d}"
-
-
-def label_of(*, master: str, worker: str, epoch: int) -> str:
-    return f"{master}-{worker}-{epoch:05d}"
-
-
-def about_this_process() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "rollcall": rollcall.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def refuse_second(folder: Path, *, who: str) -> None:
-    """Another process that lives under this name: its counter moves while we look."""
-    peer = Peer(folder)
-    peer.look()
-    if not peer.facts or peer.facts.get("state") not in (RUNNING, HERE):
-        return
-    until = time.monotonic() + 3 * BEAT_S
-    while time.monotonic() < until:
-        time.sleep(0.2)
-        peer.look()
-        if peer.is_moving:
-            raise ClusterError(
-                f"{who} runs already, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
-                "first, or give another --log-path"
-            )
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -99,7 +70,6 @@ class Call:
     """A call on its way, and its outcome."""
 
     spec: WorkerSpec
-    worker: str  # the incarnation that was asked
     number: int
     data: bytes | None  # None: it is in the inbox
     done: bool = False
@@ -166,6 +136,7 @@ class FolderBackend:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         why = "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else why
         self._ended.set()
         self.end_child()
         self._presence.end(state=ENDED if error is None else BROKE_OFF, why=why)
@@ -177,18 +148,24 @@ class FolderBackend:
             raise ClusterError(
                 f"slots {list(ask.slots_per_node)} were asked for, and each of the {self.num_nodes} nodes of {self.folder} has one"
             )
-        self.start_child()
-        deadline, progress = time.monotonic() + self._appear_s, Progress(every_s=5)
-        while missing := [rank for rank in wanted if not self._welcome(rank)]:
+        return FolderReservation(self, self.await_workers(sorted(wanted), timeout_s=self._appear_s))
+
+    def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[Member]:
+        """A living worker of each rank."""
+        if 0 in ranks:
+            self.start_child()
+        deadline, progress = time.monotonic() + timeout_s, Progress(every_s=5)
+        while missing := [rank for rank in ranks if not self._welcome(rank)]:
+            self.check()
             listed = ", ".join(map(str, missing))
             if time.monotonic() >= deadline:
                 raise ClusterError(
-                    f"no worker {listed} in {self.folder} after {self._appear_s:g} s; on each of those nodes run `rollcall train "
+                    f"no worker {listed} in {self.folder} after {timeout_s:g} s; on each of those nodes run `rollcall train "
                     f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
                 )
             progress.tell(f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}")
             time.sleep(0.1)
-        return FolderReservation(self, [self._members[rank] for rank in sorted(wanted)])
+        return [self._members[rank] for rank in ranks]
 
     def _welcome(self, rank: int) -> bool:
         """Whether there is a living worker of this rank; a new one takes the place of a dead one."""
@@ -287,17 +264,18 @@ class FolderBackend:
             if data is None:
                 continue
             call = self._call_of(name)
-            outcome = pickle.loads(data) if call is not None else None
-            remove(answers / name)
             if call is None:
-                continue  # of another time
+                remove(answers / name)  # of another time
+                continue
+            outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
+            remove(answers / name)
             found = True
             with self.changed:
                 call.done = True
                 if isinstance(outcome, RemoteFailureError):
                     call.error = outcome
                 else:
-                    call.value = outcome[0]
+                    (call.value,) = outcome
                 self._fill(self._members[call.spec.node.node_rank])
                 self.changed.notify_all()
         return found
@@ -388,13 +366,15 @@ class FolderReservation:
 
 class FolderCrew:
     def __init__(self, backend: FolderBackend, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
-        self.pids: Sequence[int] = []
+        self.pids: list[int] = []
         self.master_address = ""
         self.master_port = 0
         self._backend = backend
         self._specs = list(specs)
         self._recipe = recipe
+        self._mark = uuid.uuid4().hex
         self._members = [backend.member(spec.node.node_rank) for spec in specs]
+        self._tolerated: frozenset[int] = frozenset(range(len(specs)))
 
     def start(self, *, timeout_s: float) -> None:
         self._backend.begin_epoch()
@@ -405,8 +385,23 @@ class FolderCrew:
 
     def _start(self, rank: int) -> Call:
         spec, recipe = self._specs[rank], self._recipe
-        env = {**spec.env, **spec.group_env(master_address=self.master_address, master_port=self.master_port)}
+        group_env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
+        env = {**spec.env, **group_env, MARK: self._mark}
         return self._post(rank, ("start", env, recipe.target, recipe.args, dict(recipe.kwargs)))
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        self._tolerated = frozenset(ranks)
+
+    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
+        """Once its node has a worker again, make it anew there; returns where that is."""
+        deadline, spec = time.monotonic() + timeout_s, self._specs[rank]
+        (member,) = self._backend.await_workers([spec.node.node_rank], timeout_s=timeout_s)
+        self._members[rank] = member
+        self._specs[rank] = replace(spec, node=replace(spec.node, node_id=member.host))
+        left_s = max(deadline - time.monotonic(), 1.0)
+        (self.pids[rank],) = self.gather([self._start(rank)], timeout_s=left_s, progress=Progress())
+        return self._specs[rank]
 
     def share(self, value: Any) -> Any:
         return value
@@ -418,14 +413,14 @@ class FolderCrew:
         member, data = self._members[rank], pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         with self._backend.changed:
             member.number += 1
-            call = Call(spec=self._specs[rank], worker=member.incarnation, number=member.number, data=data)
+            call = Call(spec=self._specs[rank], number=member.number, data=data)
             self._backend.post(member, call)
         return call
 
     def ready(self, futures: Sequence[Call], *, timeout_s: float) -> list[Call]:
         with self._backend.changed:
             self._backend.changed.wait_for(
-                lambda: self._backend.check() or any(call.done for call in futures), timeout=timeout_s
+                lambda: self._check() or any(call.done for call in futures), timeout=timeout_s
             )
             return [call for call in futures if call.done]
 
@@ -435,7 +430,7 @@ class FolderCrew:
         changed = self._backend.changed
         with changed:
             while True:
-                self._backend.check()
+                self._check()
                 if any(call.error is not None for call in futures):
                     changed.wait_for(lambda: all(call.done for call in futures), timeout=STUMBLE_S)
                     raise _explain([call for call in futures if call.error is not None])
@@ -451,6 +446,13 @@ class FolderCrew:
                 progress.tell(f"waiting for {listed}")
                 changed.wait(min(deadline - time.monotonic(), progress.due_in_s + 0.01))
 
+    def _check(self) -> None:
+        """Raise if someone is lost without whom nobody can go on."""
+        self._backend.check()
+        for spec, member in zip(self._specs, self._members, strict=True):
+            if member.death is not None and spec.rank not in self._tolerated:
+                raise WorkerDiedError(f"{spec.where} is dead: {member.death}", **_named([spec]))
+
     def is_alive(self, rank: int) -> bool:
         return self._members[rank].death is None
 
@@ -458,6 +460,7 @@ class FolderCrew:
         """Workers drop what they have when they see the next epoch; the process of node 0 is ended."""
         self._backend.begin_epoch()
         self._backend.end_child()
+        end_group(self._mark, timeout_s=timeout_s)
         with self._backend.changed:
             for member in self._members:
                 self._backend.fail_calls(member, "its group was shut down")
