@@ -139,7 +139,11 @@ class FolderWorker:
                 )
                 waited_since = None
             self._attach()
-            if self._work():
+            try:
+                worked = self._work()
+            except _Abandoned:
+                continue
+            if worked:
                 rhythm.hurry()
             else:
                 rhythm.slow_down()
@@ -225,13 +229,7 @@ class FolderWorker:
             return False
         number, data = taken
         label = self._label
-        try:
-            self._is_calling = True
-            outcome = self._outcome(data)
-        except _Abandoned:
-            return True
-        finally:
-            self._is_calling = False
+        outcome = self._outcome(data)
         put(self._messages / ANSWERS / message_name(label, number), outcome)
         return True
 
@@ -255,7 +253,11 @@ class FolderWorker:
         method, drop, args, kwargs = rest
         if self._host is None:
             raise ClusterError(f"worker {self.rank} was called before it was started")
-        return self._host.call(method, drop, *args, **kwargs)
+        try:
+            self._is_calling = True  # not while it is made: an import that is broken off is not to be had again
+            return self._host.call(method, drop, *args, **kwargs)
+        finally:
+            self._is_calling = False
 
     def _look(self) -> None:
         """In the presence's thread."""
