@@ -366,7 +366,7 @@ class FolderReservation:
 
 class FolderCrew:
     def __init__(self, backend: FolderBackend, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
-        self.pids: list[int] = []
+        self.pids: Sequence[int] = []
         self.master_address = ""
         self.master_port = 0
         self._backend = backend
@@ -400,7 +400,8 @@ class FolderCrew:
         self._members[rank] = member
         self._specs[rank] = replace(spec, node=replace(spec.node, node_id=member.host))
         left_s = max(deadline - time.monotonic(), 1.0)
-        (self.pids[rank],) = self.gather([self._start(rank)], timeout_s=left_s, progress=Progress())
+        new = self.gather([self._start(rank)], timeout_s=left_s, progress=Progress())
+        self.pids = [*self.pids[:rank], *new, *self.pids[rank + 1 :]]
         return self._specs[rank]
 
     def share(self, value: Any) -> Any:
