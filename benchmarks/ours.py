@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rollcall.config import Config, parse_config
 from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
 from rollcall.observe.console import QuietConsole
+from rollcall.observe.events import Events
 
 
 class Recorder:
@@ -112,7 +113,7 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
     """The training loop, journal and rewards included."""
     recorder = Recorder()
     run_dir = config.run.dir
-    with Journal(run_dir / "journal") as journal:
+    with Journal(run_dir / "journal") as journal, closing(Events(run_dir)) as events:
         controller = Controller(
             config,
             workers,
@@ -122,6 +123,7 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
             sinks=[recorder],
             console=QuietConsole(),
             resume=None,
+            events=events,
         )
         asyncio.run(controller.run())
     return recorder

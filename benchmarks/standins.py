@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rollcall.controller import Controller
 from rollcall.data.load import PromptSet
 from rollcall.journal import Journal
 from rollcall.observe.console import QuietConsole
+from rollcall.observe.events import Events
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Prompt
 
@@ -162,7 +163,7 @@ def controller_of(
     run_dir = config.run.dir
     run_dir.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
-    with Journal(run_dir / "journal") as journal:
+    with Journal(run_dir / "journal") as journal, closing(Events(run_dir)) as events:
         yield (
             Controller(
                 config,
@@ -173,6 +174,7 @@ def controller_of(
                 sinks=[recorder],
                 console=QuietConsole(),
                 resume=store.latest() if resume is None else resume,
+                events=events,
             ),
             recorder,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +32,28 @@ def train(
     eval_interval: Annotated[
         int | None, typer.Option("--eval-interval", metavar="N", min=0, help="The same as trainer.eval_every=N.")
     ] = None,
+    master: Annotated[
+        bool, typer.Option("--master", help="Nodes share only a folder: this one trains, as node 0.")
+    ] = False,
+    worker: Annotated[
+        int | None, typer.Option("--worker", metavar="R", help="Nodes share only a folder: this is node R, an engine.")
+    ] = None,
+    num_nodes: Annotated[
+        int | None,
+        typer.Option("--num-nodes", metavar="N", help="With --master or --worker: how many nodes, master included."),
+    ] = None,
+    rank_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--rank-weights",
+            metavar="W0,W1,..",
+            help="With --master: each node's share of the rollouts; none: by speed.",
+        ),
+    ] = None,
+    log_path: Annotated[
+        Path | None,
+        typer.Option("--log-path", metavar="DIR", help="With --master or --worker: the shared folder, mode 700."),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -44,6 +68,12 @@ def train(
       rollcall train run.yaml --phase rollout       then, here or elsewhere:
       rollcall train run.yaml --phase update
       rollcall train run.yaml --phase rollout --split eval
+
+    \b
+    On three nodes that share nothing but the folder /share/x, one command on each:
+      rollcall train run.yaml --master --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
+      rollcall train run.yaml --worker 1 --num-nodes 3 --log-path /share/x
+      rollcall train run.yaml --worker 2 --num-nodes 3 --log-path /share/x
     """
     from rollcall.config import load_config
 
@@ -52,16 +82,47 @@ def train(
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
     config = load_config(path, changes)
+    run = _on_a_folder(
+        master=master, worker=worker, num_nodes=num_nodes, rank_weights=rank_weights, log_path=log_path, fresh=fresh
+    )
     try:
         calm_libraries()
-        from rollcall.train import train as run
+        if run is None:
+            from rollcall.train import train as run
 
         summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
     except KeyboardInterrupt:
         complain(_standing(config.run.dir, num_steps=config.trainer.steps))
         raise typer.Exit(INTERRUPTED) from None
-    if as_json:
+    if as_json and summary is not None:
         print(json.dumps(summary, default=str))
+
+
+def _on_a_folder(
+    *,
+    master: bool,
+    worker: int | None,
+    num_nodes: int | None,
+    rank_weights: str | None,
+    log_path: Path | None,
+    fresh: bool,
+) -> Callable[..., dict[str, Any] | None] | None:
+    """What to run where nodes share only a folder; None: they do not."""
+    if not master and worker is None:
+        if (num_nodes, rank_weights, log_path) != (None, None, None):
+            raise typer.BadParameter("--num-nodes, --rank-weights and --log-path go with --master or --worker R")
+        return None
+    if master and worker is not None:
+        raise typer.BadParameter("--master is node 0 and --worker R another; give one of them")
+    if num_nodes is None or log_path is None:
+        raise typer.BadParameter("--master and --worker R need --num-nodes N and --log-path DIR")
+    if worker is not None and (fresh or rank_weights is not None):
+        raise typer.BadParameter("--fresh and --rank-weights are the master's; leave them out beside --worker")
+    from rollcall.cluster.folder_run import read_weights, serve_as_worker, train_as_master
+
+    if worker is not None:
+        return lambda config, **_: serve_as_worker(log_path, rank=worker, num_nodes=num_nodes)
+    return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=read_weights(rank_weights))
 
 
 def _standing(run_dir: Path, *, num_steps: int) -> str:

@@ -1,4 +1,5 @@
-"""What a worker group asks of the place its workers run in: Ray (``on_ray``) or this process (``inprocess``).
+"""What a worker group asks of the place its workers run in: Ray (``on_ray``), this process (``inprocess``) or nodes that
+share a folder alone (``in_folder``).
 
 A virtual cluster reserves slots through a Backend and gets a Reservation; a worker group launches its processes on it and
 gets a Crew, which it calls.
@@ -37,7 +38,7 @@ class NodeSeats:
 
     node_rank: int
     node_id: str
-    address: str
+    address: str  # empty: it has none, and is called by its node_id
     bundles: tuple[int, ...]  # the placement group's bundle of each slot
     devices: tuple[str, ...]  # the accelerator of each slot; empty: slots are CPUs
     visible_variable: str | None  # what names a process's accelerators here, such as CUDA_VISIBLE_DEVICES
@@ -69,7 +70,7 @@ class WorkerSpec:
     @property
     def where(self) -> str:
         who = self.title or f"{self.role} rank {self.rank}"
-        return f"{who} on node {self.node.node_rank} ({self.node.address})"
+        return f"{who} on node {self.node.node_rank} ({self.node.address or self.node.node_id})"
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
 from rollcall.cluster.run_plan import indivisible, learner_problems
 from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
-from rollcall.cluster.virtual import VirtualCluster
+from rollcall.cluster.virtual import VirtualCluster, has_own_backend
 from rollcall.cluster.weight_sync import refuse_unreachable
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import ClusterSection, Config
@@ -172,7 +172,8 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     assert config.cluster is not None
     plan = plan_placement(config.cluster, needs=needs_of(config))
     refuse_unreachable(config, plan)
-    connect()  # before anything slow: a node that is in no cluster says so at once
+    if not has_own_backend():
+        connect()  # before anything slow: a node that is in no cluster says so at once
     plan, section, kept = _fit_nodes(config, plan, say=say)
     inputs = load_inputs(config, say=say)
     _refuse_impossible(config, plan, model_path=inputs.model_path)

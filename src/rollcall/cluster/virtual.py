@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one pro
 PLACE_DEADLINE_S = 180.0
 BackendName = Literal["ray", "local"]
 _chosen: BackendName | None = None
+_given: Backend | None = None
 
 
 def init_ray(*, num_gpus: int | None = None, backend: BackendName | None = None) -> None:
@@ -52,7 +54,25 @@ def init_ray(*, num_gpus: int | None = None, backend: BackendName | None = None)
     ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Virtual clusters are made in this backend, whatever else was chosen."""
+    global _given
+    before, _given = _given, backend
+    try:
+        yield
+    finally:
+        _given = before
+
+
+def has_own_backend() -> bool:
+    """Whether virtual clusters are made in a given backend, and need no connection."""
+    return _given is not None
+
+
 def _backend() -> Backend:
+    if _given is not None:
+        return _given
     if _chosen == "local":
         from rollcall.cluster.inprocess import InProcessBackend
 

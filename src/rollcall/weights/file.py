@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,7 +57,7 @@ class FileOutlet:
         temporary = path.with_name(path.name + ".tmp")
         sums = []
         with temporary.open("wb") as file:
-            file.write(_header(layout, version=version))
+            write_header(file, layout, version=version)
             for bucket in buckets:
                 for span in bucket:
                     file.write(span.cpu().numpy().data)
@@ -90,7 +91,7 @@ class FileInlet:
         assert self._line is not None, "open comes first"
         path = Path(self._line.hear(deadline)["path"])
         with _open(path, self._line, deadline) as file:
-            found = read_version(file, path=path)
+            found = read_metadata(file, path=path).version
             if found != version:
                 raise StaleUpdateError(f"{path} holds version {found}, and version {version} is due")
             sums = []
@@ -108,17 +109,27 @@ class FileInlet:
         return
 
 
-def read_version(file: BinaryIO, *, path: Path) -> int:
-    """The version in a file's header, which is read past."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMetadata:
+    version: int
+    layout: str
+    sums: list[int] | None  # of the buckets; None: they come over a line
+
+
+def read_metadata(file: BinaryIO, *, path: Path) -> FileMetadata:
+    """What a file's header says of it; the header is read past."""
     try:
         length = int.from_bytes(file.read(8), "little")
-        return int(json.loads(file.read(length))["__metadata__"]["version"])
+        found = json.loads(file.read(length))["__metadata__"]
+        sums = json.loads(found["sums"]) if "sums" in found else None
+        return FileMetadata(version=int(found["version"]), layout=found["layout"], sums=sums)
     except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
         raise TornUpdateError(f"{path} is no file of weights ({type(error).__name__}: {error})") from None
 
 
-def _header(layout: Layout, *, version: int) -> bytes:
-    tensors: dict[str, Any] = {"__metadata__": {"version": str(version), "layout": layout.text}}
+def write_header(file: BinaryIO, layout: Layout, *, version: int, sums: Sequence[int] | None = None) -> None:
+    about = {"version": str(version), "layout": layout.text}
+    tensors: dict[str, Any] = {"__metadata__": about if sums is None else {**about, "sums": json.dumps(sums)}}
     start = 0
     for entry in layout.entries:
         tensors[entry.name] = {
@@ -129,7 +140,7 @@ def _header(layout: Layout, *, version: int) -> bytes:
         start += entry.num_bytes
     text = json.dumps(tensors).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
+    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def _open(path: Path, line: Line, deadline: Deadline) -> BinaryIO:

@@ -17,7 +17,15 @@ from rollcall.weights.broadcast import BroadcastInlet, BroadcastOutlet
 from rollcall.weights.carrier import Inlet, Outlet
 from rollcall.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
 from rollcall.weights.file import FileInlet, FileOutlet
-from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightUpdateError
+from rollcall.weights.folder import FolderReceiver, FolderSender
+from rollcall.weights.protocol import (
+    Carrying,
+    Invitation,
+    Sent,
+    WeightReceiver,
+    WeightSender,
+    WeightUpdateError,
+)
 from rollcall.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 
@@ -45,7 +53,16 @@ def open_sender(
     folder: Path,
     timeout_s: float = TIMEOUT_S,
 ) -> FanOut:
-    """A sender for these receivers, each of which is (or is not) on this host."""
+    """A sender for these receivers, each of which is (or is not) on this host.
+
+    ``host`` is the address they reach this one by; empty: they share the folder and nothing else.
+    """
+    if not host:
+        if transport != "file":
+            raise ValueError(
+                f"rollout.weights={transport} needs a network between the nodes, and they share a folder alone; use file"
+            )
+        return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=timeout_s)])
     by_carrier: dict[Carrying, list[str]] = {}
     for receiver, on_host in receivers.items():
         carrying = carrying_for(transport, on_host=on_host, on_gpu=on_gpu, receiver=receiver)
@@ -66,14 +83,16 @@ def open_sender(
     )
 
 
-def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> StreamReceiver:
+def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
+    if invitation.carrying == "file" and not invitation.host:
+        return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
     return StreamReceiver(_inlet(invitation.carrying), invitation=invitation, name=name, tensors=tensors)
 
 
 class FanOut:
     """Several senders as one; they work side by side."""
 
-    def __init__(self, senders: Sequence[StreamSender]) -> None:
+    def __init__(self, senders: Sequence[WeightSender]) -> None:
         self._senders = list(senders)
         self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
 

@@ -1,0 +1,59 @@
+"""What lies where in a folder that is all that some nodes share, and what a master and its workers say of themselves.
+
+FOLDER/messages/
+  master/presence.json      who is master, which of its worker groups is current (``epoch``), how the run ended
+  node-0001/presence.json   who is worker 1
+  node-0001/inbox/          calls to it, removed as it takes them
+  answers/                  from all workers, removed as the master takes them
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import rollcall
+from rollcall.cluster.mailbox import BEAT_S, Peer
+from rollcall.cluster.state import ClusterError
+
+MESSAGES, MASTER, ANSWERS, INBOX = "messages", "master", "answers", "inbox"
+RUNNING, ENDED, BROKE_OFF = "running", "ended", "broke off"  # what a master says of itself
+HERE, LEFT = "here", "left"  # and a worker
+
+
+def node_folder(messages: Path, rank: int) -> Path:
+    return messages / f"node-{rank:04d}"
+
+
+def label_of(*, master: str, worker: str, epoch: int) -> str:
+    return f"{master}-{worker}-{epoch:05d}"
+
+
+def about_this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rollcall": rollcall.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def refuse_second(folder: Path, *, who: str) -> None:
+    """Another process that lives under this name: its counter moves while we look."""
+    peer = Peer(folder)
+    peer.look()
+    if not peer.facts or peer.facts.get("state") not in (RUNNING, HERE):
+        return
+    until = time.monotonic() + 3 * BEAT_S
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        peer.look()
+        if peer.is_moving:
+            raise ClusterError(
+                f"{who} runs already, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
+                "first, or give another --log-path"
+            )

@@ -1,0 +1,294 @@
+"""The worker of one node, where nodes share a folder and nothing else: takes calls from its inbox, answers, one at a time.
+
+It attaches to a master whose counter moves while it looks: a folder that an earlier run left has none. A new epoch of
+that master, or a new master, ends what is under way, and the worker is made anew when it is told to start. When the
+master's counter stands still the worker waits for it, or for its successor, up to a deadline.
+
+The main thread works. The presence's thread advances the counter and looks at the master; where the main thread is in a
+call that nobody waits for any more, it interrupts it by a signal.
+
+``python -m rollcall.cluster.folder_worker FOLDER RANK NUM_NODES`` is node 0's, a child of the master: it ends when its
+standard input does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.actor import MARK, Host, end_group
+from rollcall.cluster.failures import Progress, RemoteFailureError
+from rollcall.cluster.folder_layout import (
+    ANSWERS,
+    BROKE_OFF,
+    ENDED,
+    HERE,
+    INBOX,
+    LEFT,
+    MASTER,
+    MESSAGES,
+    RUNNING,
+    about_this_process,
+    label_of,
+    node_folder,
+    refuse_second,
+)
+from rollcall.cluster.mailbox import (
+    Inbox,
+    Peer,
+    Presence,
+    Rhythm,
+    message_name,
+    names,
+    new_id,
+    own_folder,
+    put,
+    remove,
+    sweep,
+)
+from rollcall.cluster.state import ClusterError
+
+MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost
+END_S = 10.0  # for processes that a worker started, and that are killed
+
+
+# Not Exceptions: the code of a call must not take them for an error of its own.
+class _Abandoned(BaseException):
+    """Nobody waits for this call any more."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM."""
+
+
+class FolderWorker:
+    def __init__(self, folder: Path, *, rank: int, num_nodes: int, wait_s: float = MASTER_WAIT_S) -> None:
+        self.folder = own_folder(folder)
+        self.rank = rank
+        self.num_nodes = num_nodes
+        self._wait_s = wait_s
+        self._messages = self.folder / MESSAGES
+        self._own = node_folder(self._messages, rank)
+        self._master = Peer(self._messages / MASTER)
+        self._presence = Presence(
+            self._own, {**about_this_process(), "state": HERE, "why": "", "rank": rank}, beside=self._look
+        )
+        self._label = ""  # of the conversation under way; empty: with nobody
+        self._served: set[str] = set()  # masters
+        self._is_calling = False
+        self._host: Host | None = None
+        self._mark = ""  # of the group it belongs to
+        self._inbox: Inbox | None = None
+        self._tells = rank > 0  # the master's child leaves the talking to the master
+
+    def run(self) -> None:
+        """Serve until the master says that the run is over."""
+        for path in (self._messages, self._own, self._own / INBOX, self._messages / ANSWERS):
+            path.mkdir(mode=0o700, exist_ok=True)
+        refuse_second(self._own, who=f"worker {self.rank}")
+        for path in (self._own, self._own / INBOX):
+            sweep(path)
+        signal.signal(signal.SIGUSR1, self._abandon)
+        signal.signal(signal.SIGTERM, self._terminate)
+        self._master.look()
+        before = self._master.incarnation if self._master.facts.get("state") == ENDED else None
+        self._presence.begin()
+        why = "it was ended"
+        try:
+            self._say(f"worker {self.rank} of {self.num_nodes} nodes, in {self.folder}")
+            self._serve(ended_before=before)
+            why = "the run is over"
+        except KeyboardInterrupt:
+            why = "Ctrl-C"
+            raise
+        except _Terminated:
+            why = "SIGTERM"
+            raise SystemExit(128 + signal.SIGTERM) from None
+        except Exception as error:
+            why = str(error)
+            raise
+        finally:
+            self._drop()
+            self._presence.end(state=LEFT, why=why)
+
+    def _serve(self, *, ended_before: str | None) -> None:
+        rhythm, progress = Rhythm(), Progress(first_s=0, every_s=30)
+        waited_since: float | None = time.monotonic()
+        while True:
+            state = self._master.facts.get("state")
+            if state == ENDED and self._master.incarnation != ended_before:
+                self._say(f"the run of the master on {self._master.facts['host']} has ended")
+                return
+            if not self._master.is_alive or state != RUNNING:
+                if waited_since is None:
+                    waited_since, progress = time.monotonic(), Progress(first_s=0, every_s=30)
+                self._wait_for_master(progress, waited_s=time.monotonic() - waited_since)
+                continue
+            if waited_since is not None:
+                self._check_master()
+                self._say(
+                    f"serving the master on {self._master.facts['host']} (process {self._master.facts['pid']}), run "
+                    f"{self._master.facts['run']}"
+                )
+                waited_since = None
+            self._attach()
+            try:
+                worked = self._work()
+            except _Abandoned:
+                continue
+            if worked:
+                rhythm.hurry()
+            else:
+                rhythm.slow_down()
+                time.sleep(rhythm.wait_s)
+
+    def _wait_for_master(self, progress: Progress, *, waited_s: float) -> None:
+        facts = self._master.facts
+        if not facts or facts.get("state") == ENDED or not self._label:
+            what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
+        elif facts.get("state") == BROKE_OFF:
+            what = (
+                f"the master on {facts['host']} broke off ({facts['why']}); waiting for it to be started again with the same "
+                "command"
+            )
+        else:
+            what = (
+                f"the master on {facts['host']} (process {facts['pid']}) has not moved for {self._master.silent_s:.0f} s; "
+                "waiting for it, or for the same command there"
+            )
+        if waited_s > self._wait_s:
+            raise ClusterError(f"{what}: no sign of it for {waited_s:.0f} s, worker {self.rank} ends")
+        if self._tells:
+            progress.tell(what)
+        time.sleep(0.2)
+
+    def _check_master(self) -> None:
+        facts = self._master.facts
+        if facts["num_nodes"] != self.num_nodes:
+            raise ClusterError(
+                f"the master on {facts['host']} was started with --num-nodes {facts['num_nodes']}, this worker with --num-nodes "
+                f"{self.num_nodes}; give both the same"
+            )
+        if facts["folder"] != str(self.folder):
+            raise ClusterError(
+                f"the master sees the shared folder as {facts['folder']}, and here it is {self.folder}; paths travel between the "
+                "nodes, so mount it at the same place"
+            )
+
+    def _current_label(self) -> str:
+        assert self._master.incarnation is not None
+        return label_of(
+            master=self._master.incarnation,
+            worker=self._presence.incarnation,
+            epoch=self._master.facts["epoch"],
+        )
+
+    def _attach(self) -> None:
+        """To the master's current group; what was for another is dropped and never answered."""
+        if self._presence.incarnation in self._master.facts["dismissed"]:
+            self._say(f"the master gave worker {self.rank} up while it stood still; it comes back as a new one")
+            self._drop()
+            self._presence.renew(new_id())
+        label = self._current_label()
+        if label == self._label:
+            return
+        self._drop()
+        self._label = label
+        self._served.add(label.partition("-")[0])
+        for name in names(self._own / INBOX):
+            # A later epoch may be here already, and so may a master that was not seen yet.
+            master, _, rest = name.partition("-")
+            is_ours = rest.startswith(f"{self._presence.incarnation}-")
+            is_past = master in self._served and not label.startswith(f"{master}-")
+            if not is_ours or is_past or (label.startswith(f"{master}-") and name.rpartition(".")[0] < label):
+                remove(self._own / INBOX / name)
+        self._inbox = Inbox(self._own / INBOX, label=label)
+
+    def _drop(self) -> None:
+        """The worker, and the processes that it started."""
+        if self._mark:
+            end_group(self._mark, timeout_s=END_S)
+        self._mark, self._host, self._inbox = "", None, None
+        gc.collect()
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _work(self) -> bool:
+        """Take a call and answer it; False: there was none."""
+        assert self._inbox is not None
+        taken = self._inbox.take()
+        if taken is None:
+            return False
+        number, data = taken
+        label = self._label
+        outcome = self._outcome(data)
+        put(self._messages / ANSWERS / message_name(label, number), outcome)
+        return True
+
+    def _outcome(self, data: bytes) -> bytes:
+        try:
+            result: Any = (self._call(*pickle.loads(data)),)
+        except RemoteFailureError as error:
+            result = error
+        except Exception as error:  # a message that cannot be read here, for want of a module, say
+            result = RemoteFailureError.of(error)
+        try:
+            return pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # a result may hold anything, and pickling runs its code
+            return pickle.dumps(RemoteFailureError.of(error))
+
+    def _call(self, kind: str, *rest: Any) -> Any:
+        if kind == "start":
+            env, target, args, kwargs = rest
+            self._host, self._mark = Host(f"worker {self.rank}"), env[MARK]
+            return self._host.start(env, target, *args, **kwargs)
+        method, drop, args, kwargs = rest
+        if self._host is None:
+            raise ClusterError(f"worker {self.rank} was called before it was started")
+        try:
+            self._is_calling = True  # not while it is made: an import that is broken off is not to be had again
+            return self._host.call(method, drop, *args, **kwargs)
+        finally:
+            self._is_calling = False
+
+    def _look(self) -> None:
+        """In the presence's thread."""
+        self._master.look()
+        if self._is_calling and self._master.is_moving and self._label != self._current_label():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _abandon(self, number: int, frame: Any) -> None:
+        if self._is_calling:
+            self._is_calling = False
+            raise _Abandoned
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        raise _Terminated
+
+    def _say(self, text: str) -> None:
+        if self._tells:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not through sys.stdin, whose lock a thread must not hold when the interpreter ends
+        continue
+    os._exit(1)
+
+
+def main() -> None:
+    folder, rank, num_nodes = sys.argv[1:]
+    threading.Thread(target=_end_with_parent, name="watches the master", daemon=True).start()
+    FolderWorker(Path(folder), rank=int(rank), num_nodes=int(num_nodes)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Messages and signs of life between processes that share a folder and nothing else.
+
+A message is a file: written under another name in the same folder and renamed, so that nobody sees a part of one, and
+removed by whoever takes it. Names carry the label of a conversation (who wrote, to whom, which of them was meant) and a
+number; the reader takes numbers in order and waits for one that a folder does not list yet. A message with another label
+is of another time and is never answered. The writer keeps few of them outstanding.
+
+A process shows itself by a file with an incarnation, which is new with every process, and a counter that it advances.
+Others judge by whether the counter moves while they look, on their own clock: the time of a file, and the clock of
+another host, mean nothing here. What was left by a process that is gone does not move.
+
+NFS shows a new name late to those who ask for it by name, and at once to those who open the folder; so every look lists
+the folder first. ENOENT and ESTALE are what a reader meets when a file is replaced under its eyes: it looks again.
+
+Messages are pickles, so whoever can write one runs code here. The folder must be its owner's alone (0700), which is
+checked; the file system then lets nobody else in, and no token is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollcall.cluster.failures import Progress
+from rollcall.cluster.state import ClusterError
+
+BEAT_S = 1.0  # between two advances of a counter
+SILENT_S = 20.0  # without an advance: gone
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.5
+WRITE_DEADLINE_S = 1800.0  # of a folder that is full or away
+PRESENCE = "presence.json"
+TEMPORARY = ".tmp-"
+_GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+_WAITS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT)
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def own_folder(path: Path) -> Path:
+    """The folder, made if it is not there, and checked to be its owner's alone."""
+    path = path.absolute()
+    if not path.exists():
+        path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ClusterError(f"{path} is a file; give a folder that all nodes share")
+    if found.st_uid != os.geteuid():
+        raise ClusterError(
+            f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}; the nodes exchange Python pickles there, "
+            "so it must be your own: give another folder"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise ClusterError(
+            f"{path} is open to other users (mode {mode:03o}); the nodes exchange Python pickles there, which run code, so it "
+            f"must be yours alone: chmod 700 {path}"
+        )
+    return path.resolve()
+
+
+def names(folder: Path) -> list[str]:
+    """What the folder lists, sorted, without files that are being written; nothing while it is not there."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries if not entry.name.startswith(TEMPORARY))
+    except OSError as error:
+        if error.errno in _GONE:
+            return []
+        raise
+
+
+def read(path: Path) -> bytes | None:
+    """None: it is gone, or was replaced meanwhile."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise
+
+
+def remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+
+
+def put(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full is waited for."""
+    deadline, progress = time.monotonic() + WRITE_DEADLINE_S, Progress()
+    while True:
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{new_id()}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+            return
+        except OSError as error:
+            if error.errno not in _WAITS or time.monotonic() >= deadline:
+                raise
+            _try_remove(temporary)
+            progress.tell(f"{path.parent} cannot be written ({error.strerror}); waiting until it can")
+            time.sleep(LONGEST_LOOK_S)
+
+
+def _try_remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        return  # what is left of it is swept up later
+
+
+def sweep(folder: Path) -> None:
+    """Remove what was being written when its writer was killed. A writer that lives writes its file again."""
+    try:
+        with os.scandir(folder) as entries:
+            torn = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
+    except OSError as error:
+        if error.errno in _GONE:
+            return
+        raise
+    for name in torn:
+        _try_remove(folder / name)
+
+
+class Rhythm:
+    """How long to wait between two looks: short after something happened, longer and longer when nothing does."""
+
+    def __init__(self) -> None:
+        self.wait_s = SHORTEST_LOOK_S
+
+    def hurry(self) -> None:
+        self.wait_s = SHORTEST_LOOK_S
+
+    def slow_down(self) -> None:
+        self.wait_s = min(self.wait_s * 1.2, LONGEST_LOOK_S)
+
+
+class Inbox:
+    """The messages of one label in a folder, in the order of their numbers, each once."""
+
+    def __init__(self, folder: Path, *, label: str) -> None:
+        self._folder = folder
+        self._label = label
+        self._next = 1
+
+    def take(self) -> tuple[int, bytes] | None:
+        """The next message; None while it is not there."""
+        name = message_name(self._label, self._next)
+        if name not in names(self._folder):
+            return None
+        data = read(self._folder / name)
+        if data is None:
+            return None
+        remove(self._folder / name)
+        number, self._next = self._next, self._next + 1
+        return number, data
+
+
+def message_name(label: str, number: int) -> str:
+    return f"{label}.{number:09d}"
+
+
+def read_name(name: str) -> tuple[str, int] | None:
+    """Label and number; None: it is no message."""
+    label, dot, number = name.rpartition(".")
+    return (label, int(number)) if dot and number.isdigit() else None
+
+
+class Presence:
+    """This process as the others see it: its incarnation and what it says of itself, with a counter that a thread advances.
+
+    ``beside`` runs in that thread at every beat.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any], *, beside: Callable[[], None] | None = None) -> None:
+        self.incarnation = new_id()
+        self._path = folder / PRESENCE
+        self._facts = dict(facts)
+        self._beside = beside
+        self._counter = 0
+        self._one_writes = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"presence in {folder.name}", daemon=True)
+
+    def begin(self) -> None:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._write(durable=True)
+        self._thread.start()
+
+    def say(self, **facts: Any) -> None:
+        """Others see it once this returns."""
+        with self._one_writes:
+            self._facts |= facts
+        self._write(durable=True)
+
+    def renew(self, incarnation: str) -> None:
+        """Come back as another process would."""
+        with self._one_writes:
+            self.incarnation = incarnation
+        self._write(durable=True)
+
+    def end(self, **facts: Any) -> None:
+        """The last word."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * BEAT_S)
+        self.say(**facts)
+
+    def _write(self, *, durable: bool) -> None:
+        with self._one_writes:
+            self._counter += 1
+            words = {**self._facts, "incarnation": self.incarnation, "counter": self._counter}
+            put(self._path, json.dumps(words).encode(), durable=durable)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                self._write(durable=False)
+                if self._beside is not None:
+                    self._beside()
+            except OSError as error:  # others see the counter stand still and wait; it goes on when the folder is back
+                print(f"{self._path} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+class Peer:
+    """Another process as its presence shows it, judged on this process's clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.facts: Mapping[str, Any] = {}
+        self.is_moving = False  # its counter was seen to advance, so it is no leftover
+        self._folder = folder
+        self._since = time.monotonic()
+
+    @property
+    def incarnation(self) -> str | None:
+        return self.facts.get("incarnation")
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._since
+
+    @property
+    def is_alive(self) -> bool:
+        return self.is_moving and self.silent_s < SILENT_S
+
+    def look(self) -> None:
+        if PRESENCE not in names(self._folder):
+            return
+        data = read(self._folder / PRESENCE)
+        try:
+            facts = json.loads(data) if data is not None else None
+        except ValueError:
+            return
+        if not isinstance(facts, dict) or not isinstance(facts.get("counter"), int):
+            return
+        if facts.get("incarnation") != self.incarnation:
+            self.is_moving, self._since = False, time.monotonic()
+        elif facts["counter"] > self.facts["counter"]:
+            self.is_moving, self._since = True, time.monotonic()
+        self.facts = facts

@@ -1,0 +1,426 @@
+"""Nodes that share only a folder: messages, signs of life, worker groups, and whole runs by the real command."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import groups, make_run, metric_rows, num_records
+from weights_contract import bits, blank_like, change, make_tensors
+
+from rollcall.cluster import mailbox
+from rollcall.cluster.failures import WorkerDiedError, WorkerError
+from rollcall.cluster.folder_layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
+from rollcall.cluster.folder_run import read_weights, with_folder
+from rollcall.cluster.folder_worker import FolderWorker
+from rollcall.cluster.in_folder import FolderBackend
+from rollcall.cluster.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
+from rollcall.cluster.state import ClusterError
+from rollcall.cluster.virtual import VirtualCluster, using
+from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
+from rollcall.config import Config, ConfigError, dump_config, parse_config
+from rollcall.journal import Journal
+from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
+
+WAIT_S = 180.0
+
+
+def until(true: Callable[[], Any], *, what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def tests_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the processes that a test starts, for their worker classes and rewards."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    folder = tmp_path / "share"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+# Messages
+
+
+def test_messages_are_taken_in_order_whatever_order_a_folder_shows_them_in(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path, label="m-w-1")
+    put(tmp_path / message_name("m-w-1", 2), b"two")
+    assert inbox.take() is None
+    put(tmp_path / message_name("m-w-1", 1), b"one")
+    assert [inbox.take(), inbox.take(), inbox.take()] == [(1, b"one"), (2, b"two"), None]
+    assert names(tmp_path) == []
+
+
+def test_a_message_of_another_label_is_not_taken(tmp_path: Path) -> None:
+    put(tmp_path / message_name("m-old-1", 1), b"for another")
+    assert Inbox(tmp_path, label="m-w-1").take() is None
+
+
+def test_a_file_that_is_half_written_is_seen_by_nobody_and_swept_up_later(tmp_path: Path) -> None:
+    (tmp_path / f"{mailbox.TEMPORARY}{message_name('m-w-1', 1)}-x").write_bytes(b"hal")
+    assert names(tmp_path) == []
+    assert Inbox(tmp_path, label="m-w-1").take() is None
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_listed_file_that_is_gone_when_it_is_read_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = message_name("m-w-1", 1)
+    inbox = Inbox(tmp_path, label="m-w-1")
+    monkeypatch.setattr(mailbox, "names", lambda folder: [name])  # as a folder that NFS remembers
+    assert inbox.take() is None
+    put(tmp_path / name, b"one")
+    assert inbox.take() == (1, b"one")
+
+
+def test_messages_between_two_processes_arrive_whole_and_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rollcall.cluster.mailbox import *\n"
+        "for number in range(1, 101): put(Path(sys.argv[1]) / message_name('m-w-1', number), bytes([number]) * 50_000)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    inbox, taken = Inbox(tmp_path, label="m-w-1"), []
+
+    def take() -> bool:
+        while (message := inbox.take()) is not None:
+            taken.append(message)
+        return len(taken) == 100
+
+    until(take, what="100 messages")
+    assert writer.wait() == 0
+    assert taken == [(number, bytes([number]) * 50_000) for number in range(1, 101)]
+
+
+def test_a_folder_that_others_may_open_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(ClusterError, match="mode 755.*chmod 700"):
+        own_folder(folder)
+    folder.chmod(0o700)
+    assert own_folder(folder) == folder.resolve()
+    assert own_folder(tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+# Signs of life
+
+
+def test_a_process_is_alive_when_its_counter_moves_and_not_because_its_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "BEAT_S", 0.02)
+    presence, peer = Presence(tmp_path, {"state": HERE}), Peer(tmp_path)
+    presence.begin()
+    presence.end(state=HERE)
+    peer.look()
+    peer.look()
+    assert peer.incarnation == presence.incarnation and not peer.is_alive
+    successor = Presence(tmp_path, {"state": HERE})
+    successor.begin()
+    until(lambda: peer.look() or peer.is_alive, what="the successor's counter to move")
+    assert peer.incarnation == successor.incarnation != presence.incarnation
+    successor.end()
+
+
+def test_a_second_master_and_a_second_worker_of_a_rank_are_refused_while_the_first_lives(share: Path) -> None:
+    second = FolderBackend(share, num_nodes=2, run="two")
+    with (
+        FolderBackend(share, num_nodes=2, run="one"),
+        pytest.raises(ClusterError, match="a master runs already"),
+        second,
+    ):
+        pass
+    own = node_folder(share / MESSAGES, 1)
+    presence = Presence(own, {"state": HERE, "host": "elsewhere", "pid": 1})
+    presence.begin()
+    with pytest.raises(ClusterError, match="worker 1 runs already, as process 1 on elsewhere"):
+        FolderWorker(share, rank=1, num_nodes=2).run()
+    presence.end()
+
+
+# Worker groups
+
+
+class Node:
+    """A worker's process, as `rollcall train --worker` is one."""
+
+    def __init__(self, share: Path, rank: int, *, num_nodes: int) -> None:
+        command = [sys.executable, "-m", "rollcall.cluster.folder_worker", str(share), str(rank), str(num_nodes)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def echoes(share: Path, *, num_nodes: int = 2) -> Iterator[tuple[WorkerGroup, list[Node]]]:
+    """A group of one worker per node; the list has the nodes 1 and on, and may be added to."""
+    nodes = [Node(share, rank, num_nodes=num_nodes) for rank in range(1, num_nodes)]
+    try:
+        master = FolderBackend(share, num_nodes=num_nodes, run="echo")
+        with master, using(master), VirtualCluster([1] * num_nodes, name="echo") as cluster:
+            builder = WorkerBuilder("group_workers.Echo", base=100)
+            yield WorkerGroup(cluster=cluster, remote_worker_builder=builder, name_prefix="echo"), nodes
+        for node in nodes:
+            if node.process.poll() is None:
+                assert node.process.wait(timeout=60) == 0, "a worker ends when the run does"
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_behind(share: Path) -> None:
+    # Left by an earlier master for an earlier worker: nobody may answer it.
+    (node_folder(share / MESSAGES, 1) / INBOX).mkdir(parents=True)
+    put(node_folder(share / MESSAGES, 1) / INBOX / message_name("oldmaster-oldworker-00001", 1), b"not even a pickle")
+    (share / MESSAGES / ANSWERS).mkdir()
+    put(share / MESSAGES / ANSWERS / message_name("oldmaster-oldworker-00001", 1), b"not even a pickle")
+    with echoes(share) as (group, _):
+        assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
+        pids = {worker["pid"] for worker in group.worker_metadata}
+        assert len(pids) == 2 and os.getpid() not in pids
+        many = [group.run_single_worker_single_data("size", 1, "x" * number) for number in range(40)]
+        assert group.get_all_worker_results(many) == list(range(40))
+        assert group.get_all_worker_results(group.run_single_worker_single_data("size", 0, b"x" * 5_000_000)) == [
+            5_000_000
+        ]
+        with pytest.raises(WorkerError, match="echo rank 1 on node 1 (?s:.*)KeyError") as raised:
+            group.get_all_worker_results(group.run_single_worker_single_data("fail", 1))
+        assert isinstance(raised.value.__cause__, KeyError)
+        with pytest.raises(WorkerError, match="no method 'nothing'"):
+            group.get_all_worker_results(group.run_single_worker_single_data("nothing", 0))
+    left = [path for path in share.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in left) == ["presence.json"] * 3
+
+
+def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_its_seat(share: Path) -> None:
+    with echoes(share) as (group, nodes):
+        slow = group.run_single_worker_single_data("sleep", 1, 600)
+        time.sleep(1)
+        nodes[0].kill()
+        nodes.append(Node(share, 1, num_nodes=2))
+        with pytest.raises(WorkerDiedError, match="echo rank 1 on node 1 .* is dead: another process took its place"):
+            group.get_all_worker_results(slow, timeout_s=WAIT_S)
+        assert not group.workers[1].is_alive() and group.workers[0].is_alive()
+        crew: Any = group._running
+        crew.replace(1, timeout_s=WAIT_S)
+        assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
+
+
+def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with echoes(share) as (group, nodes):
+        crew: Any = group._running
+        crew._backend._silent_s = 3.0
+        nodes[0].process.send_signal(signal.SIGSTOP)
+        with pytest.raises(WorkerDiedError, match="has stood still for"):
+            group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
+        nodes[0].process.send_signal(signal.SIGCONT)
+        crew._backend._silent_s = mailbox.SILENT_S
+        crew.replace(1, timeout_s=WAIT_S)
+        assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
+
+
+def test_a_worker_that_does_not_appear_is_named(share: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    master = FolderBackend(share, num_nodes=3, run="x", appear_s=3)
+    missing = pytest.raises(ClusterError, match="no worker 1, 2 in .* after 3 s; on each of those nodes run")
+    with master, using(master), missing:
+        VirtualCluster([1, 1, 1])
+    assert "waiting for worker" in capfd.readouterr().err
+
+
+# The run
+
+
+def test_the_cluster_is_implied_and_a_run_file_that_says_another_is_refused(share: Path) -> None:
+    run = {"dir": str(share / "run")}
+    config = with_folder(parse_config({"run": run}), share, num_nodes=3, rank_weights=[2, 1, 1])
+    assert config.cluster is not None and config.cluster.num_slots == 3
+    assert config.cluster.node_weights == [2, 1, 1] and config.rollout.weights == "file"
+    same = parse_config({"run": run, "cluster": {"num_nodes": 3, "env": {"A": "1"}}})
+    assert with_folder(same, share, num_nodes=3, rank_weights=None).cluster.env == {"A": "1"}  # type: ignore[union-attr]
+    other = parse_config({"run": run, "cluster": {"num_nodes": 4}})
+    with pytest.raises(ConfigError, match="cluster.num_nodes=4 .*num_nodes=3"):
+        with_folder(other, share, num_nodes=3, rank_weights=None)
+    with pytest.raises(ConfigError, match="2 numbers for 3 nodes"):
+        with_folder(parse_config({"run": run}), share, num_nodes=3, rank_weights=[2, 1])
+    with pytest.raises(ConfigError, match="rollout.weights=broadcast needs a network"):
+        with_folder(
+            parse_config({"run": run, "rollout": {"weights": "broadcast"}}), share, num_nodes=3, rank_weights=None
+        )
+    with pytest.raises(ConfigError, match="holds --log-path"):
+        with_folder(parse_config({"run": {"dir": str(share)}}), share, num_nodes=3, rank_weights=None)
+    with pytest.raises(ConfigError, match="are no numbers"):
+        read_weights("2,x")
+
+
+def test_weights_left_as_a_file_arrive_and_those_of_another_sender_are_not_taken(tmp_path: Path) -> None:
+    tensors = make_tensors(0)
+    held = blank_like(tensors)
+
+    def sender() -> Any:
+        return open_sender("file", receivers={"one": False}, name="actor", host="", on_gpu=False, folder=tmp_path)
+
+    old = sender()
+    receiver = open_receiver(old.invitations["one"], name="one", tensors=held)
+    old.send(tensors, version=1)
+    receiver.receive(version=1)
+    change(tensors, seed=1)
+    old.send(tensors, version=2)
+    receiver.receive(version=2)
+    assert receiver.version == 2 and all(torch.equal(bits(held[name]), bits(tensors[name])) for name in tensors)
+    assert len(list(tmp_path.iterdir())) == 1
+    late = blank_like(tensors)
+    open_receiver(old.invitations["one"], name="one", tensors=late).receive(version=2)  # one that comes later
+    assert all(torch.equal(bits(late[name]), bits(tensors[name])) for name in tensors)
+    (path,) = tmp_path.iterdir()
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(RefusedUpdateError, match="twice: .* is cut short"):
+        open_receiver(old.invitations["one"], name="one", tensors=late).receive(version=2)
+    new = sender()
+    assert list(tmp_path.iterdir()) == [], "what an earlier sender left is removed"
+    assert new.invitations["one"] != old.invitations["one"]
+    with pytest.raises(ValueError, match="needs a network"):
+        open_sender("broadcast", receivers={"one": False}, name="actor", host="", on_gpu=False, folder=tmp_path)
+
+
+@functools.cache
+def without_network() -> list[str]:
+    """Before a command: it gets a network of its own, in which nothing is up. Only root may do that."""
+    command = ["unshare", "--net"]
+    return command if shutil.which("unshare") and not subprocess.run([*command, "true"], check=False).returncode else []
+
+
+class Command:
+    """`rollcall train` in a folder, with what it says on stderr."""
+
+    def __init__(self, config: Config, share: Path, *options: str) -> None:
+        run_file = share.parent / "run.yaml"
+        run_file.write_text(dump_config(config))
+        train = [sys.executable, "-m", "rollcall", "train", str(run_file), "--log-path", str(share), *options]
+        self.said = ""
+        self.process = subprocess.Popen(
+            [*without_network(), *train],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+
+    def end(self, *, timeout_s: float = WAIT_S) -> int:
+        code = self.process.wait(timeout=timeout_s)
+        self._reader.join(timeout=10)
+        return code
+
+
+@contextmanager
+def run_of_three(config: Config, share: Path, *options: str) -> Iterator[tuple[Command, dict[int, Command]]]:
+    """Master and two workers; killed at the end if they still live."""
+    started: list[Command] = []
+
+    def start(*more: str) -> Command:
+        started.append(Command(config, share, "--num-nodes", "3", *more))
+        return started[-1]
+
+    workers = {rank: start("--worker", str(rank)) for rank in (1, 2)}
+    try:
+        yield start("--master", *options), workers
+    finally:
+        for command in [*started, *workers.values()]:
+            command.process.kill()
+            command.process.wait()
+
+
+def audit(config: Config) -> Counter[str]:
+    """Every draw of every step once, in the journal and in the updates; returns the groups by who made them."""
+    wanted = config.data.prompts_per_step
+    makers: Counter[str] = Counter()
+    for step in range(1, config.trainer.steps + 1):
+        found = groups(config, step)
+        assert sorted(found) == list(range((step - 1) * wanted, step * wanted))
+        makers.update(group.worker for group in found.values())
+    assert num_records(config) == config.trainer.steps * wanted, "no group was made twice"
+    with Journal(config.run.dir / "journal") as journal:
+        trained = journal.trained()
+    draws = [draw for entry in trained.values() for draw in entry.draws]
+    assert sorted(trained) == list(range(1, config.trainer.steps + 1)) and len(draws) == len(set(draws))
+    return makers
+
+
+def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_weights(share: Path) -> None:
+    config = make_run(share, "trainer.steps=3", "data.prompts_per_step=16")
+    with run_of_three(config, share, "--rank-weights", "2,1,1") as (master, workers):
+        assert master.end() == 0, master.said
+        assert [worker.end(timeout_s=60) for worker in workers.values()] == [0, 0]
+    assert "has ended" in workers[1].said
+    assert [row["step"] for row in metric_rows(config) if "time/step_s" in row] == [1, 2, 3]
+    makers = audit(config)
+    assert makers == {"rollout-0 on node 0": 24, "rollout-1 on node 1": 12, "rollout-2 on node 2": 12}
+    assert [path for path in (share / MESSAGES).rglob("*") if path.is_file() and path.name != "presence.json"] == []
+    said = json.loads((share / MESSAGES / MASTER / "presence.json").read_text())
+    assert said["state"] == ENDED != RUNNING
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_killed_worker_and_a_killed_master_are_started_again_and_every_draw_is_trained_once(share: Path) -> None:
+    config = make_run(share, "trainer.steps=60", "trainer.save_every=5", "rollout.max_response_tokens=24")
+
+    def has_begun(step: int) -> bool:
+        return (config.run.dir / "journal" / f"{step:06d}.groups").exists()
+
+    with run_of_three(config, share) as (master, workers):
+        until(lambda: has_begun(8) or master.process.poll() is not None, what="step 8")
+        workers[1].process.kill()
+        workers[1] = Command(config, share, "--worker", "1", "--num-nodes", "3")
+        until(lambda: has_begun(30) or master.process.poll() is not None, what="step 30")
+        master.process.kill()
+        master.end()
+        assert "is dead: another process took its place" in master.said, master.said
+        again = Command(config, share, "--master", "--num-nodes", "3")
+        try:
+            assert again.end() == 0, again.said
+            assert [worker.end(timeout_s=60) for worker in workers.values()] == [0, 0]
+        finally:
+            again.process.kill()
+    assert "serving the master" in workers[2].said and workers[2].said.count("serving the master") == 2
+    audit(config)
+
+
+def test_a_worker_says_goodbye_on_sigterm_and_the_master_names_it(share: Path) -> None:
+    with echoes(share) as (group, nodes):
+        nodes[0].process.terminate()
+        assert nodes[0].process.wait(timeout=60) == 128 + signal.SIGTERM
+        with pytest.raises(WorkerDiedError, match=r"echo rank 1 on node 1 .*it said goodbye \(SIGTERM\)"):
+            group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
+        nodes.clear()
