@@ -13,7 +13,7 @@ CORE = $(VENV)/.installed
 DEV  = $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format slow gpu vllm bench docs install clean
+.PHONY: help demo test check lint format slow chaos gpu vllm bench docs install clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ format: $(DEV)  ## let ruff format the tree
 
 slow: $(DEV)  ## the tests that take long
 	$(BIN)/python -m pytest -q -m "slow and not vllm"
+
+chaos: $(DEV)  ## every fault on lab hosts, the long ones too; prints what each run came to (an hour)
+	$(BIN)/python -m pytest -q -s -m "chaos" tests/chaos
 
 gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu

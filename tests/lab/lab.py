@@ -235,6 +235,10 @@ class Host:
         """What runs on the host, but for its PID 1; none when it is down."""
         return [process for process, _ in self._processes().values()]
 
+    def seen_from_here(self) -> list[int]:
+        """The same processes, by their numbers on this machine: for signals."""
+        return list(self._processes())
+
     def kill(self) -> None:
         """SIGKILL its PID 1, and so all that runs on it; the network answers for it, so peers see resets."""
         if self._init is not None:
@@ -291,6 +295,7 @@ class Host:
             "USER": "root",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # a lab host has no accelerator, whatever this machine has
         }
 
     def _log(self) -> Path:
