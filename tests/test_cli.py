@@ -305,6 +305,8 @@ def test_ctrl_c_is_a_clean_stop_and_the_same_command_finishes_the_run(tmp_path: 
         [sys.executable, "-m", "rollcall", "train", str(run_file)],
         cwd=tmp_path, env=environment(tmp_path), start_new_session=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
+        # What a shell starts in the background inherits an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     wait_for(lambda: (run_dir / "checkpoints/step-000003").exists(), process)
     os.killpg(process.pid, signal.SIGINT)

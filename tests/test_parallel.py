@@ -400,6 +400,8 @@ def test_on_a_gpu_state_in_host_memory_learns_the_same(dtype: torch.dtype) -> No
         assert found == pytest.approx(losses, abs=1e-4 if dtype == torch.float32 else 0.02)
         for name, parameter in offloaded.model.named_parameters():
             other = whole.model.get_parameter(name)
+            if name.endswith("k_proj.bias"):
+                continue  # softmax takes no notice of it: its gradient is rounding alone, of which Adam makes whole steps
             assert parameter.is_cuda and (parameter - other).abs().max() < 4e-3, name
     finally:
         dist.destroy_process_group()

@@ -341,6 +341,7 @@ STEPS, PROMPTS = 6, 8
 def node() -> Iterator[None]:
     """A cluster of one node with three slots."""
     import ray
+    from ray._raylet import Config as RayConfig
 
     from rollcall.cluster.bootstrap import start_node, stop_node
     from rollcall.cluster.ray_start import NodeRequest
@@ -348,6 +349,9 @@ def node() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="rc-rec-", dir="/tmp") as root:
         patch.setenv("ROLLCALL_CLUSTER", "recovery")
         patch.setenv("ROLLCALL_STATE_DIR", f"{root}/node")
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):  # set by a connection, in this process
+            patch.setenv(name, "")  # so that the patch takes note of it
+            patch.delenv(name)
         # Workers find the tests' reward there.
         patch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
         request = NodeRequest(
@@ -359,6 +363,7 @@ def node() -> Iterator[None]:
         finally:
             ray.shutdown()
             stop_node("recovery")
+    RayConfig.initialize("")  # reads the environment again: tests that follow have Rays without a token
 
 
 def on_cluster(folder: Path, placement: str, *overrides: str, slots: int, name: str) -> Config:
