@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -361,6 +362,7 @@ def node() -> Iterator[None]:
             start_node(request, say=lambda line: None)
             yield
         finally:
+            gc.collect()  # handles that are left would be taken for those of the next Ray's first actors
             ray.shutdown()
             stop_node("recovery")
     RayConfig.initialize("")  # reads the environment again: tests that follow have Rays without a token

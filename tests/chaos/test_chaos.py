@@ -28,7 +28,6 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
         ("collocated", "worker killed", "update"),
         ("disaggregated", "worker killed", "rollout"),
         ("disaggregated", "controller killed", "rollout"),
-        ("collocated", "disk full", "checkpoint"),
     ],
 )
 def test_a_fault_costs_nothing_that_was_finished(arena: Arena, mode: str, fault: str, phase: str) -> None:
