@@ -1,0 +1,81 @@
+"""What a fault costs: time to notice it, time until the next update has ended, updates done again, per fault and mode.
+
+python -m benchmarks.recovery                                       the faults of one process and of a node
+python -m benchmarks.recovery --fault "worker killed" --mode collocated
+
+Two lab hosts of two slots (tests/lab: root and iproute2), a tiny model, real kills. The clock starts with the blow.
+Noticed is when the run says so; of a killed controller nobody in the run can. There is no peer: other systems wait for a
+person.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, print_result
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+MODES = ("collocated", "disaggregated")
+FAULTS = ("worker killed", "worker stopped", "node lost and back", "controller killed")
+STEP = 3
+NOTICED = re.compile(r"is lost|is dead|has stopped|goes on from the newest checkpoint")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", action="append", help="one of the arena's; several times for several")
+    parser.add_argument("--mode", action="append", choices=MODES)
+    args = parser.parse_args()
+    from chaos.arena import open_arena
+
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, open_arena(Path(folder)) as arena:
+        for mode in args.mode or MODES:
+            for fault in args.fault or FAULTS:
+                rows.append(measure(arena, mode, fault))
+                print(rows[-1], flush=True)
+    print_result("recovery", workload="2 x 2 slots", device="cpu", ours={"rows": rows}, peer=None, ratio=None)
+
+
+def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
+    from chaos.arena import FAULTS as BLOWS
+
+    from rollcall.observe.events import read_phases
+
+    with arena.run(mode) as run:
+        run.wait_for("rollout", step=STEP)
+        said = len(run.command.output)
+        struck_s, noticed_s = time.time(), None
+        blow = threading.Thread(target=BLOWS[fault], args=(run,))  # some take their time
+        blow.start()
+        while run.command.poll() is None or blow.is_alive():
+            if noticed_s is None and fault != "controller killed" and NOTICED.search(run.command.output[said:]):
+                noticed_s = time.time() - struck_s
+            time.sleep(0.02)
+        blow.join()
+        run.struck.append(fault)
+        run.end()
+        updates = [event for event in read_phases(run.dir) if event.phase == "update" and event.end_s is not None]
+    ended = [event.end_s for event in updates if event.end_s is not None and event.end_s > struck_s]
+    again = sum(count - 1 for count in Counter(event.step for event in updates).values())
+    return {
+        "mode": mode,
+        "fault": fault,
+        "noticed_s": None if noticed_s is None else round(noticed_s, 2),
+        "next_update_s": round(min(ended) - struck_s, 1),
+        "updates_again": again,
+        "groups_again": 0,  # the audit would have refused the run
+    }
+
+
+if __name__ == "__main__":
+    main()
