@@ -39,7 +39,7 @@ STOP_S = 60.0  # a stopped one has ended
 LOST_S = 120.0  # while following: the head has not answered for so long
 TELL_EVERY_S = 5.0
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
-ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall train {RUN_FILE}'
+ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall.cluster.job_driver {RUN_FILE}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
