@@ -57,6 +57,7 @@ class Echo:
 
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
+        self.store = store  # the others may still ask rank 0's when it has returned
         store.set(f"rank {rank}", str(rank))
         return "".join(store.get(f"rank {other}").decode() for other in range(world))
 
