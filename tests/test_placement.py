@@ -172,7 +172,7 @@ def test_roles_that_a_run_needs_and_does_not_place_join_the_actor() -> None:
 
 def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
     message = refusal(EIGHT, {"rollout": "0-5", "actor": "6-7"}, needs=needs("actor", "rollout", "critic"))
-    assert "places rollout and actor, and algorithm.name=ppo asks for one: a critic" in message
+    assert "places rollout and actor, and algorithm.name=ppo needs a critic too" in message
     assert "'actor,critic'" in message
 
 

@@ -21,7 +21,7 @@ from rollcall.cluster.draw_svg import draw_svg
 from rollcall.cluster.memory import GIB, ModelSizes, RoleMemory, SizesUnknown, SlotMemory, lever, read_sizes
 from rollcall.cluster.placement import Role
 from rollcall.cluster.run_plan import RunPlan, plan_run
-from rollcall.config import OptimizerSection, parse_config
+from rollcall.config import OptimizerSection, load_config, parse_config
 from rollcall.learner.optimizer import Optimizer
 from rollcall.tiny import ALPHABET, char_tokenizer
 from rollcall.tiny import SHAPE as EMBEDDED
@@ -337,3 +337,8 @@ def test_planning_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr.strip().endswith("[]"), result.stderr
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_every_example_can_be_planned(path: Path) -> None:
+    assert plan_run(load_config(path)).problems == ()

@@ -23,7 +23,9 @@ def train(
     phase: Annotated[
         Phase,
         typer.Option(
-            "--phase", help="rollout: fill the journal and stop; update: train on what it has and stop; both: the loop."
+            "--phase",
+            help="rollout: fill the journal with the groups of one step (1 + trainer.staleness) and stop; update: train on "
+            "what it has and stop; both: the loop.",
         ),
     ] = Phase.BOTH,
     split: Annotated[

@@ -353,8 +353,8 @@ def _meet_needs(placed: dict[Role, list[_Span]], needs: Needs, notes: list[str])
             )
     if Role.CRITIC in needs.roles and Role.CRITIC not in placed:
         raise PlacementError(
-            f"{WHERE} places {' and '.join(dict.fromkeys(placed))}, and {_asks_for(Role.CRITIC)}: a critic is trained like the "
-            "actor and is as large; give it slots of its own (critic: 4-7), or the actor's ('actor,critic': ...)"
+            f"{WHERE} places {' and '.join(dict.fromkeys(placed))}, and algorithm.name=ppo needs a critic too, which is "
+            "trained like the actor and is as large; give it slots of its own (critic: 4-7), or the actor's ('actor,critic': ...)"
         )
     kept = {}
     for role, spans in placed.items():

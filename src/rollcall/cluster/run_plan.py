@@ -71,7 +71,9 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     problems: list[str] = []
     if config.cluster is None:
         notes.append("the run file has no cluster section: everything runs in one process on one slot")
-    cluster = config.cluster or ClusterSection()
+    # Without a cluster everything is in one process, a critic too.
+    together = "actor,rollout,critic" if config.algorithm.name == "ppo" else "actor,rollout"
+    cluster = config.cluster or ClusterSection(component_placement={together: "all"})
     plan = plan_placement(cluster, needs=needs_of(config))
     notes += plan.notes
     card = _card(cluster, card_gib)
