@@ -108,7 +108,7 @@ def test_status_shows_the_phases_of_a_run_and_who_has_it(killed: Config) -> None
     assert shown["current"]["end_s"] is None and shown["lease"]["state"] == "gone"
     assert {event["step"] for event in shown["phases"]} == {2, 3, 4}
     plain = CliRunner().invoke(app, ["status", str(killed.run.dir)]).stdout
-    assert "rollout of step 4, since" in plain and "is gone" in plain and "waited for local" in plain
+    assert "last     in rollout of step 4, begun at" in plain and "is gone" in plain and "waited for local" in plain
     text = CliRunner().invoke(app, ["recover", str(killed.run.dir)]).stdout
     assert "the next `rollcall train` would" in text and "000004.groups" in text
 

@@ -22,7 +22,7 @@ from rollcall.lease import Lease, hold
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
 from rollcall.observe.plot import learning_curve
-from rollcall.observe.sinks import make_sinks
+from rollcall.observe.sinks import make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
 from rollcall.patience import persist
 from rollcall.phases import Bounds, Split
@@ -56,7 +56,14 @@ def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: L
     resume = store.latest()
     continued = (run_dir / "journal").exists()
     start_step = resume.step if resume else 0
-    with make_console(name=config.run.name, num_steps=trainer.steps, start_step=start_step, quiet=quiet) as console:
+    before = (row["eval/accuracy"] for row in read_rows(run_dir / "metrics.jsonl") if "eval/accuracy" in row)
+    with make_console(
+        name=config.run.name,
+        num_steps=trainer.steps,
+        start_step=start_step,
+        first_accuracy=next(before, None) if resume else None,
+        quiet=quiet,
+    ) as console:
         controller, number = run_attempts(
             lambda number: (_attempt(config, store=store, console=console, bounds=bounds, lease=lease), number),
             budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),

@@ -70,7 +70,8 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         print(json.dumps(shown))
         return
     print(f"run      {run_dir}\nheld by  {describe(holder)}")
-    print(f"now      {_now(current)}")
+    ended = holder is None or holder.is_gone
+    print(f"{'last' if ended else 'now':<8} {_now(current, ended=ended)}")
     for step in steps:
         print(f"step {step}")
         for event in (event for event in recent if event.step == step):
@@ -80,13 +81,35 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
 
 
-def _now(event: PhaseEvent | None) -> str:
+def _now(event: PhaseEvent | None, *, ended: bool) -> str:
     if event is None:
         return "no phase has begun"
     at = time.strftime("%H:%M:%S", time.localtime(event.start_s if event.end_s is None else event.end_s))
+    if event.end_s is None and ended:
+        return f"in {event.phase} of step {event.step}, begun at {at}, when its controller ended"
     if event.end_s is None:
         return f"{event.phase} of step {event.step}, since {at} ({time.time() - event.start_s:.0f} s)"
-    return f"between phases: {event.phase} of step {event.step} ended at {at}"
+    return f"{'' if ended else 'between phases: '}{event.phase} of step {event.step} ended at {at}"
+
+
+def _runs_of(groups: dict[int, int]) -> list[str]:
+    """Steps in a row with as many groups each are one line.
+
+    >>> _runs_of({3: 48, 4: 48, 5: 48, 6: 7})
+    ['steps 3 to 5: 48 finished groups each', 'step 6: 7 finished groups']
+    """
+    runs: list[tuple[int, int, int]] = []
+    for step, count in sorted(groups.items()):
+        if runs and (runs[-1][1] + 1, runs[-1][2]) == (step, count):
+            runs[-1] = (runs[-1][0], step, count)
+        else:
+            runs.append((step, step, count))
+    return [
+        f"step {first}: {count} finished groups"
+        if first == last
+        else f"steps {first} to {last}: {count} finished groups each"
+        for first, last, count in runs
+    ]
 
 
 def _show(report: Report) -> None:
@@ -94,10 +117,11 @@ def _show(report: Report) -> None:
 
     rows = [("run", str(report.run_dir)), ("held by", describe(report.holder))]
     if report.phase is not None:
-        rows.append(("last phase", _now(report.phase)))
+        ended = report.holder is None or report.holder.is_gone
+        rows.append(("last phase", _now(report.phase, ended=ended)))
     whole = "none" if report.last is None else f"step {report.last.step}, all files as they were written"
     rows.append(("checkpoint", whole))
-    rows += [("journal", f"step {step}: {count} finished groups") for step, count in report.groups.items()]
+    rows += [("journal", text) for text in _runs_of(report.groups)]
     rows += [("torn", f"{one.path}: {one.why}") for one in report.audit.torn]
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in report.audit.counts().items())
     rows.append(("audit", counts))

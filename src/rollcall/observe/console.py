@@ -41,13 +41,20 @@ class Console(Protocol):
 
 
 def make_console(
-    *, name: str, num_steps: int, start_step: int = 0, quiet: bool = False, file: TextIO | None = None
+    *,
+    name: str,
+    num_steps: int,
+    start_step: int = 0,
+    first_accuracy: float | None = None,
+    quiet: bool = False,
+    file: TextIO | None = None,
 ) -> Console:
-    """``start_step`` is the step resumed from; ``quiet`` is the `--json` mode."""
+    """``start_step`` is the step resumed from, ``first_accuracy`` the run's; ``quiet`` is the `--json` mode."""
     if quiet:
         return QuietConsole()
     rich = RichConsole(file=file, highlight=False)
     progress = Progress(name=name, num_steps=num_steps, start_step=start_step)
+    progress.first_accuracy = first_accuracy
     if rich.is_terminal and not rich.is_dumb_terminal:
         return LiveConsole(progress, rich=rich)
     return LineConsole(progress, file=file)
