@@ -61,6 +61,7 @@ def test_a_killed_controller_goes_on_from_the_run_directory(tmp_path: Path) -> N
     assert found.is_clean and found.steps == 6 == len(column(config, "train/loss"))
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_job_that_is_stopped_stays_stopped(tmp_path: Path) -> None:
     process, config = start(tmp_path)

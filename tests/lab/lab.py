@@ -295,7 +295,6 @@ class Host:
             "USER": "root",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",  # a lab host has no accelerator, whatever this machine has
         }
 
     def _log(self) -> Path:
