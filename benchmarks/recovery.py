@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--fault", action="append", help="one of the arena's; several times for several")
     parser.add_argument("--mode", action="append", choices=MODES)
     args = parser.parse_args()
-    from chaos.arena import open_arena
+    from chaos.arena import open_arena  # pyright: ignore[reportMissingImports] - of the tests
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, open_arena(Path(folder)) as arena:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
-    from chaos.arena import FAULTS as BLOWS
+    from chaos.arena import FAULTS as BLOWS  # pyright: ignore[reportMissingImports]
 
     from rollcall.observe.events import read_phases
 
