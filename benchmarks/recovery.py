@@ -49,6 +49,7 @@ def main() -> None:
 def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
     from chaos.arena import FAULTS as BLOWS  # pyright: ignore[reportMissingImports]
 
+    from rollcall.audit import audit
     from rollcall.observe.events import read_phases
 
     with arena.run(mode) as run:
@@ -64,6 +65,7 @@ def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
         blow.join()
         run.struck.append(fault)
         run.end()
+        groups_again = audit(run.dir).counts()["groups_regenerated"]
         updates = [event for event in read_phases(run.dir) if event.phase == "update" and event.end_s is not None]
     ended = [event.end_s for event in updates if event.end_s is not None and event.end_s > struck_s]
     again = sum(count - 1 for count in Counter(event.step for event in updates).values())
@@ -73,7 +75,7 @@ def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
         "noticed_s": None if noticed_s is None else round(noticed_s, 2),
         "next_update_s": round(min(ended) - struck_s, 1),
         "updates_again": again,
-        "groups_again": 0,  # the audit would have refused the run
+        "groups_again": groups_again,
     }
 
 
