@@ -56,7 +56,7 @@ def audit(run_dir: Path) -> Audit:
         raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
     files = inspect(run_dir / "journal")
     records = Counter(draw for file in files for draw in file.draws)
-    trained = _trained(run_dir / "journal" / "trained.jsonl")
+    trained = read_trained(run_dir)
     # A step that was trained again after a crash says the same again.
     steps_of: dict[int, set[int]] = {}
     for step, draws in trained:
@@ -126,7 +126,10 @@ def _is_superseded(path: Path) -> bool:
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
-def _trained(path: Path) -> list[tuple[int, list[int]]]:
+def read_trained(run_dir: Path) -> list[tuple[int, list[int]]]:
+    """Steps and their draws in the order in which they were trained, replays included; lines that are not whole are left
+    out."""
+    path = run_dir / "journal" / "trained.jsonl"
     if not path.is_file():
         return []
     rows = [json.loads(line) for line, good in judge_lines(path.read_bytes()) if good]

@@ -7,7 +7,6 @@ itself when it is resumed; this is for looking first, and for directories that s
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from rollcall.audit import Audit, Torn, audit, judge_lines, store
+from rollcall.audit import Audit, Torn, audit, judge_lines, read_trained, store
 from rollcall.checkpoint.store import CheckpointState, write_atomic
 from rollcall.journal import inspect
 from rollcall.lease import WATCH_S, Holder, hold, read_holder
@@ -88,11 +87,6 @@ def look(run_dir: Path) -> Report:
     last = next((state for state in reversed(checkpoints) if not state.reason), None)
     start = last.step if last else 0
     config = _run_file(run_dir)
-    trained = [
-        row["step"]
-        for line, good in judge_lines(_bytes(run_dir / "journal" / "trained.jsonl"))
-        if good and (row := json.loads(line))["step"] > start
-    ]
     phases = read_phases(run_dir)
     return Report(
         run_dir=run_dir,
@@ -101,7 +95,7 @@ def look(run_dir: Path) -> Report:
         num_steps=config.get("trainer", {}).get("steps"),
         prompts_per_step=config.get("data", {}).get("prompts_per_step"),
         groups={file.step: len(set(file.draws)) for file in inspect(run_dir / "journal") if file.step > start},
-        replayed=tuple(sorted(set(trained))),
+        replayed=tuple(sorted({step for step, _ in read_trained(run_dir) if step > start})),
         audit=counted,
         holder=read_holder(run_dir),
         phase=phases[-1] if phases else None,
@@ -174,10 +168,6 @@ def _set_aside(torn: Torn, target: Path) -> None:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
 
 
 def _run_file(run_dir: Path) -> dict[str, Any]:
