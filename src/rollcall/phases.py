@@ -53,11 +53,9 @@ class Bounds:
         """The last step whose groups are asked for."""
         if self.trains:
             return trainer.steps
-        return min(trainer.steps, start_step + _steps_ahead(trainer))
+        return min(trainer.steps, start_step + steps_ahead(trainer.staleness, order=trainer.order))
 
 
-def _steps_ahead(trainer: TrainerSection) -> int:
+def steps_ahead(staleness: int, *, order: str) -> int:
     """Steps that one version of the weights may sample for."""
-    if trainer.order == "as_completed":  # as in supply.AsCompleted.most_begun
-        return max(trainer.staleness, min(trainer.staleness + 1, 2))
-    return trainer.staleness + 1
+    return max(staleness, min(staleness + 1, 2)) if order == "as_completed" else staleness + 1

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rollcall.phases import steps_ahead
 from rollcall.types import Group
 
 
@@ -206,7 +207,7 @@ class AsCompleted:
     @property
     def most_begun(self) -> int:
         needs = self._needs
-        return needs.wanted * max(needs.staleness, min(needs.staleness + 1, 2))
+        return needs.wanted * steps_ahead(needs.staleness, order="as_completed")
 
     async def announce(self, version: int) -> None:
         async with self._changed:
