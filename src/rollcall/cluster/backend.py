@@ -91,6 +91,15 @@ class WorkerSpec:
         return env
 
 
+def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
+    """Of whom a WorkerError tells; the first is the one that it is about."""
+    return dict(
+        role=specs[0].role,
+        ranks=list(dict.fromkeys(spec.rank for spec in specs)),
+        node_ranks=sorted({spec.node.node_rank for spec in specs}),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """What a worker is made of."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.cluster.actor import MARK, end_group
-from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec
+from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec, whom
 from rollcall.cluster.dispatch import Drop
 from rollcall.cluster.failures import (
     NoRoomError,
@@ -99,7 +99,7 @@ class Member:
 
 
 class FolderBackend:
-    """The master of a folder, from ``with`` to its end. ``goodbye`` before it tells the workers that the run is over."""
+    """The master of a folder, from ``with`` to its end, at which it tells the workers how the run ended."""
 
     def __init__(
         self,
@@ -449,7 +449,7 @@ class FolderCrew:
                 if time.monotonic() >= deadline:
                     raise WorkerTimeoutError(
                         f"no answer after {timeout_s:g} s from {len(missing)} of {len(futures)} workers: {listed}",
-                        **_named(missing),
+                        **whom(missing),
                     )
                 progress.tell(f"waiting for {listed}")
                 changed.wait(min(deadline - time.monotonic(), progress.due_in_s + 0.01))
@@ -459,7 +459,7 @@ class FolderCrew:
         self._backend.check()
         for spec, member in zip(self._specs, self._members, strict=True):
             if member.death is not None and spec.rank not in self._tolerated:
-                raise WorkerDiedError(f"{spec.where} is dead: {member.death}", **_named([spec]))
+                raise WorkerDiedError(f"{spec.where} is dead: {member.death}", **whom([spec]))
 
     def is_alive(self, rank: int) -> bool:
         return self._members[rank].death is None
@@ -479,17 +479,9 @@ def _explain(failed: Sequence[Call]) -> WorkerError:
     first = (dead or failed)[0]
     others = [call.spec for call in failed if call.spec is not first.spec]
     also = f"\nAlso failed: {', '.join(spec.where for spec in others[:8])}" if others else ""
-    named = _named([first.spec, *others])
+    named = whom([first.spec, *others])
     if isinstance(first.error, WorkerDiedError):
         return WorkerDiedError(f"{first.error}{also}", **named)
     error = WorkerError(f"{first.spec.where} raised\n{first.error}{also}", **named)
     error.__cause__ = first.error.original if isinstance(first.error, RemoteFailureError) else first.error
     return error
-
-
-def _named(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    return dict(
-        role=specs[0].role,
-        ranks=sorted({spec.rank for spec in specs}),
-        node_ranks=sorted({spec.node.node_rank for spec in specs}),
-    )

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rollcall.cluster.actor import MARK, Host, end_group
-from rollcall.cluster.backend import Recipe, WorkerSpec
+from rollcall.cluster.backend import Recipe, WorkerSpec, whom
 from rollcall.cluster.dispatch import Drop, is_large
 from rollcall.cluster.environment import for_ray
 from rollcall.cluster.failures import (
@@ -138,7 +138,7 @@ class RayCrew:
     def _died(self, ranks: Sequence[int]) -> WorkerDiedError:
         specs = [self._specs[rank] for rank in ranks]
         others = f"\nAlso lost: {_listed([spec.where for spec in specs[1:]])}" if len(specs) > 1 else ""
-        return WorkerDiedError(f"{specs[0].where} is dead: {self._lost[ranks[0]]}{others}", **_named(specs))
+        return WorkerDiedError(f"{specs[0].where} is dead: {self._lost[ranks[0]]}{others}", **whom(specs))
 
     def _check(self, futures: Sequence[Any]) -> None:
         """Raise if the crew is at its end, or one of those that owe a result is lost."""
@@ -204,7 +204,7 @@ class RayCrew:
         return WorkerTimeoutError(
             f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: "
             f"{_listed([spec.where for spec in missing])}",
-            **_named(missing),
+            **whom(missing),
         )
 
     def _explain(self, futures: list[Any], error: Exception) -> NoReturn:
@@ -225,7 +225,7 @@ class RayCrew:
         spec, found = (dead or failed)[0]
         others = [other for other, _ in failed if other is not spec]
         also = f"\nAlso failed: {_listed([other.where for other in others])}" if others else ""
-        named = _named([spec, *others])
+        named = whom([spec, *others])
         if dead:
             raise WorkerDiedError(f"{spec.where} is dead: {_death(found)}{also}", **named) from found
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
@@ -245,7 +245,7 @@ class RayCrew:
             if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
                 spec = self._specs[dead[0]]
                 why = self._lost.get(spec.rank, "its process is gone")
-                named = _named([self._specs[rank] for rank in dead])
+                named = whom([self._specs[rank] for rank in dead])
                 raise WorkerDiedError(f"{spec.where} is dead: {why}\n{complaint}", **named)
             time.sleep(LOOK_S)
 
@@ -259,7 +259,7 @@ class RayCrew:
         """All nodes at once; those that are lost are not waited for."""
         lost = {self._specs[rank].node.node_id for rank in self._lost if rank not in self._supervisor.answering}
         with self._changing:  # nobody is added from now on
-            named = _named(self._specs)
+            named = whom(self._specs)
             self._end = self._end or WorkerDiedError(f"{self._specs[0].role} has been shut down", **named)
             for host in self._hosts:
                 ray.kill(host)
@@ -307,14 +307,6 @@ def _answers(ends: Mapping[str, Any], *, timeout_s: float) -> dict[str, list[int
             alive = _alive_nodes()
             left = {node_id: end for node_id, end in left.items() if node_id in alive}
     return found | dict.fromkeys(left)
-
-
-def _named(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    return dict(
-        role=specs[0].role,
-        ranks=[spec.rank for spec in specs],
-        node_ranks=sorted({spec.node.node_rank for spec in specs}),
-    )
 
 
 def _death(error: Exception) -> str:
