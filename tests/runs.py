@@ -92,7 +92,7 @@ class Kill:
 
 
 IN_UPDATE = "rollcall.learner.optimizer:Optimizer.step"
-IN_JOURNAL = "rollcall.journal:_AppendFile.append"
+IN_JOURNAL = "rollcall.journal:AppendFile.append"
 IN_SAVE_WRITE = "rollcall.cluster.local:Workers.write_checkpoint"
 IN_SAVE_FLUSH = "rollcall.checkpoint.store:fsync_tree"
 IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports too
@@ -136,7 +136,11 @@ def _arm(kill: Kill) -> None:
     owner: Any = importlib.import_module(module_name)
     *parents, name = dotted.split(".")
     for parent in parents:
-        owner = getattr(owner, parent)
+        found = getattr(owner, parent)
+        if found.__module__ != module_name:  # others use it too: a class of this module's own
+            found = type(parent, (found,), {})
+            setattr(owner, parent, found)
+        owner = found
     original = getattr(owner, name)
     calls = 0
 

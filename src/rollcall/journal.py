@@ -32,6 +32,7 @@ from typing import Any, Self
 import numpy as np
 
 from rollcall.append_file import AppendFile, lines_end
+from rollcall.lease import unguarded
 from rollcall.patience import persist
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
@@ -98,19 +99,15 @@ class _Scan:
     torn: bool  # bytes after good_end are no valid record
 
 
-def _unguarded() -> None:
-    return None
-
-
 class Journal:
     """``guard`` is called before anything is written, and raises where this process may no longer write."""
 
-    def __init__(self, dir: Path, *, guard: Callable[[], None] = _unguarded) -> None:
+    def __init__(self, dir: Path, *, guard: Callable[[], None] = unguarded) -> None:
         self.dir = Path(dir)
         self._guard = guard
         self._closed = False
-        self._files: dict[int, _AppendFile] = {}
-        self._trained_file: _AppendFile | None = None
+        self._files: dict[int, AppendFile] = {}
+        self._trained_file: AppendFile | None = None
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
         self._syncing = threading.Lock()
@@ -143,7 +140,7 @@ class Journal:
         self._sync(lambda: [*self._files.values(), self._trained_file])
         self._guard()
 
-    def _sync(self, pick: Callable[[], Iterable[_AppendFile | None]]) -> None:
+    def _sync(self, pick: Callable[[], Iterable[AppendFile | None]]) -> None:
         with self._syncing, ExitStack() as kept:  # what another thread is about to have on the disk is not there yet
             with self._lock:
                 flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
@@ -209,7 +206,7 @@ class Journal:
         with self._lock:
             self._check_mine()
             if self._trained_file is None:
-                self._trained_file = _AppendFile(self._trained_path, good_end=lines_end)
+                self._trained_file = AppendFile(self._trained_path, good_end=lines_end)
             self._trained_file.append(line)
 
     def trained(self) -> dict[int, TrainedStep]:
@@ -261,18 +258,14 @@ class Journal:
     def _path(self, step: int) -> Path:
         return self.dir / f"{step:06d}.groups"
 
-    def _file(self, step: int) -> _AppendFile:
+    def _file(self, step: int) -> AppendFile:
         if step not in self._files:
             while len(self._files) >= _MAX_OPEN:
                 oldest = min(self._files)
                 self._files[oldest].sync()
                 self._files.pop(oldest).close()
-            self._files[step] = _AppendFile(self._path(step), good_end=lambda data: _scan_groups(data).good_end)
+            self._files[step] = AppendFile(self._path(step), good_end=lambda data: _scan_groups(data).good_end)
         return self._files[step]
-
-
-class _AppendFile(AppendFile):
-    """A file of the journal."""
 
 
 def _encode(group: Group) -> list[bytes]:

@@ -43,6 +43,10 @@ _WIDTH = 16  # digits of the counter
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
+def unguarded() -> None:
+    """The check of a store that nobody else can write."""
+
+
 class LeaseLostError(RuntimeError, ValueError):
     """Another controller has this run directory now; this process has stopped writing."""
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.lease import unguarded
 from rollcall.patience import persist, plain_disk_errors
 
 log = logging.getLogger(__name__)
@@ -68,14 +69,10 @@ class CheckpointState:
     reason: str  # why it is torn; empty: it is whole
 
 
-def _unguarded() -> None:
-    return None
-
-
 class CheckpointStore:
     """``guard`` is called before a checkpoint is put in place, and raises where this process may no longer write."""
 
-    def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = _unguarded) -> None:
+    def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = unguarded) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ValueError(
                 f"keep_last={keep_last}, keep_best={keep_best}: keep at least the last one, and 0 or more best"
