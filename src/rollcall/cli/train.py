@@ -85,7 +85,13 @@ def train(
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
     config = load_config(path, changes)
     run = _on_a_folder(
-        master=master, worker=worker, num_nodes=num_nodes, rank_weights=rank_weights, log_path=log_path, fresh=fresh
+        master=master,
+        worker=worker,
+        num_nodes=num_nodes,
+        rank_weights=rank_weights,
+        log_path=log_path,
+        fresh=fresh,
+        bounds=bounds,
     )
     try:
         calm_libraries()
@@ -108,6 +114,7 @@ def _on_a_folder(
     rank_weights: str | None,
     log_path: Path | None,
     fresh: bool,
+    bounds: Bounds,
 ) -> Callable[..., dict[str, Any] | None] | None:
     """What to run where nodes share only a folder; None: they do not."""
     if not master and worker is None:
@@ -118,8 +125,10 @@ def _on_a_folder(
         raise typer.BadParameter("--master is node 0 and --worker R another; give one of them")
     if num_nodes is None or log_path is None:
         raise typer.BadParameter("--master and --worker R need --num-nodes N and --log-path DIR")
-    if worker is not None and (fresh or rank_weights is not None):
-        raise typer.BadParameter("--fresh and --rank-weights are the master's; leave them out beside --worker")
+    if worker is not None and (fresh or rank_weights is not None or bounds != Bounds()):
+        raise typer.BadParameter(
+            "--fresh, --rank-weights, --phase and --split are the master's; leave them out beside --worker"
+        )
     from rollcall.cluster.folder_run import read_weights, serve_as_worker, train_as_master
 
     if worker is not None:
