@@ -45,6 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
         "trainer": {"steps": 200},
     },
 }
+NUM_ENGINES = {"all": 4, "0-1": 2}  # by the rollout's slots: each of its processes has made groups
 SUBMITTED = ("hybrid", "staleness")  # as jobs; the others by `rollcall train` on a node
 
 
@@ -80,14 +81,18 @@ def test_the_demos_task_is_learnt_across_hosts(small: SmallCluster, mode: str) -
         made = {group.draw: group for step in journal.steps() for group in journal.read(step)}
     draws = [draw for entry in trained.values() for draw in entry.draws]
     assert sorted(trained) == list(range(1, summary["steps"] + 1)) and len(draws) == len(set(draws))
-    staleness = MODES[mode].get("trainer", {}).get("staleness", 0)
-    assert all(
-        step - 1 - segment.version <= staleness
+    lags = {
+        step - 1 - segment.version
         for step, entry in trained.items()
         for draw in entry.draws
         for completion in made[draw].completions
         for segment in completion.segments
-    )
+    }
+    staleness = MODES[mode].get("trainer", {}).get("staleness", 0)
+    assert max(lags) <= staleness and (max(lags) > 0) == (staleness > 0), "sampled ahead, and no further than allowed"
+    placed = MODES[mode]["placement"]
+    slots = placed.get("rollout") or placed["actor,rollout"]
+    assert len({group.worker for group in made.values()}) == NUM_ENGINES[slots]
 
 
 def write_run(small: SmallCluster, mode: str) -> Path:
