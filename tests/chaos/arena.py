@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,6 @@ class Arena:
     lab: Lab
     reference: dict[int, float]  # loss by step of the undisturbed run
     number: int = 0
-    told: list[str] = field(default_factory=list)
 
     @property
     def hosts(self) -> list[Host]:
@@ -103,6 +103,11 @@ class Run:
     trainer: dict[str, Any]
     command: Command = field(init=False)
     struck: list[str] = field(default_factory=list)
+    before: str = ""  # what controllers said that were killed
+
+    @property
+    def said(self) -> str:
+        return self.before + self.command.output
 
     @property
     def dir(self) -> Path:
@@ -131,6 +136,8 @@ class Run:
         assert status == 0, f"{self.struck}: ended with {status}:\n{self.command.output}"
         found = audit(self.dir)
         assert found.is_clean and found.steps == self.steps, f"{self.struck}: {found}\n{self.command.output}"
+        unseen = [fault for fault in self.struck if not re.search(NOTICED[fault.partition(" in ")[0]], self.said)]
+        assert not unseen, f"{unseen}: the run never took notice:\n{self.said}"
         losses = loss_by_step(self.dir)
         assert sorted(losses) == list(range(1, self.steps + 1))
         if self.steps == STEPS:
@@ -178,6 +185,7 @@ def cut_for_a_while(run: Run) -> None:
 
 def kill_controller(run: Run) -> None:
     run.command.kill()
+    run.before = run.said
     run.start()
 
 
@@ -187,6 +195,7 @@ def kill_head(run: Run) -> None:
     run.arena.hosts[0].restart()
     run.arena.join(0)
     run.arena.join(1)
+    run.before = run.said
     run.start()
 
 
@@ -215,22 +224,45 @@ FAULTS: dict[str, Callable[[Run], None]] = {
 }
 
 
+# What the run says of each: a fault that nobody took notice of was none.
+LOST = r"is lost, others do its part|goes on from the newest checkpoint"
+NOTICED = {
+    "worker killed": LOST,
+    "worker stopped": r"(?s)is stopped \(state T\).*Thread 0x",
+    "node lost and back": LOST,
+    "node gone": LOST,
+    "network cut for 60 s": LOST,
+    "controller killed": r"resuming ",
+    "head killed": r"resuming ",
+    "disk full": r"No space left on device",
+}
+
+
 def strike(run: Run, fault: str, phase: str, *, step: int) -> None:
     run.wait_for(phase, step=step)
     FAULTS[fault](run)
     run.struck.append(f"{fault} in {phase} of step {step}")
 
 
-def some_worker(run: Run, *, seed: int = 0) -> int:
-    """A worker of node 1, by its number here."""
+def some_worker(run: Run) -> int:
+    """A worker of node 1 that holds a role, by its number here."""
     give_up = time.monotonic() + PHASE_S
-    while not (found := workers_on(run.arena.hosts[1])):
+    while not (found := [pid for pid in workers_on(run.arena.hosts[1]) if has_role(pid)]):
         assert time.monotonic() < give_up, f"no worker on node 1:\n{run.command.output}"
         time.sleep(0.2)
-    return random.Random(seed).choice(sorted(found))
+    return random.Random(0).choice(sorted(found))
+
+
+def has_role(pid: int) -> bool:
+    """The process that looks after the node's workers belongs to their group and has none; nor have children of theirs."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::chaos rank")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def workers_on(host: Host) -> list[int]:
+    """All processes of the run's group there."""
     found = []
     for pid in host.seen_from_here():
         try:
