@@ -114,51 +114,74 @@ def flash(
 
 
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:
+    most = max(bucket.count * bucket.q_length * bucket.k_length for bucket in layout.buckets)
+    if not q.is_cuda and most * q.shape[1] <= PRODUCT_SCORES:
+        out = _ProductAttention.apply(q, k, v, layout, scale, window)
+        assert isinstance(out, Tensor)
+        return out
     outs: list[Tensor] = []
     for bucket in layout.buckets:
-        shape_q = (bucket.count, bucket.q_length, *q.shape[1:])
-        shape_k = (bucket.count, bucket.k_length, *k.shape[1:])
-        queries = q.index_select(0, bucket.queries).view(shape_q).transpose(1, 2)
-        keys = k.index_select(0, bucket.keys).view(shape_k).transpose(1, 2)
-        values = v.index_select(0, bucket.keys).view(shape_k).transpose(1, 2)
+        queries, keys, values = (
+            tensor.index_select(0, rows).unflatten(0, (bucket.count, -1)).transpose(1, 2)
+            for tensor, rows in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+        )
         mask = _end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
-        if not q.is_cuda and queries.shape[:3].numel() * bucket.k_length <= PRODUCT_SCORES:
-            attended = _ProductAttention.apply(queries, keys, values, mask, scale)
-        else:
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        assert isinstance(attended, Tensor)
-        outs.append(attended.transpose(1, 2).reshape(bucket.count * bucket.q_length, *q.shape[1:]))
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, layout.restore)
 
 
 class _ProductAttention(torch.autograd.Function):
-    """[B, H, Q, D] against [B, Hkv, K, D]. The query heads of one KV head stand in the query axis, so keys are never
-    repeated."""
+    """All buckets by batched products. The query heads of one KV head stand in the query axis, so keys are never repeated;
+    every token is a query once, so its gradient is put in its place and not added up."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:  # type: ignore[override]
+        out = torch.empty(q.shape, dtype=q.dtype)
+        saved: list[Tensor] = []
         groups = q.shape[1] // k.shape[1]
-        queries = q.reshape(-1, groups * q.shape[2], q.shape[3])
-        keys, values = k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])
-        hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).repeat(groups, 1)
-        probs = torch.softmax(torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
-        ctx.save_for_backward(queries, keys, values, probs)
-        ctx.scale, ctx.q_shape, ctx.k_shape = scale, q.shape, k.shape
-        return torch.bmm(probs, values).view(q.shape)
+        for bucket in layout.buckets:
+            queries = _heads_first(q, bucket.queries, bucket.count, groups)
+            keys, values = (_heads_first(tensor, bucket.keys, bucket.count, 1) for tensor in (k, v))
+            mask = _end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
+            hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).repeat(groups, 1)
+            probs = torch.softmax(torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
+            out.index_copy_(0, bucket.queries, _tokens_first(torch.bmm(probs, values), bucket.count, groups))
+            saved += (queries, keys, values, probs)
+        ctx.save_for_backward(*saved)
+        ctx.layout, ctx.scale, ctx.shapes = layout, scale, (q.shape, k.shape)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
-        queries, keys, values, probs = ctx.saved_tensors
-        grad = grad.reshape(queries.shape)
-        grad_values = torch.bmm(probs.transpose(1, 2), grad)
-        grad_scores = torch._softmax_backward_data(torch.bmm(grad, values.transpose(1, 2)), probs, -1, probs.dtype)
-        grad_queries = torch.bmm(grad_scores, keys).mul_(ctx.scale)
-        grad_keys = torch.bmm(grad_scores.transpose(1, 2), queries).mul_(ctx.scale)
-        return (
-            grad_queries.view(ctx.q_shape), grad_keys.view(ctx.k_shape), grad_values.view(ctx.k_shape), None, None
-        )  # fmt: skip
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_shape, k_shape = ctx.shapes
+        groups = q_shape[1] // k_shape[1]
+        grad_q = torch.empty(q_shape, dtype=grad.dtype)
+        grad_k, grad_v = (torch.zeros(k_shape, dtype=grad.dtype) for _ in range(2))
+        saved = iter(ctx.saved_tensors)
+        for bucket in ctx.layout.buckets:
+            queries, keys, values, probs = (next(saved) for _ in range(4))
+            grad_out = _heads_first(grad, bucket.queries, bucket.count, groups)
+            grad_probs = torch.bmm(grad_out, values.transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype).mul_(ctx.scale)
+            grad_q.index_copy_(0, bucket.queries, _tokens_first(torch.bmm(grad_scores, keys), bucket.count, groups))
+            for total, products in ((grad_k, (grad_scores, queries)), (grad_v, (probs, grad_out))):
+                part = torch.bmm(products[0].transpose(1, 2), products[1])
+                total.index_add_(0, bucket.keys, _tokens_first(part, bucket.count, 1))
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def _heads_first(x: Tensor, rows: Tensor, count: int, groups: int) -> Tensor:
+    """[N, Hkv * groups, D] to [count * Hkv, groups * length, D] of these rows."""
+    picked = x.index_select(0, rows).unflatten(1, (-1, groups)).unflatten(0, (count, -1))
+    return picked.permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
+
+
+def _tokens_first(x: Tensor, count: int, groups: int) -> Tensor:
+    """[count * Hkv, groups * length, D] to [count * length, Hkv * groups, D]."""
+    return x.unflatten(1, (groups, -1)).unflatten(0, (count, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.device) -> Tensor:

@@ -212,7 +212,7 @@ def after_attention(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Te
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """transformers' RMSNorm: in float32, rounded to the model's dtype, then weighted."""
-    if x.is_cuda:
+    if _is_fused(x):
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return _RmsNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _inverse_rms(x, eps).mul(x).mul_(weight)  # type: ignore[return-value]
@@ -220,17 +220,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of [N, heads, D]; see ``Decoder.sin`` for the sign."""
-    if x.is_cuda:
+    if _is_fused(x):
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)  # type: ignore[return-value]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for rows that hold the gate in their first half."""
-    if not gate_up.is_cuda and torch.is_grad_enabled():
-        return _SiluMul.apply(gate_up)  # type: ignore[return-value]
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if _is_fused(gate_up):
+        return F.silu(gate) * up
+    return _SiluMul.apply(gate_up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)  # type: ignore[return-value]
+
+
+def _is_fused(x: Tensor) -> bool:
+    """Whether a compiler makes one pass of a plain formula and of its derivative."""
+    return x.is_cuda or torch.compiler.is_compiling()
 
 
 # On a CPU torch runs the derivatives of these as a dozen passes over memory each; written out they are a few.

@@ -19,6 +19,7 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
+from rollcall.host_memory import keep_freed_memory
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.learner.model import (
@@ -165,7 +166,10 @@ def build_learner(
         device=device,
         mirror=mirror,
     )
-    pays = learner.body.device.type == "cuda" and num_parameters >= COMPILE_FROM
+    on_cpu = learner.body.device.type == "cpu"
+    if on_cpu:
+        keep_freed_memory()
+    pays = not on_cpu and num_parameters >= COMPILE_FROM
     if config.actor.compile if config.actor.compile is not None else pays:
         learner.body.compile()
     return learner
