@@ -270,7 +270,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+    """Half by half: rolling the tensor first would be another pass."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
 
 
 class _Rotate(torch.autograd.Function):
@@ -282,8 +287,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        # Rolling by half is its own inverse.
-        return torch.roll(grad * sin, grad.shape[-1] // 2, -1).addcmul_(grad, cos), None, None
+        # Swapping the halves is its own inverse, so the other half's sine comes with it.
+        return _rotated(grad, cos, torch.roll(sin, sin.shape[-1] // 2, -1)), None, None
 
 
 class _SiluMul(torch.autograd.Function):

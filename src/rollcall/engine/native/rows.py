@@ -162,8 +162,8 @@ class RowRunner:
         masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._keys[index][seats, :, column] = k.reshape(-1, dim)
-            self._values[index][seats, column] = v.reshape(-1, dim)
+            self._keys[index][seats, :, column].view(k.shape).copy_(k)
+            self._values[index][seats, column].view(v.shape).copy_(v)
             # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
             grouped = q.reshape(rows * kv_heads, -1, dim)
             mask = masks[decoder.layers[index].window]
