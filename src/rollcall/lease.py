@@ -29,9 +29,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rollcall.config_errors import ConfigError
+from rollcall.patience import persist
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +181,10 @@ def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
         if holder is not None and not holder.released:
             say(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
-        if _make(_path(run_dir, me.number), _encode(me, counter=0, released=False)):
+        path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
+        # A folder that takes nothing is refused at once where nobody has written yet, and waited for where a run goes on.
+        made = _make(path, data) if holder is None else persist(partial(_make, path, data), path=path, what="the lease")
+        if made:
             for path, number in _files(run_dir):
                 if number < me.number:
                     path.unlink(missing_ok=True)
