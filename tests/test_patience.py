@@ -25,6 +25,7 @@ from rollcall.cluster.failures import WorkerDiedError, WorkerError
 from rollcall.cluster.local import Workers
 from rollcall.controller import Controller
 from rollcall.journal import Journal, JournalError
+from rollcall.lease import hold
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
 from rollcall.patience import DiskError, disk_fault, persist
@@ -300,3 +301,26 @@ def test_metrics_leave_no_half_line_on_a_full_disk(disk: Path) -> None:
     assert rescue.said
     rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 300))
+
+
+def test_a_resumed_runs_metrics_wait_for_a_full_disk(disk: Path) -> None:
+    sink = JsonlSink(disk / "metrics.jsonl", resume_step=None)
+    for step in (1, 2, 3):
+        sink.log(step, {"train/loss": 0.5})
+    sink.close()
+    fill(disk)
+    with Rescue((disk / "ballast").unlink) as rescue:
+        JsonlSink(disk / "metrics.jsonl", resume_step=2).close()
+    assert rescue.said
+    assert [row["step"] for row in read_rows(disk / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_controller_that_goes_on_with_a_run_waits_for_a_full_disk_and_a_first_one_does_not(disk: Path) -> None:
+    with hold(disk / "run"):
+        pass
+    fill(disk)
+    with Rescue((disk / "ballast").unlink) as rescue, hold(disk / "run"):
+        assert "the lease" in rescue.said[0]
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"), hold(disk / "another"):
+        pass
