@@ -142,7 +142,7 @@ class Unwritable:
             unmount(self.path)
 
 
-@pytest.mark.parametrize("call", ["append", "save"])
+@pytest.mark.parametrize("call", ["append", "save", "write_checkpoint"])
 def test_a_run_waits_for_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -151,8 +151,10 @@ def test_a_run_waits_for_a_folder_that_cannot_be_written(
     blocked = Unwritable(folder)
     if call == "append":
         at_call(monkeypatch, Journal, "append", call=17, action=blocked.begin)  # the first of a step: a new file
-    else:
+    elif call == "save":
         at_call(monkeypatch, CheckpointStore, "save", call=2, action=blocked.begin)
+    else:  # with a save begun, which can then neither be put in place nor be removed
+        at_call(monkeypatch, Workers, "write_checkpoint", call=2, action=blocked.begin)
     with Rescue(blocked.end) as rescue:
         assert finish(config)["steps"] == 6
     assert rescue.said and ("Read-only" in rescue.said[0] or "Permission" in rescue.said[0])
