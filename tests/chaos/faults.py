@@ -155,6 +155,7 @@ def strike(run: Run, *faults: str, phase: str, step: int) -> None:
     run.wait_for(phase, step=step)
     since = len(run.said)
     run.struck.append((" and ".join(faults), phase))
+    print(f"{time.strftime('%H:%M:%S')} {run.mode}: {run.struck[-1][0]} in {phase} of step {step} or later", flush=True)
     with ExitStack() as struck:
         for fault in faults:
             struck.enter_context(FAULTS[fault](run))
