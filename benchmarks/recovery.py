@@ -67,15 +67,15 @@ def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
         groups_again = audit(run.dir).counts()["groups_regenerated"]
         phases = [(event, event.end_s) for event in read_phases(run.dir) if event.end_s is not None]
     failed = [end_s for event, end_s in phases if (event.result or "").startswith("failed") and end_s > struck_s]
-    noticed_s = min([*noticed, *failed], default=struck_s) - struck_s
+    known_s = min([*noticed, *failed], default=struck_s)
     updates = [(event.step, end_s) for event, end_s in phases if event.phase == "update" and event.result is None]
-    ended = [end_s for _, end_s in updates if end_s > struck_s]
+    ended = [end_s for _, end_s in updates if end_s > known_s]  # one that was under way may have ended before
     again = sum(count - 1 for count in Counter(step for step, _ in updates).values())
     return {
         "mode": mode,
         "fault": fault,
-        "noticed_s": None if fault == "controller killed" else round(noticed_s, 2),
-        "next_update_s": round(min(ended) - struck_s, 1),
+        "noticed_s": None if fault == "controller killed" else round(known_s - struck_s, 2),
+        "next_update_s": round(min(ended) - struck_s, 1) if ended else None,
         "updates_again": again,
         "groups_again": groups_again,
     }
