@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lab.lab import needs_lab
@@ -12,7 +13,7 @@ from chaos.arena import Arena, open_arena
 from chaos.faults import kill_held, strike
 
 pytestmark = [needs_lab, pytest.mark.chaos]
-ELASTIC = {"elastic": {"min_nodes": 1, "wait_s": 5}}
+ELASTIC: dict[str, Any] = {"elastic": {"min_nodes": 1, "wait_s": 5}}
 MODES = ["collocated", "disaggregated", "disaggregated, actors"]
 PHASES = ["rollout", "update", "sync", "checkpoint"]
 # A disk comes first: it is mended last, when whoever shall complain of it is there again.
