@@ -159,7 +159,9 @@ def strike(run: Run, *faults: str, phase: str, step: int) -> None:
     with ExitStack() as struck:
         for fault in faults:
             struck.enter_context(FAULTS[fault](run))
-    run.to_notice += [(fault, NOTICED[fault], since) for fault in faults]
+    # A loss that meets the controller's own has nobody left to notice it: the next controller builds all workers anew.
+    alone = not {"controller killed", "head killed"} & {*faults}
+    run.to_notice += [(fault, NOTICED[fault], since) for fault in faults if alone or NOTICED[fault] != LOST]
 
 
 def kill_held(run: Run, point: str, *, phase: str, step: int) -> None:
