@@ -15,6 +15,7 @@ import numpy as np
 from rollcall.cluster.engine_seat import EngineSeat, Progress
 from rollcall.engine.protocol import Finished, Request
 from rollcall.types import Completion, FinishReason, Sample, Segment
+from rollcall.weights import Invitation
 
 NAP_S = 0.02  # longest sleep of an engine between two looks at its clock
 
@@ -136,13 +137,16 @@ class StandIn:
         self.num_trained += sum(len(sample.response_ids) for sample in samples)
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}, self.num_trained
 
-    def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, None]:
-        return dict.fromkeys(receivers)
+    def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
+        nobody = Invitation(
+            sender="a stand-in", carrying="shared_memory", host=host, port=0, local="nobody", secret="", timeout_s=1
+        )  # fmt: skip
+        return dict.fromkeys(receivers, nobody)
 
     def send_weights(self, version: int) -> None:
         self.engine.update_weights(version)
 
-    def use_weights(self, version: int, name: str, invitation: None) -> None:
+    def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
         self.engine.update_weights(version)
 
     def write_checkpoint(self, directory: Path) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_check import make_record
+from test_check import make_node, make_record
 
 from rollcall.cluster import bootstrap, foreground, ray_start
 from rollcall.cluster.bootstrap import start_node, stop_node
-from rollcall.cluster.head import HeadRefuses, ask_head
+from rollcall.cluster.head import Answer, HeadRefuses, ask_head
 from rollcall.cluster.processes import MARK, find_processes, stop_processes
 from rollcall.cluster.rank import LAUNCHERS, find_identity
 from rollcall.cluster.ray_start import NodeRequest, find_slots
@@ -443,3 +443,18 @@ def test_gpus_that_the_user_hides_stay_hidden_behind_logical_slots(monkeypatch: 
     assert ray_start._logical_ids(2) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert ray_start._logical_ids(2) == {"CUDA_VISIBLE_DEVICES": "1000,1001"}
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_node_counts_as_running_while_its_head_lists_it_as_alive(
+    alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = replace(make_record(), rank=1, node_ip="10.0.0.1")
+    answer = Answer(nodes=(make_node(0), make_node(1, alive=alive)), dashboard=None)
+    monkeypatch.setattr(bootstrap, "read_record", lambda cluster: record)
+    monkeypatch.setattr(bootstrap, "is_running", lambda record: True)
+    monkeypatch.setattr(bootstrap, "ask_own_head", lambda cluster, head_address: answer)
+    said: list[str] = []
+    request = NodeRequest(cluster="default", rank=1, num_nodes=2, rendezvous=tmp_path)
+    assert bootstrap._running(request, say=said.append) == (record if alive else None)
+    assert ("holds it for dead" in "".join(said)) == (not alive)

@@ -128,6 +128,12 @@ def test_a_command_returns_its_status_and_both_streams(lab: Lab) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (3, "out\n", "err\n")
 
 
+def test_the_streams_of_a_background_command_do_not_write_over_each_other(lab: Lab) -> None:
+    command = lab.hosts[0].start(["sh", "-c", "echo one; echo two >&2; echo three; echo four >&2"])
+    command.wait(timeout_s=30)
+    assert command.output == "one\ntwo\nthree\nfour\n"
+
+
 def test_a_daemon_does_not_keep_the_command_that_left_it(lab: Lab) -> None:
     host = lab.hosts[0]
     assert host.run(["sh", "-c", "setsid sleep 1000 & echo left"], timeout_s=WAIT_S).stdout == "left\n"

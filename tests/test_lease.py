@@ -147,6 +147,24 @@ def test_of_many_that_take_over_at_once_one_succeeds(tmp_path: Path) -> None:
     won[0].release()
 
 
+def test_a_lease_that_is_replaced_while_it_is_read_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat(tmp_path / "run", module._myself(number=1), 1)
+    listed = module._files
+
+    def list_and_replace(run_dir: Path) -> list[tuple[Path, int]]:
+        found = listed(run_dir)
+        if found[0][1] == 1:
+            beat(run_dir, module._myself(number=2), 1)
+            found[0][0].unlink()
+        return found
+
+    monkeypatch.setattr(module, "_files", list_and_replace)
+    newest = module._newest(tmp_path / "run")
+    assert newest is not None and newest.number == 2
+
+
 def test_a_lease_given_back_is_free_and_its_number_is_not_used_again(tmp_path: Path, never_watches: None) -> None:
     for number in (1, 2, 3):
         with hold(tmp_path / "run") as lease:

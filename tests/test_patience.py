@@ -25,6 +25,7 @@ from rollcall.cluster.failures import WorkerDiedError, WorkerError
 from rollcall.cluster.local import Workers
 from rollcall.controller import Controller
 from rollcall.journal import Journal, JournalError
+from rollcall.lease import hold
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
 from rollcall.patience import DiskError, disk_fault, persist
@@ -141,7 +142,7 @@ class Unwritable:
             unmount(self.path)
 
 
-@pytest.mark.parametrize("call", ["append", "save"])
+@pytest.mark.parametrize("call", ["append", "save", "write_checkpoint"])
 def test_a_run_waits_for_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -150,8 +151,10 @@ def test_a_run_waits_for_a_folder_that_cannot_be_written(
     blocked = Unwritable(folder)
     if call == "append":
         at_call(monkeypatch, Journal, "append", call=17, action=blocked.begin)  # the first of a step: a new file
-    else:
+    elif call == "save":
         at_call(monkeypatch, CheckpointStore, "save", call=2, action=blocked.begin)
+    else:  # with a save begun, which can then neither be put in place nor be removed
+        at_call(monkeypatch, Workers, "write_checkpoint", call=2, action=blocked.begin)
     with Rescue(blocked.end) as rescue:
         assert finish(config)["steps"] == 6
     assert rescue.said and ("Read-only" in rescue.said[0] or "Permission" in rescue.said[0])
@@ -300,3 +303,26 @@ def test_metrics_leave_no_half_line_on_a_full_disk(disk: Path) -> None:
     assert rescue.said
     rows = [json.loads(line) for line in (disk / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 300))
+
+
+def test_a_resumed_runs_metrics_wait_for_a_full_disk(disk: Path) -> None:
+    sink = JsonlSink(disk / "metrics.jsonl", resume_step=None)
+    for step in (1, 2, 3):
+        sink.log(step, {"train/loss": 0.5})
+    sink.close()
+    fill(disk)
+    with Rescue((disk / "ballast").unlink) as rescue:
+        JsonlSink(disk / "metrics.jsonl", resume_step=2).close()
+    assert rescue.said
+    assert [row["step"] for row in read_rows(disk / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_controller_that_goes_on_with_a_run_waits_for_a_full_disk_and_a_first_one_does_not(disk: Path) -> None:
+    with hold(disk / "run"):
+        pass
+    fill(disk)
+    with Rescue((disk / "ballast").unlink) as rescue, hold(disk / "run"):
+        assert "the lease" in rescue.said[0]
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"), hold(disk / "another"):
+        pass

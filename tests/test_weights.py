@@ -39,7 +39,7 @@ from rollcall.weights import (
 )
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
-from rollcall.weights.line import Deadline, Line
+from rollcall.weights.line import Deadline, Desk, Line, call, decline
 from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.weights.transports import carrying_for
 
@@ -566,3 +566,14 @@ def test_a_run_where_all_share_the_actors_processes_invites_nobody() -> None:
     team: Any = FakeTeam(group, {Role.ACTOR: [0, 1], Role.ROLLOUT: [0, 1]})
     WeightSync(team).push(0)
     assert [(worker, method) for worker, method, _ in group.calls] == [(0, "send_weights"), (1, "send_weights")]
+
+
+def test_a_sender_does_not_wait_for_a_receiver_that_is_said_to_be_lost() -> None:
+    desk = Desk(sender="actor rank 0", receivers=["one", "two"], carrying="broadcast", host="127.0.0.1", timeout_s=60)
+    line = call(desk.invitation, name="one", deadline=Deadline(60), about={})
+    decline(desk.invitation, name="two", timeout_s=60)
+    with pytest.raises(MissingPeerError, match="two is lost"):
+        desk.welcome(Deadline(60))
+    with pytest.raises(MissingPeerError, match="actor rank 0 is gone"):
+        line.hear(Deadline(60))
+    desk.close()

@@ -29,15 +29,18 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rollcall.config_errors import ConfigError
+from rollcall.patience import persist
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 WATCH_S = 20.0
 LOOK_S = 0.5  # between two looks at another's counter
+AGAIN_S = 0.02  # between two lists of files of which none is there any more
 SURE_S = WATCH_S / 2  # so long after a beat nobody else can have taken over
 _WIDTH = 16  # digits of the counter
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -179,7 +182,10 @@ def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
         if holder is not None and not holder.released:
             say(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
-        if _make(_path(run_dir, me.number), _encode(me, counter=0, released=False)):
+        path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
+        # A folder that takes nothing is refused at once where nobody has written yet, and waited for where a run goes on.
+        made = _make(path, data) if holder is None else persist(partial(_make, path, data), path=path, what="the lease")
+        if made:
             for path, number in _files(run_dir):
                 if number < me.number:
                     path.unlink(missing_ok=True)
@@ -231,20 +237,27 @@ def _make(path: Path, data: bytes) -> bool:
 
 
 def _newest(run_dir: Path) -> Holder | None:
-    for path, number in sorted(_files(run_dir), key=lambda item: -item[1]):
-        try:
-            fields = json.loads(path.read_bytes())
-            return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
-        except FileNotFoundError:
-            continue  # replaced by a newer one since the folder was listed
-        except (ValueError, KeyError, TypeError):
-            # Of another version of this program, or cut by a power loss: whether it changes is all that can be told.
-            text = path.read_bytes()
-            return Holder(
-                owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
-                counter=0, released=False,
-            )  # fmt: skip
+    while files := sorted(_files(run_dir), key=lambda item: -item[1]):
+        for path, number in files:
+            try:
+                return _read(path, number)
+            except FileNotFoundError:
+                continue  # replaced by a newer one since the folder was listed
+        time.sleep(AGAIN_S)  # nobody has it only where nothing is listed
     return None
+
+
+def _read(path: Path, number: int) -> Holder:
+    text = path.read_bytes()
+    try:
+        fields = json.loads(text)
+        return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
+    except (ValueError, KeyError, TypeError):
+        # Of another version of this program, or cut by a power loss: whether it changes is all that can be told.
+        return Holder(
+            owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
+            counter=0, released=False,
+        )  # fmt: skip
 
 
 def _files(run_dir: Path) -> list[tuple[Path, int]]:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,10 @@ def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: L
             return _say_rollout(console, run_dir, controller, summary)
         if (continued or number > 1) and summary["reward_errors"]:
             summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
-        write_summary(run_dir / "summary.json", summary)
-        curve = learning_curve(run_dir / "metrics.jsonl", run_dir / "learning_curve.png", name=config.run.name)
+        path, picture = run_dir / "summary.json", run_dir / "learning_curve.png"
+        persist(lambda: write_summary(path, summary), path=path, what="the summary")
+        draw = partial(learning_curve, run_dir / "metrics.jsonl", picture, name=config.run.name)
+        curve = persist(draw, path=picture, what="the learning curve")
         _say_result(console, run_dir, summary, curve)
     return summary
 

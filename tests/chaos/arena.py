@@ -1,54 +1,69 @@
-"""Runs that are broken on purpose: two lab hosts of two slots, a run on them, faults at a phase of a step, and the audit.
+"""Runs that are broken on purpose: two lab hosts of two slots, a run on them, and what is looked at when it has ended.
 
-The run's controller and the head are on node 0, so faults of workers and of their node are node 1's. A fault waits until
-the run's events say that its phase of its step has begun, and then strikes at once.
+The run's controller and the head are on node 0, so faults of workers and of their node are node 1's (``faults.py``). A
+fault waits until the run's events say that its phase of its step has begun, and then strikes at once. Nothing of an arena
+is outside its own folder and its lab: several may be open on one machine at the same time.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import signal
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lab.cluster import ENV, bring_up, rollcall
+from lab.cluster import ENV, NODE_S
 from lab.command import Command
-from lab.lab import Host, Lab
+from lab.lab import CHECKOUT, Host, Lab
+from safetensors.torch import load_file
 from tiny import save_model
 
+from chaos.workers import workers_on
 from rollcall.audit import audit
-from rollcall.cluster.actor import MARK
 from rollcall.observe.events import read_phases
 
 STEPS, SAVE_EVERY = 6, 2
 PHASE_S = 300.0  # for a phase to come, with everything else that runs here
 RUN_S = 900.0
-CUT_S = 60.0
+LEFT_S = 120.0  # for processes of a node that is cut off to find out
 DISK_MB = 96
-TOLERANCE = 1e-3  # of a step's loss, where the number of processes changed in between
+# What a run is compared by, step by step, and how far it may be off where the number of processes changed in between. The
+# loss alone would not tell: on fresh samples it is 0, whatever the weights.
+CURVES = ("train/loss", "train/grad_norm", "train/entropy", "train/reward_mean")
+TOLERANCE = 1e-3
+COMPARED = 24  # steps: with more of them a difference of rounding may make a token another
+WEIGHT_TOLERANCE = 1e-5  # mean over all weights; an update moves them by 1e-4
 # Layouts of 2 x 2 slots: node 1 has actor and rollout, rollout alone, or actor alone.
 PLACEMENTS = {
     "collocated": {"actor,rollout": "all"},
     "disaggregated": {"actor": "0", "rollout": "1-3"},
     "disaggregated, actors": {"rollout": "0", "actor": "1-3"},
 }
-SLOW_REWARD = """
+# Scored at a pace that leaves time to strike. The undisturbed run finds the same functions without the pauses.
+REWARD = """
 import time
 
 def score(prompt, completion, *rest, **named):
-    time.sleep(0.02)
+    time.sleep({pause_s})
+    return float(len(set(completion)))
+
+def slow_score(prompt, completion, *rest, **named):
+    time.sleep({long_pause_s})
     return float(len(set(completion)))
 """
+# Root without the privilege to write where modes forbid it.
+AS_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+
+ROWS: list[dict[str, Any]] = []  # one of each run, for the table at the end
 
 
 @dataclass(kw_only=True)
@@ -56,8 +71,8 @@ class Arena:
     """Two hosts that are one cluster, and a small disk that both see."""
 
     lab: Lab
-    reference: dict[int, float]  # loss by step of the undisturbed run
     number: int = 0
+    references: dict[int, Path] = field(default_factory=dict)  # undisturbed runs, by their number of steps
 
     @property
     def hosts(self) -> list[Host]:
@@ -67,32 +82,59 @@ class Arena:
     def disk(self) -> Path:
         return self.lab.shared / "disk"
 
-    def join(self, rank: int) -> None:
-        """What a person does on a node, whatever is on it."""
-        node = ["node", "--rank", str(rank), "--num-nodes", "2", "--rendezvous", str(self.lab.shared), "--slots", "2"]
-        done = rollcall(self.hosts[rank], *node, timeout_s=240)
-        assert done.returncode == 0, done.stdout + done.stderr
+    def start(self, rank: int, *arguments: str) -> Command:
+        """A `rollcall` command on a host. Its Python path has the reward and what holds workers (``holds.py``)."""
+        env = {**ENV, "PYTHONPATH": f"{self.lab.shared}{os.pathsep}{CHECKOUT / 'src'}"}
+        command = [*AS_USER, sys.executable, "-m", "rollcall", *arguments]
+        return self.hosts[rank].start(command, env=env, cwd=self.lab.shared)
+
+    def join(self, *ranks: int) -> None:
+        """What a person does on nodes, whatever is on them."""
+        options = ["--num-nodes", "2", "--rendezvous", str(self.lab.shared), "--slots", "2"]
+        commands = [self.start(rank, "node", "--rank", str(rank), *options) for rank in ranks]
+        for command in commands:
+            status = command.wait(timeout_s=NODE_S)
+            assert status == 0, f"{command} ended with {status}:\n{command.output}"
 
     def mend(self) -> None:
         """All nodes up and joined, as a fault may have left them."""
-        for rank, host in enumerate(self.hosts):
+        (self.disk / "ballast").unlink(missing_ok=True)
+        for path in (*self.lab.shared.glob("hold-*"), *self.lab.shared.glob("held-*")):
+            path.unlink()
+        for host in self.hosts:
             if not host.is_up:
                 host.restart()
             host.heal()
-            self.join(rank)
+        self.join(0, 1)
 
     @contextmanager
-    def run(self, mode: str, **trainer: Any) -> Iterator[Run]:
+    def run(self, mode: str, *, score: str = "score", **trainer: Any) -> Iterator[Run]:
         self.number += 1
-        run = Run(arena=self, name=f"run-{self.number}", mode=mode, trainer=trainer)
+        run = Run(arena=self, name=f"run-{self.number}", mode=mode, score=score, trainer=trainer)
         run.start()
         try:
             yield run
         finally:
             if run.command.poll() is None:
                 run.command.kill()
-            (self.disk / "ballast").unlink(missing_ok=True)
+            ROWS.append(run.row())
             self.mend()
+            shutil.rmtree(run.dir, ignore_errors=True)  # the disk is small
+
+    def reference(self, steps: int) -> Path:
+        """The same run in one process, where nothing happens."""
+        if steps not in self.references:
+            run_dir = self.lab.shared.parent / f"reference-{steps}"
+            path = self.lab.shared / f"reference-{steps}.yaml"
+            contents = run_file(self.lab.shared, run_dir, mode=None, score="score", trainer={"steps": steps})
+            path.write_text(yaml.safe_dump(contents))
+            command = [sys.executable, "-m", "rollcall", "train", str(path)]
+            places = f"{run_dir.parent}{os.pathsep}{CHECKOUT / 'src'}"
+            env = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, cwd=run_dir.parent, env=env, capture_output=True, text=True, timeout=RUN_S)
+            assert done.returncode == 0, done.stderr
+            self.references[steps] = run_dir
+        return self.references[steps]
 
 
 @dataclass(kw_only=True)
@@ -100,190 +142,116 @@ class Run:
     arena: Arena
     name: str
     mode: str
+    score: str
     trainer: dict[str, Any]
-    command: Command = field(init=False)
-    struck: list[str] = field(default_factory=list)
-    before: str = ""  # what controllers said that were killed
+    commands: list[Command] = field(default_factory=list)  # one more each time that its controller was killed
+    struck: list[tuple[str, str]] = field(default_factory=list)  # fault and phase
+    to_notice: list[tuple[str, str, int]] = field(
+        default_factory=list
+    )  # fault, what the run says of it, and since where
+    hung: int | None = None  # processes left when it had ended
+
+    @property
+    def command(self) -> Command:
+        return self.commands[-1]
 
     @property
     def said(self) -> str:
-        return self.before + self.command.output
+        return "".join(command.output for command in self.commands)
 
     @property
     def dir(self) -> Path:
         return self.arena.disk / self.name
 
+    @property
+    def steps(self) -> int:
+        return self.trainer.get("steps", STEPS)
+
+    @property
+    def next_step(self) -> int:
+        """The first of which nothing has begun."""
+        return 1 + max((event.step for event in read_phases(self.dir)), default=0)
+
     def start(self) -> None:
         """The run's command, the first time and after its controller was killed."""
         path = self.arena.lab.shared / f"{self.name}.yaml"
         if not path.exists():
-            path.write_text(yaml.safe_dump(run_file(self.arena.lab.shared, self.dir, self.mode, self.trainer)))
-        arguments = [sys.executable, "-m", "rollcall", "train", str(path)]
-        env = {**ENV, "PYTHONPATH": str(self.arena.lab.shared)}
-        self.command = self.arena.hosts[0].start(arguments, env=env, cwd=self.arena.lab.shared)
+            contents = run_file(self.arena.lab.shared, self.dir, mode=self.mode, score=self.score, trainer=self.trainer)
+            path.write_text(yaml.safe_dump(contents))
+        self.commands.append(self.arena.start(0, "train", str(path)))
 
     def wait_for(self, phase: str, *, step: int) -> None:
         """Until this phase of this step, or a later one, has begun."""
         give_up = time.monotonic() + PHASE_S
         while not any(event.phase == phase and event.step >= step for event in read_phases(self.dir)):
-            assert self.command.poll() is None, f"the run ended before {phase} of step {step}:\n{self.command.output}"
-            assert time.monotonic() < give_up, f"{phase} of step {step} did not come:\n{self.command.output}"
+            assert self.command.poll() is None, f"the run ended before {phase} of step {step}:\n{self.said}"
+            assert time.monotonic() < give_up, f"{phase} of step {step} did not come:\n{self.said}"
             time.sleep(0.01)
 
     def end(self) -> None:
         """Wait for the run's own end, and look at everything it left."""
         status = self.command.wait(timeout_s=RUN_S)
-        assert status == 0, f"{self.struck}: ended with {status}:\n{self.command.output}"
+        assert status == 0, f"{self.struck}: ended with {status}:\n{self.said}"
         found = audit(self.dir)
-        assert found.is_clean and found.steps == self.steps, f"{self.struck}: {found}\n{self.command.output}"
-        unseen = [fault for fault in self.struck if not re.search(NOTICED[fault.partition(" in ")[0]], self.said)]
+        assert found.is_clean and found.steps == self.steps, f"{self.struck}: {found}\n{self.said}"
+        unseen = [fault for fault, words, since in self.to_notice if not re.search(words, self.said[since:])]
         assert not unseen, f"{unseen}: the run never took notice:\n{self.said}"
-        losses = loss_by_step(self.dir)
-        assert sorted(losses) == list(range(1, self.steps + 1))
-        if self.steps == STEPS:
-            for step, loss in losses.items():
-                assert abs(loss - self.arena.reference[step]) < TOLERANCE, f"{self.struck}: step {step}: {losses}"
-        hung = [pid for host in self.arena.hosts for pid in workers_on(host)]
-        assert not hung, f"{self.struck}: processes {hung} are left"
-        print(f"\n{self.mode}: {', '.join(self.struck)}: {found.counts()}, loss as undisturbed, 0 processes left")
+        self._compare(self.arena.reference(min(self.steps, COMPARED)))
+        left = self._wait_for_processes()
+        assert not left, f"{self.struck}: processes {left} are left\n{self.said}"
 
-    @property
-    def steps(self) -> int:
-        return self.trainer.get("steps", STEPS)
+    def _compare(self, reference: Path) -> None:
+        """With a run that nothing happened to: every step's numbers, and the weights at the end."""
+        ours, theirs = rows_by_step(self.dir), rows_by_step(reference)
+        assert sorted(ours) == list(range(1, self.steps + 1))
+        for step in range(1, min(self.steps, COMPARED) + 1):
+            row = theirs[step]
+            for name in CURVES:
+                assert abs(ours[step][name] - row[name]) < TOLERANCE, (
+                    f"{self.struck}: {name} of step {step} is {ours[step][name]}, undisturbed {row[name]}\n{self.said}"
+                )
+        if self.steps > COMPARED:
+            return
+        ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (self.dir, reference))
+        total = sum(float((ours[name] - tensor).abs().sum()) for name, tensor in theirs.items())
+        mean = total / sum(tensor.numel() for tensor in theirs.values())
+        assert mean < WEIGHT_TOLERANCE, f"{self.struck}: the weights are off by {mean} on average\n{self.said}"
 
+    def _wait_for_processes(self) -> list[int]:
+        """Those still there at the deadline."""
+        give_up = time.monotonic() + LEFT_S
+        while left := [pid for host in self.arena.hosts for pid in workers_on(host)]:
+            if time.monotonic() > give_up:
+                break
+            time.sleep(0.5)
+        self.hung = len(left)
+        return left
 
-# Faults. Each takes the run and leaves it to itself, or sees to what a person would see to.
-
-
-def kill_worker(run: Run) -> None:
-    os.kill(some_worker(run), signal.SIGKILL)
-
-
-def stop_worker(run: Run) -> None:
-    os.kill(some_worker(run), signal.SIGSTOP)
-
-
-def lose_node_and_return(run: Run) -> None:
-    host = run.arena.hosts[1]
-    host.power_off()
-    time.sleep(2)
-    host.restart()
-    run.arena.join(1)
-
-
-def lose_node_for_good(run: Run) -> None:
-    run.arena.hosts[1].power_off()
-
-
-def cut_for_a_while(run: Run) -> None:
-    host = run.arena.hosts[1]
-    host.cut()
-    time.sleep(CUT_S)
-    host.heal()
-    run.arena.join(1)
-
-
-def kill_controller(run: Run) -> None:
-    run.command.kill()
-    run.before = run.said
-    run.start()
+    def row(self) -> dict[str, Any]:
+        """Of the table at the end; a run that did not come to its end has no number of hung processes."""
+        has_journal = (self.dir / "journal").is_dir()
+        counts = audit(self.dir).counts() if has_journal else {}
+        names = [fault for fault, _ in self.struck]
+        return {
+            "fault": names[0] if len(names) == 1 else f"{len(names)} random faults" if names else "none",
+            "mode": self.mode + (", elastic" if "elastic" in self.trainer else ""),
+            "phase": self.struck[0][1] if len(names) == 1 else "any",
+            "steps": counts.get("steps"),
+            "skipped": counts.get("prompts_skipped"),
+            "trained twice": counts.get("trained_twice"),
+            "regenerated": counts.get("groups_regenerated"),
+            "torn": counts.get("files_torn"),
+            "hung": self.hung,
+        }
 
 
-def kill_head(run: Run) -> None:
-    """The head's host loses its power, and with it the controller; its launcher starts it again, then the command."""
-    run.arena.hosts[0].power_off()
-    run.arena.hosts[0].restart()
-    run.arena.join(0)
-    run.arena.join(1)
-    run.before = run.said
-    run.start()
-
-
-def fill_disk(run: Run) -> None:
-    ballast = run.arena.disk / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(b"\0" * (1 << 20))
-        except OSError:
-            pass  # full
-    time.sleep(8)
-    assert run.command.poll() is None, f"a full disk ended the run:\n{run.command.output}"
-    ballast.unlink()
-
-
-FAULTS: dict[str, Callable[[Run], None]] = {
-    "worker killed": kill_worker,
-    "worker stopped": stop_worker,
-    "node lost and back": lose_node_and_return,
-    "node gone": lose_node_for_good,
-    "network cut for 60 s": cut_for_a_while,
-    "controller killed": kill_controller,
-    "head killed": kill_head,
-    "disk full": fill_disk,
-}
-
-
-# What the run says of each: a fault that nobody took notice of was none.
-LOST = r"is lost, others do its part|goes on from the newest checkpoint"
-NOTICED = {
-    "worker killed": LOST,
-    "worker stopped": r"(?s)is stopped \(state T\).*Thread 0x",
-    "node lost and back": LOST,
-    "node gone": LOST,
-    "network cut for 60 s": LOST,
-    "controller killed": r"resuming ",
-    "head killed": r"resuming ",
-    "disk full": r"No space left on device",
-}
-
-
-def strike(run: Run, fault: str, phase: str, *, step: int) -> None:
-    run.wait_for(phase, step=step)
-    FAULTS[fault](run)
-    run.struck.append(f"{fault} in {phase} of step {step}")
-
-
-def some_worker(run: Run) -> int:
-    """A worker of node 1 that holds a role, by its number here."""
-    give_up = time.monotonic() + PHASE_S
-    while not (found := [pid for pid in workers_on(run.arena.hosts[1]) if has_role(pid)]):
-        assert time.monotonic() < give_up, f"no worker on node 1:\n{run.command.output}"
-        time.sleep(0.2)
-    return random.Random(0).choice(sorted(found))
-
-
-def has_role(pid: int) -> bool:
-    """The process that looks after the node's workers belongs to their group and has none; nor have children of theirs."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::chaos rank")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def workers_on(host: Host) -> list[int]:
-    """All processes of the run's group there."""
-    found = []
-    for pid in host.seen_from_here():
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        if any(variable.startswith(f"{MARK}=".encode()) for variable in variables):
-            found.append(pid)
-    return found
-
-
-# The run
-
-
-def run_file(shared: Path, run_dir: Path, mode: str | None, trainer: dict[str, Any]) -> dict[str, Any]:
+def run_file(shared: Path, run_dir: Path, *, mode: str | None, score: str, trainer: dict[str, Any]) -> dict[str, Any]:
     run: dict[str, Any] = {
         "run": {"name": "chaos", "dir": str(run_dir)},
         "model": {"path": str(shared / "model"), "device": "cpu"},
         "data": {"train": str(shared / "sums.jsonl"), "val": None, "prompts_per_step": 8},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 12},
-        "reward": [{"type": "function", "path": "slow_reward:score"}],
+        "reward": [{"type": "function", "path": f"paced:{score}"}],
         "actor": {"lr": 1.0e-4},
         "trainer": {
             "steps": STEPS, "save_every": SAVE_EVERY, "eval_every": 0, "num_threads": 1, "loggers": [], "max_restarts": 40,
@@ -297,9 +265,10 @@ def run_file(shared: Path, run_dir: Path, mode: str | None, trainer: dict[str, A
     return run
 
 
-def loss_by_step(run_dir: Path) -> dict[int, float]:
+def rows_by_step(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step's update."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    return {row["step"]: row for row in rows if "train/loss" in row}
 
 
 @contextmanager
@@ -310,24 +279,15 @@ def open_arena(folder: Path) -> Iterator[Arena]:
     save_model(shared / "model")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (shared / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (shared / "slow_reward.py").write_text(SLOW_REWARD)
+    (shared / "paced.py").write_text(REWARD.format(pause_s=0.02, long_pause_s=0.1))
+    (folder / "paced.py").write_text(REWARD.format(pause_s=0, long_pause_s=0))
+    shutil.copy(Path(__file__).with_name("holds.py"), shared / "sitecustomize.py")
     # Before the hosts are made, which see the same disk from then on.
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(disk)], check=True)
     try:
-        reference = undisturbed(shared, folder / "reference")
         with Lab(hosts=2, shared=shared) as lab:
-            bring_up(dict(enumerate(lab.hosts)), "--rendezvous", str(lab.shared), "--slots", "2")
-            yield Arena(lab=lab, reference=reference)
+            arena = Arena(lab=lab)
+            arena.join(0, 1)
+            yield arena
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def undisturbed(shared: Path, run_dir: Path) -> dict[int, float]:
-    """The same run in one process, where nothing happens."""
-    path = shared / "reference.yaml"
-    path.write_text(yaml.safe_dump(run_file(shared, run_dir, None, {})))
-    command = [sys.executable, "-m", "rollcall", "train", str(path)]
-    env = {**os.environ, "PYTHONPATH": str(shared), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=shared, env=env, capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, done.stderr
-    return loss_by_step(run_dir)

@@ -44,7 +44,8 @@ class Command:
         self.log, self.error_log = logs
         self._tag = f"{TAG}={self.log}"
         self._alive = alive
-        with self.log.open("wb") as out, self.error_log.open("ab") as err:
+        # Both to append: they may be one file, and a writer with a place of its own would write over the other's lines.
+        with self.log.open("ab") as out, self.error_log.open("ab") as err:
             # A session of its own, made on the host: the leader of an inherited one would be out of its sight.
             self._process = subprocess.Popen(
                 [*enter, *self.arguments],

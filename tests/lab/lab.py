@@ -291,6 +291,7 @@ class Host:
         return {
             **passed,
             "PATH": path,
+            "PYTHONPATH": str(CHECKOUT / "src"),  # this checkout's code, wherever the environment's own install points
             "HOME": str(self.home),
             "USER": "root",
             "LANG": "C.UTF-8",

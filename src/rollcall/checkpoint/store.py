@@ -90,8 +90,11 @@ class CheckpointStore:
         if score is not None and math.isnan(score):
             score = None
         final = self.dir / f"step-{step:06d}"
+        tries = 0
 
         def attempt() -> None:
+            nonlocal tries
+            tries += 1
             self._guard()
             with staging(final) as tmp:
                 write(tmp)
@@ -103,6 +106,8 @@ class CheckpointStore:
                 swap_in(tmp, final)
 
         persist(attempt, path=final, what="the checkpoint; earlier ones are untouched", refuse=CheckpointError)
+        if tries > 1:  # a folder that cannot be written keeps what was begun in it
+            self.clean()
         self._prune(just_saved=final)
         return final
 
@@ -126,7 +131,7 @@ class CheckpointStore:
         ]
 
     def clean(self) -> None:
-        """Remove what a killed save left behind. For the process that saves, once, when it starts."""
+        """Remove what a save left behind that was killed or refused. For the process that saves."""
         self._cleaned = True
         if not self.dir.is_dir():
             return
@@ -136,7 +141,7 @@ class CheckpointStore:
                 log.warning("checkpoint %s was being replaced when the process was killed; it is put back", name)
                 path.rename(self.dir / name)
             elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
-                log.warning("checkpoint folder %s: removing %s, left by a save that was killed", self.dir, path.name)
+                log.warning("checkpoint folder %s: removing %s, left by a save that did not end", self.dir, path.name)
                 shutil.rmtree(path, ignore_errors=True)
 
     def _entries(self) -> list[_Entry]:
@@ -167,6 +172,7 @@ class CheckpointStore:
                 entry.path.rename(trash)
                 shutil.rmtree(trash)
             except OSError as error:
+                self._cleaned = False  # the next save tries again
                 log.warning("old checkpoint %s cannot be removed: %s", entry.path, error)
 
 

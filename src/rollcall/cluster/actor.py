@@ -88,6 +88,9 @@ class Host:
 
         return ray.get_runtime_context().get_node_id()
 
+    def find_pid(self) -> int:
+        return os.getpid()
+
     def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
         """Make the worker; returns this process's id."""
         from rollcall.cluster.environment import open_sealed  # here: it brings the run file's models with it

@@ -163,6 +163,10 @@ def _running(request: NodeRequest, *, say: Say) -> NodeRecord | None:
     if answer.cluster_id != record.cluster_id:
         say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started anew")
         return None
+    if not any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
+        # Cut off for a while, say: Ray here ends as soon as it hears of it, and does not come back by itself.
+        say(f"this node runs Ray, but the head at {record.head_address} holds it for dead; it will be started anew")
+        return None
     return record
 
 

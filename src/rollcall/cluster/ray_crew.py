@@ -87,10 +87,14 @@ class RayCrew:
         progress = Progress()
         self._supervisor.start({spec.node.node_id for spec in self._specs})
         (self.master_port,) = self.gather([self._hosts[0].lease_port.remote()], timeout_s=timeout_s, progress=progress)
-        started = [self._start(spec) for spec in self._specs]
-        self.pids = self.gather(started, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
-        for spec, pid in zip(self._specs, self.pids, strict=True):
+        pids = [host.find_pid.remote() for host in self._hosts]
+        self.pids = self.gather(pids, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        for spec, pid in zip(
+            self._specs, self.pids, strict=True
+        ):  # before they start, which may be what they get stuck in
             self._supervisor.add(spec, pid=pid)
+        started = [self._start(spec) for spec in self._specs]
+        self.gather(started, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
 
     def _start(self, spec: WorkerSpec) -> Any:
         recipe = self._recipe
@@ -118,14 +122,15 @@ class RayCrew:
         self._lost.pop(rank, None)
         deadline = time.monotonic() + timeout_s
         progress = Progress(first_s=30, every_s=300)
-        (node_id,) = self.gather([host.find_node.remote()], timeout_s=timeout_s, progress=progress)
+        found = [host.find_node.remote(), host.find_pid.remote()]
+        node_id, pid = self.gather(found, timeout_s=timeout_s, progress=progress)
         if node_id != spec.node.node_id:  # another node has taken over the rank
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             node = replace(spec.node, node_id=node_id, address=addresses[node_id])
             spec = self._specs[rank] = replace(spec, node=node)
-        (pid,) = self.gather([self._start(spec)], timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
         self.pids = [*self.pids[:rank], pid, *self.pids[rank + 1 :]]
         self._supervisor.add(spec, pid=pid)
+        self.gather([self._start(spec)], timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
         return spec
 
     def _lose(self, losses: Mapping[int, str]) -> None:

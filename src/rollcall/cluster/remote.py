@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.attempts import Budget
+from rollcall.attempts import Budget, headline
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.cluster.backend import Seat
 from rollcall.cluster.connect import connect
@@ -256,6 +257,8 @@ def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> Remot
                 return
             except WorkerLostError as error:
                 loss = error
+                why = headline(loss)
+                print(f"{where} is lost, others do its part until it is replaced: {why}", file=sys.stderr, flush=True)
 
     team.group.tolerate(only)
     return RemoteEngine(

@@ -271,7 +271,7 @@ class RemoteEngine:
         dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]
         if not dead:
             raise error
-        self._weights.settle(timeout_s=SETTLE_S)
+        self._weights.settle(lost=dead, timeout_s=SETTLE_S)
         for worker in dead:
             self._lose(worker, error)
 

@@ -3,6 +3,9 @@
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. A worker that is stopped or stuck is
 made to tell the stacks of its threads, which go to stderr under its name. ``on_loss`` hears of every loss, in this thread,
 with the reason by rank; then whoever is stopped or stuck is killed.
+
+The process on a node that is asked nothing any more for ``ALONE_S`` is cut off, or its controller is gone: it ends the
+workers there, which nobody else can.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollcall.cluster.actor import MARK
+from rollcall.cluster.actor import MARK, end_group
 from rollcall.cluster.backend import WorkerSpec
 from rollcall.cluster.pulse import Seen, dump_stacks, look, pulse_path, stacks_path
 from rollcall.cluster.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 
 STACKS_S = 10.0
+ALONE_S = 60.0
+ENDED_S = 10.0  # for killed workers to be gone
 
 
 class Eyes:
@@ -33,9 +38,19 @@ class Eyes:
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
+        self._asked_s: float | None = None
 
     def look(self, pids: Mapping[int, int]) -> dict[int, Seen]:
+        if self._asked_s is None:
+            threading.Thread(target=self._end_when_alone, name="waits for questions", daemon=True).start()
+        self._asked_s = time.monotonic()
         return {rank: look(pid, pulse_path(self._mark, rank)) for rank, pid in pids.items()}
+
+    def _end_when_alone(self) -> None:
+        while self._asked_s is None or time.monotonic() - self._asked_s < ALONE_S:
+            time.sleep(1.0)
+        end_group(self._mark, timeout_s=ENDED_S)
+        os._exit(1)
 
     def stacks(self, rank: int, pid: int) -> str:
         """Of all threads of a worker that does nothing any more."""

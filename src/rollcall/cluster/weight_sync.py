@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from rollcall.weights import (
     open_receiver,
     open_sender,
 )
+from rollcall.weights.line import decline
+from rollcall.weights.protocol import MissingPeerError
 from rollcall.weights.transports import carrying_for
 
+DECLINE_S = 2.0
 HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy without training it
 
 
@@ -74,9 +78,13 @@ class WeightSync:
             self._broken_off = futures
             raise
 
-    def settle(self, *, timeout_s: float) -> None:
+    def settle(self, *, lost: Collection[int], timeout_s: float) -> None:
         """After a push that failed, wait until the actor's processes have given it up; raises if one does not."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
+        for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
+            # One that had come is missed by the sender itself, which then listens no more, or it is on a host of its own.
+            with suppress(MissingPeerError):
+                decline(self._invitations[name], name=name, timeout_s=DECLINE_S)
         for worker, future in zip(actors, self._broken_off, strict=False):
             left_s = max(deadline - time.monotonic(), 0.1)
             if not self._team.group.wait_for_some([future], timeout_s=left_s):

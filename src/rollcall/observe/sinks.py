@@ -37,9 +37,13 @@ class JsonlSink:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else [row for row in read_rows(self.path) if row["step"] <= resume_step]
-        if kept or self.path.exists():
-            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = AppendFile(self.path, good_end=lines_end)
+
+        def start() -> AppendFile:
+            if kept or self.path.exists():
+                write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            return AppendFile(self.path, good_end=lines_end)
+
+        self._file = persist(start, path=self.path, what="the metrics of earlier steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, "time": round(time.time(), 3)}

@@ -1,7 +1,8 @@
 """Short messages between a sender and each of its receivers, over a socket: JSON with its length in front.
 
-A closed line means that the peer is gone, which is noticed at once; silence is noticed at the deadline. Both name the
-peer. The sender listens, on a name of this host or on a TCP port, and lets in whom it expects and who knows its secret.
+A closed line means that the peer is gone, which is noticed at once; a host that is gone without a word, within ``SILENT_S``,
+since its kernel answers no more; a peer that lives and is silent, at the deadline. All name the peer. The sender listens,
+on a name of this host or on a TCP port, and lets in whom it expects and who knows its secret.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from rollcall.weights.protocol import Carrying, Invitation, MissingPeerError
 
 HELLO_S = 5.0  # whoever connects says who it is within this time
 FIRST_WORD_S, NEXT_WORD_S = 2.0, 10.0  # when a wait is told of
+PROBE_S = 2  # between two questions to the peer's kernel, while nothing is said
+SILENT_S = 8  # without an answer of it the peer is gone
 LONGEST_MESSAGE = 256 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -59,6 +62,7 @@ class Line:
         self.socket = connection
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _probe(connection)
 
     def tell(self, message: Mapping[str, Any], deadline: Deadline) -> None:
         data = json.dumps(message).encode()
@@ -74,8 +78,8 @@ class Line:
         try:
             self.socket.settimeout(deadline.left_s)
             self.socket.sendall(data)
-        except TimeoutError:
-            raise self._silent(deadline) from None
+        except TimeoutError as error:
+            raise (self.gone(error) if error.errno else self._silent(deadline)) from None
         except OSError as error:
             raise self.gone(error) from None
 
@@ -85,7 +89,9 @@ class Line:
             try:
                 self.socket.settimeout(deadline.until_word_s)
                 data = self.socket.recv(most)
-            except TimeoutError:
+            except TimeoutError as error:
+                if error.errno:  # the kernel's word: nobody answers there
+                    raise self.gone(error) from None
                 if deadline.has_passed:
                     raise self._silent(deadline) from None
                 deadline.tell(f"weights: waiting for {self.peer}")
@@ -205,6 +211,10 @@ class Desk:
                 continue
             line.peer = name
             lines[name], hellos[name] = line, hello
+            if hello.get("gone"):
+                for line in lines.values():
+                    line.close()
+                raise MissingPeerError(f"{name} is lost, and does not come for its weights")
         return {name: lines[name] for name in self._receivers}, hellos
 
     def close(self) -> None:
@@ -234,6 +244,20 @@ def call(invitation: Invitation, *, name: str, deadline: Deadline, about: Mappin
     line = Line(connection, peer=invitation.sender)
     line.tell({"name": name, "secret": invitation.secret, **about}, deadline)
     return line
+
+
+def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
+    """Tell a sender that waits for this receiver that it does not come, on the behalf of one that is lost."""
+    call(invitation, name=name, deadline=Deadline(timeout_s), about={"gone": True}).close()
+
+
+def _probe(connection: socket.socket) -> None:
+    """Let the kernel find out whether the peer's host is there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    times = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_USER_TIMEOUT": SILENT_S * 1000}
+    for name, value in {**times, "TCP_KEEPCNT": SILENT_S // PROBE_S}.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them all
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _listen_locally(name: str) -> socket.socket:

@@ -1,0 +1,92 @@
+"""Copied to the hosts' Python path as ``sitecustomize``: holds a worker at a point of its work, so that it can be killed there.
+
+The first worker that reaches POINT while a file ``hold-POINT`` lies beside this one writes its node and rank into
+``held-POINT`` and waits for its end; the others go on, and find it missing. It changes nothing unless it is asked to.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+HELD_S = 600.0
+
+
+def hold(point: str) -> None:
+    if not (HERE / f"hold-{point}").exists() or "RANK" not in os.environ:
+        return
+    scratch = HERE / f"held-{point}-{os.environ['RANK']}"
+    scratch.write_text(f"{os.environ['NODE_RANK']} {os.environ['RANK']}")
+    try:
+        os.link(scratch, HERE / f"held-{point}")  # appears whole, and to one of them
+    except FileExistsError:
+        return
+    time.sleep(HELD_S)
+
+
+def before(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def held(*args: Any, **kwargs: Any) -> Any:
+        hold(point)
+        return function(*args, **kwargs)
+
+    return held
+
+
+def inside_backward(grad: Callable[..., Any]) -> Callable[..., Any]:
+    def held(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        loss.register_hook(lambda gradient: hold("backward"))
+        return grad(loss, *args, **kwargs)
+
+    return held
+
+
+def hold_learner(module: Any) -> None:
+    module.Learner._loss = before("forward", module.Learner._loss)
+
+
+def hold_whole(module: Any) -> None:
+    module.torch.autograd.grad = inside_backward(module.torch.autograd.grad)
+
+
+def hold_gang(module: Any) -> None:
+    module.Gang._sum_bucket = before("all-reduce", module.Gang._sum_bucket)
+
+
+def hold_save(module: Any) -> None:
+    """The model is written by then, the optimizer's state is not."""
+    module._save = before("save", module._save)
+
+
+AFTER_IMPORT = {
+    "rollcall.learner.learner": hold_learner,
+    "rollcall.learner.whole": hold_whole,
+    "rollcall.learner.gang": hold_gang,
+    "rollcall.checkpoint.training": hold_save,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        change = AFTER_IMPORT.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if change else None
+        if change is None or spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_change(module: Any) -> None:
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+
+if __name__ == "sitecustomize":
+    sys.meta_path.insert(0, Finder())
