@@ -84,7 +84,8 @@ class Arena:
 
     def start(self, rank: int, *arguments: str) -> Command:
         """A `rollcall` command on a host. Its Python path has the reward and what holds workers (``holds.py``)."""
-        env = {**ENV, "PYTHONPATH": f"{self.lab.shared}{os.pathsep}{CHECKOUT / 'src'}"}
+        # The slots are logical ones, also on a machine with an accelerator.
+        env = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{self.lab.shared}{os.pathsep}{CHECKOUT / 'src'}"}
         command = [*AS_USER, sys.executable, "-m", "rollcall", *arguments]
         return self.hosts[rank].start(command, env=env, cwd=self.lab.shared)
 
