@@ -89,10 +89,8 @@ class RayCrew:
         (self.master_port,) = self.gather([self._hosts[0].lease_port.remote()], timeout_s=timeout_s, progress=progress)
         pids = [host.find_pid.remote() for host in self._hosts]
         self.pids = self.gather(pids, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
-        for spec, pid in zip(
-            self._specs, self.pids, strict=True
-        ):  # before they start, which may be what they get stuck in
-            self._supervisor.add(spec, pid=pid)
+        for spec, pid in zip(self._specs, self.pids, strict=True):
+            self._supervisor.add(spec, pid=pid)  # before they start, which may be what they get stuck in
         started = [self._start(spec) for spec in self._specs]
         self.gather(started, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
 
