@@ -23,8 +23,8 @@ from rollcall.weights.layout import BucketSize, Layout
 from rollcall.weights.line import Deadline, Line
 from rollcall.weights.protocol import StaleUpdateError, TornUpdateError
 
-# Spans follow each other as in the file, and each is summed while it is in the cache.
-BUCKETS = BucketSize(num_bytes=512 << 10, alone_from=0)
+# Spans follow each other as in the file; receivers sum each while it is in the cache.
+BUCKETS = BucketSize(num_bytes=2 << 20, alone_from=0)
 SUFFIX = ".safetensors"
 LOOK_S = 0.1
 SEEN_S = 30.0
@@ -96,7 +96,7 @@ class FileInlet:
             start = file.tell()
             half = len(buckets) // 2
             middle = start + sum(len(span) for bucket in buckets[:half] for span in bucket)
-            with ThreadPoolExecutor(max_workers=2) as pool:  # one core alone reads as fast as it copies memory
+            with ThreadPoolExecutor(max_workers=2) as pool:  # reading is copying, which keeps a core busy
                 parts = [
                     pool.submit(_read, file, buckets[:half], start=start, path=path),
                     pool.submit(_read, file, buckets[half:], start=middle, path=path),
