@@ -374,7 +374,13 @@ def test_changes_that_make_no_sense_are_refused_before_they_are_written(spoil: A
 # Files
 
 
-def test_a_file_of_weights_opens_with_safetensors_and_is_gone_after_the_update(tmp_path: Path) -> None:
+@pytest.fixture(params=[1 << 30, 1000], ids=["one file", "several"])
+def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("rollcall.weights.file.PART_BYTES", request.param)
+    return request.param
+
+
+def test_files_of_weights_open_with_safetensors_and_are_gone_after_the_update(tmp_path: Path, part_bytes: int) -> None:
     (tmp_path / "weights-00000009.safetensors.tmp").write_bytes(b"left by a sender that was killed")
     meeting = Meeting(KINDS["file"], make_tensors(0, torch.bfloat16), tmp_path, num_receivers=1)
     receiver: Any = meeting.receivers["rollout 0"]
@@ -388,8 +394,10 @@ def test_a_file_of_weights_opens_with_safetensors_and_is_gone_after_the_update(t
     receiver._inlet.take = look
     meeting.update(3)
     assert not list(tmp_path.iterdir())
-    ((name, tensors),) = found
-    assert name == "weights-00000003.safetensors" and tensors.keys() == meeting.tensors.keys()
+    assert {name for name, _ in found} == {f"weights-00000003-{number:02d}.safetensors" for number in range(len(found))}
+    assert (len(found) > 1) == (part_bytes == 1000)
+    tensors = {name: tensor for _, part in found for name, tensor in part.items()}
+    assert tensors.keys() == meeting.tensors.keys()
     assert torch.equal(tensors["by_columns"].t(), meeting.tensors["by_columns"])
     meeting.close()
 
@@ -403,7 +411,7 @@ def test_a_file_of_weights_opens_with_safetensors_and_is_gone_after_the_update(t
     ids=["short", "other"],
 )
 def test_a_file_that_is_cut_short_or_something_else_is_refused_and_written_again(
-    spoil: Any, reason: str, tmp_path: Path
+    spoil: Any, reason: str, tmp_path: Path, part_bytes: int
 ) -> None:
     meeting = Meeting(KINDS["file"], make_tensors(0), tmp_path, num_receivers=1)
     receiver: Any = meeting.receivers["rollout 0"]

@@ -1,7 +1,8 @@
-"""Weights through a file in a folder that all hosts share.
+"""Weights through files in a folder that all hosts share.
 
-The file is in safetensors' format, written under another name and renamed when complete, with its version in the
-metadata. Once all receivers have it, it is removed: nothing is left of a run, and a receiver that comes later is sent its own.
+The files are in safetensors' format, a few tensors each, so that receivers read one while the next is being written. Each is
+written under another name and renamed when complete, with its version in the metadata. Once all receivers have them, they
+are removed: nothing is left of a run, and a receiver that comes later is sent its own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,12 +20,13 @@ import torch
 
 from rollcall.weights.carrier import Bucket
 from rollcall.weights.checksum import checksum
-from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.layout import BucketSize, Entry, Layout
 from rollcall.weights.line import Deadline, Line
 from rollcall.weights.protocol import StaleUpdateError, TornUpdateError
 
-# Spans follow each other as in the file; receivers sum each while it is in the cache.
-BUCKETS = BucketSize(num_bytes=2 << 20, alone_from=0)
+# Spans follow each other as in the files, and each is summed while it is in the cache.
+BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)
+PART_BYTES, MOST_PARTS = 32 << 20, 16
 SUFFIX = ".safetensors"
 LOOK_S = 0.1
 SEEN_S = 30.0
@@ -54,17 +56,20 @@ class FileOutlet:
         self._lines = lines
 
     def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
-        path = self._path(version)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as file:
-            write_header(file, layout, version=version)
-            for bucket in buckets:
-                for span in bucket:
-                    file.write(span.cpu().numpy().data)
-        os.replace(temporary, path)
-        for line in self._lines.values():
-            line.tell({"path": str(path.resolve())}, deadline)
-        return [checksum(bucket) for bucket in buckets]  # while the receivers read
+        sums, rest = [], iter(buckets)
+        for number, part in enumerate(parts_of(layout)):
+            path = self._folder / f"weights-{version:08d}-{number:02d}{SUFFIX}"
+            temporary = path.with_name(path.name + ".tmp")
+            with temporary.open("wb") as file:
+                write_header(file, part, version=version)
+                for bucket in islice(rest, len(part.buckets(BUCKETS))):
+                    for span in bucket:
+                        file.write(span.cpu().numpy().data)
+                    sums.append(checksum(bucket))
+            os.replace(temporary, path)
+            for line in self._lines.values():
+                line.tell({"path": str(path.resolve())}, deadline)
+        return sums
 
     def done(self, version: int) -> None:
         self.close()
@@ -72,9 +77,6 @@ class FileOutlet:
     def close(self) -> None:
         for path in self._folder.glob(f"weights-*{SUFFIX}*"):
             path.unlink(missing_ok=True)
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"weights-{version:08d}{SUFFIX}"
 
 
 class FileInlet:
@@ -88,38 +90,53 @@ class FileInlet:
 
     def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
         assert self._line is not None, "open comes first"
-        path = Path(self._line.hear(deadline)["path"])
+        sums, rest = [], iter(buckets)
+        refusal: StaleUpdateError | TornUpdateError | None = None
+        for part in parts_of(layout):  # the sender tells of all, also where one was refused
+            path = Path(self._line.hear(deadline)["path"])
+            mine = islice(rest, len(part.buckets(BUCKETS)))
+            try:
+                if refusal is None:
+                    sums += self._read(path, mine, version=version, deadline=deadline)
+            except (StaleUpdateError, TornUpdateError) as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
+        return sums
+
+    def _read(self, path: Path, buckets: Iterable[Bucket], *, version: int, deadline: Deadline) -> list[int]:
+        assert self._line is not None
+        sums = []
         with _open(path, self._line, deadline) as file:
             found = read_metadata(file, path=path).version
             if found != version:
                 raise StaleUpdateError(f"{path} holds version {found}, and version {version} is due")
-            start = file.tell()
-            half = len(buckets) // 2
-            middle = start + sum(len(span) for bucket in buckets[:half] for span in bucket)
-            with ThreadPoolExecutor(max_workers=2) as pool:  # reading is copying, which keeps a core busy
-                parts = [
-                    pool.submit(_read, file, buckets[:half], start=start, path=path),
-                    pool.submit(_read, file, buckets[half:], start=middle, path=path),
-                ]
-                return [one for part in parts for one in part.result()]
+            for bucket in buckets:
+                for span in bucket:
+                    host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
+                    if file.readinto(host.numpy().data) != len(span):  # type: ignore[attr-defined]
+                        raise TornUpdateError(f"{path} is cut short")
+                    if host is not span:
+                        span.copy_(host)
+                sums.append(checksum(bucket))
+        return sums
 
     def close(self) -> None:
         return
 
 
-def _read(file: BinaryIO, buckets: Sequence[Bucket], *, start: int, path: Path) -> list[int]:
-    """Fill these buckets with what lies in the file from ``start`` on; their checksums."""
-    sums = []
-    for bucket in buckets:
-        for span in bucket:
-            host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
-            if os.preadv(file.fileno(), [host.numpy().data], start) != len(span):
-                raise TornUpdateError(f"{path} is cut short")
-            start += len(span)
-            if host is not span:
-                span.copy_(host)
-        sums.append(checksum(bucket))
-    return sums
+def parts_of(layout: Layout) -> list[Layout]:
+    """The tensors of each file, in their order."""
+    least = max(PART_BYTES, layout.num_bytes // MOST_PARTS)
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in layout.entries:
+        if size >= least:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.num_bytes
+    return [Layout(tuple(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
