@@ -36,7 +36,7 @@ format: $(DEV)  ## let ruff format the tree
 	$(BIN)/ruff format .
 
 slow: $(DEV)  ## the tests that take long, but for the faults of `make chaos`
-	$(BIN)/python -m pytest -q -m "slow and not vllm and not chaos"
+	$(BIN)/python -m pytest -q -m "slow and not vllm" --ignore=tests/chaos
 
 chaos: $(DEV)  ## every fault on lab hosts, the long ones too; ends with a table (two hours on two cores)
 	$(BIN)/python -m pytest -q -m chaos tests/chaos
