@@ -1,7 +1,7 @@
 """Freed memory stays with the process.
 
 An update on a CPU allocates and frees the same large tensors over and over. glibc gives blocks of that size back to the
-kernel at once, and getting them again costs a page fault and a zeroed page for every 4 KiB: a fifth of an update.
+kernel at once, and getting them again costs a page fault and a zeroed page for every 4 KiB.
 """
 
 from __future__ import annotations

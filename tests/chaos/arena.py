@@ -147,9 +147,8 @@ class Run:
     trainer: dict[str, Any]
     commands: list[Command] = field(default_factory=list)  # one more each time that its controller was killed
     struck: list[tuple[str, str]] = field(default_factory=list)  # fault and phase
-    to_notice: list[tuple[str, str, int]] = field(
-        default_factory=list
-    )  # fault, what the run says of it, and since where
+    # A fault, what the run says of it, and since where in its output.
+    to_notice: list[tuple[str, str, int]] = field(default_factory=list)
     hung: int | None = None  # processes left when it had ended
 
     @property
