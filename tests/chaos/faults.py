@@ -18,18 +18,19 @@ from chaos.workers import rank_of, workers_on
 
 CUT_S, SHORT_CUT_S = 60.0, 15.0
 WRITES_WAIT_S = 3.0  # for which a disk stays as it is once the run has complained of it
+SIGNALS = {"worker killed": signal.SIGKILL, "worker stopped": signal.SIGSTOP}
 FOLDERS = ("", "journal", "checkpoints", "samples")  # of a run directory
 
 
 @contextmanager
 def kill_worker(run: Run) -> Iterator[None]:
-    os.kill(some_worker(run), signal.SIGKILL)
+    os.kill(some_worker(run), SIGNALS["worker killed"])
     yield
 
 
 @contextmanager
 def stop_worker(run: Run) -> Iterator[None]:
-    os.kill(some_worker(run), signal.SIGSTOP)
+    os.kill(some_worker(run), SIGNALS["worker stopped"])
     yield
 
 
@@ -164,8 +165,8 @@ def strike(run: Run, *faults: str, phase: str, step: int) -> None:
     run.to_notice += [(fault, NOTICED[fault], since) for fault in faults if alone or NOTICED[fault] != LOST]
 
 
-def kill_held(run: Run, point: str, *, phase: str, step: int) -> None:
-    """Kill an actor rank in the middle of this point of its work, which it has reached when this returns from waiting."""
+def strike_held(run: Run, fault: str, *, point: str, phase: str, step: int) -> None:
+    """Kill or stop a worker in the middle of this point of its work, which it reaches after this phase has begun."""
     shared = run.arena.lab.shared
     run.wait_for(phase, step=step)
     (shared / f"hold-{point}").touch()
@@ -179,9 +180,9 @@ def kill_held(run: Run, point: str, *, phase: str, step: int) -> None:
     for path in (shared / f"hold-{point}", held, *shared.glob(f"held-{point}-*")):
         path.unlink()
     since = len(run.said)
-    os.kill(pid, signal.SIGKILL)
-    run.struck.append(("actor rank killed", point))
-    run.to_notice.append(("actor rank killed", LOST, since))
+    os.kill(pid, SIGNALS[fault])
+    run.struck.append((fault, point))
+    run.to_notice.append((fault, NOTICED[fault], since))
 
 
 def wait_for_words(run: Run, words: str, *, since: int) -> None:

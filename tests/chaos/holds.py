@@ -1,4 +1,4 @@
-"""Copied to the hosts' Python path as ``sitecustomize``: holds a worker at a point of its work, so that it can be killed there.
+"""Copied to the hosts' Python path as ``sitecustomize``: holds a worker at a point of its work, to be struck there.
 
 The first worker that reaches POINT while a file ``hold-POINT`` lies beside this one writes its node and rank into
 ``held-POINT`` and waits for its end; the others go on, and find it missing. It changes nothing unless it is asked to.
@@ -64,11 +64,17 @@ def hold_save(module: Any) -> None:
     module._save = before("save", module._save)
 
 
+def hold_weights(module: Any) -> None:
+    module.WorkerWeights.send = before("sending weights", module.WorkerWeights.send)
+    module.WorkerWeights.receive = before("receiving weights", module.WorkerWeights.receive)
+
+
 AFTER_IMPORT = {
     "rollcall.learner.learner": hold_learner,
     "rollcall.learner.whole": hold_whole,
     "rollcall.learner.gang": hold_gang,
     "rollcall.checkpoint.training": hold_save,
+    "rollcall.cluster.weight_sync": hold_weights,
 }
 
 

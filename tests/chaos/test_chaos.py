@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lab.lab import needs_lab
 
-from chaos.arena import Arena, open_arena
-from chaos.faults import kill_held, strike
+from chaos.arena import STEPS, Arena, open_arena
+from chaos.faults import strike, strike_held
 
 pytestmark = [needs_lab, pytest.mark.chaos]
 ELASTIC: dict[str, Any] = {"elastic": {"min_nodes": 1, "wait_s": 5}}
@@ -54,11 +54,23 @@ def test_workers_and_nodes_may_go_in_any_phase(arena: Arena, mode: str, fault: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["aggregate", "engine restore", "final sync"])
+@pytest.mark.parametrize("phase", ["aggregate", "engine restore"])
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
 def test_a_worker_may_stop_in_the_other_phases(arena: Arena, mode: str, phase: str) -> None:
     with arena.run(mode) as run:
-        strike(run, "worker stopped", phase=phase, step=6 if phase == "final sync" else 3)
+        strike(run, "worker stopped", phase=phase, step=3)
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "point"),
+    [("collocated", "sending weights"), ("disaggregated", "receiving weights")],
+    ids=["collocated", "disaggregated"],
+)
+def test_a_worker_may_stop_in_the_final_sync(arena: Arena, mode: str, point: str) -> None:
+    with arena.run(mode) as run:
+        strike_held(run, "worker stopped", point=point, phase="update", step=STEPS)
         run.end()
 
 
@@ -67,7 +79,7 @@ def test_a_worker_may_stop_in_the_other_phases(arena: Arena, mode: str, phase: s
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
 def test_an_actor_rank_may_die_at_any_point_of_its_work(arena: Arena, mode: str, point: str) -> None:
     with arena.run(mode) as run:
-        kill_held(run, point, phase="rollout", step=3)
+        strike_held(run, "worker killed", point=point, phase="rollout", step=3)
         run.end()
 
 
