@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="Python that has TRL")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
-    parser.add_argument("--compile", action="store_true", help="actor.compile=true: compile the learner's layers")
+    parser.add_argument("--compile", action="store_true", help="actor.compile=true, rollout.compile=true")
     parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
     workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
@@ -43,7 +43,7 @@ def main() -> None:
         budget = args.tokens_per_microbatch or (16384 if args.device == "cpu" else 32768)
         config = make_config(
             workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, engine=args.engine,
-            tokens_per_microbatch=budget, compile=args.compile or None,
+            tokens_per_microbatch=budget, compile=args.compile,
         )  # fmt: skip
         peer = ratio = None
         if args.peer == "local":

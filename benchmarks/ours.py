@@ -50,6 +50,7 @@ def make_config(
     device: str,
     steps: int,
     engine: str = "native",
+    compile: bool = False,
     **actor: Any,
 ) -> Config:
     """The workload as a run file; prompts of all steps in one data file."""
@@ -72,12 +73,13 @@ def make_config(
             },
             "rollout": {
                 "engine": engine,
+                "compile": compile,
                 "samples_per_prompt": workload.samples_per_prompt,
                 "max_response_tokens": max(workload.new_tokens),
                 "max_running": workload.num_completions,
             },
             "reward": [{"type": "function", "path": "benchmarks.rewards:noise"}],
-            "actor": {"lr": 1e-6, **actor},
+            "actor": {"lr": 1e-6, "compile": compile or None, **actor},
             "trainer": {"steps": steps, "save_every": 0, "eval_every": 0, "num_threads": workload.threads, "loggers": []},
         }
     )  # fmt: skip

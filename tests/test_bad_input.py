@@ -145,6 +145,13 @@ def edit_tokenizer(model: Path, **changes: Any) -> None:
             path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
+@pytest.mark.parametrize("key", ["actor.compile", "rollout.compile"])
+def test_compiling_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=f"{key}: true needs a C\\+\\+ compiler .* 'no-such-compiler'"):
+        finish(make_run(tmp_path, f"{key}=true"))
+
+
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama-tied")
     edit_tokenizer(tmp_path / "model", eos_token=None)

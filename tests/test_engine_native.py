@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch
 pytest.register_assert_rewrite("engine_contract")
 
 from engine_contract import *  # noqa: F403
-from engine_contract import TOLERANCE, EngineKind, Tight, off_by, request, requests_for, run, run_one
-from tiny import ARCHITECTURES, make_model, make_tokenizer, random_prompts, reference_logprobs
+from engine_contract import TOLERANCE, EngineKind, Tight, ids_of, off_by, request, requests_for, run, run_one
+from tiny import ARCHITECTURES, make_model, make_tokenizer, needs_compiler, random_prompts, reference_logprobs
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from rollcall.decoder import Decoder, UnsupportedModel, fuse_parameters
@@ -23,15 +25,17 @@ from rollcall.engine.native.engine import NativeEngine
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
 
 
-def make_engine(model: Any, tokenizer: Any, *, max_running: int = 16, kv_tokens: int | None = None) -> NativeEngine:
+def make_engine(
+    model: Any, tokenizer: Any, *, max_running: int = 16, kv_tokens: int | None = None, compile: bool = False
+) -> NativeEngine:
     fuse_parameters(model)
-    return NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens)
+    return NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, compile=compile)
 
 
-def native(device: str, tight: Tight) -> EngineKind:
+def native(device: str, tight: Tight, *, compile: bool = False) -> EngineKind:
     return EngineKind(
         device=device,
-        make=make_engine,
+        make=partial(make_engine, compile=compile),
         push_weights=lambda engine, model, version: engine.update_weights(version),
         num_preemptions=lambda engine: engine.num_preemptions,
         tight=tight,
@@ -39,13 +43,33 @@ def native(device: str, tight: Tight) -> EngineKind:
 
 
 CPU = native("cpu", Tight(kv_tokens=120, prompt_lengths=(3, 12), max_tokens=24))
+COMPILED = native("cpu", CPU.tight, compile=True)
 # KV blocks hold 64 tokens there: eight completions start in one block each and all need a second one.
 CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_tokens=60))
 
 
-@pytest.fixture(params=[pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)])
-def kind(request: pytest.FixtureRequest) -> EngineKind:
-    return request.param
+@pytest.fixture(
+    params=[
+        pytest.param(CPU, id="cpu"),
+        pytest.param(COMPILED, id="compiled", marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
+    ]
+)
+def kind(request: pytest.FixtureRequest) -> Iterator[EngineKind]:
+    # Past its limit the compiler gives up, and nothing compiled would be tested; the models here are many.
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield request.param
+
+
+@needs_compiler
+def test_compiled_steps_draw_what_plain_ones_draw(tokenizer: Any) -> None:
+    """From prompts of several lengths, so that rows are masked and end at different steps, the last of them alone."""
+    model, requests = make_model("qwen2-tied"), requests_for(random_prompts(5, lengths=(3, 20)))
+    plain, compiled = (
+        run(make_engine(model, tokenizer, max_running=4, compile=compile), requests) for compile in (False, True)
+    )
+    assert ids_of(compiled) == ids_of(plain)
+    assert off_by(model, requests, compiled) < TOLERANCE
 
 
 def test_a_prompt_is_filled_once_for_all_its_completions(kind: EngineKind, model: Any, tokenizer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import ARCHITECTURES, make_model, random_prompts, reference_logprobs
+from tiny import ARCHITECTURES, make_model, needs_compiler, random_prompts, reference_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -180,6 +180,14 @@ def test_the_gradient_equals_that_of_transformers(architecture: str) -> None:
     expected = naive_gradients(make_model(architecture), algorithm, samples)
     packed = gradients(make_learner(trainable(architecture), algorithm, tokens_per_microbatch=60), samples)
     assert_same_gradient(packed, expected, tolerance=1e-4)
+
+
+@needs_compiler
+def test_a_compiled_learner_has_the_gradient_of_a_plain_one() -> None:
+    samples = make_samples(make_model("qwen3-untied"))
+    compiled = make_learner(trainable("qwen3-untied"))
+    compiled.body.compile()
+    assert_same_gradient(gradients(compiled, samples), gradients(make_learner(trainable("qwen3-untied")), samples))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import (
     LlamaConfig,
@@ -20,6 +23,9 @@ from transformers import (
 
 from rollcall.tiny import char_tokenizer
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="compiling for a CPU needs a C++ compiler (g++, or CXX)"
+)
 SHAPE: dict[str, Any] = dict(
     vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,

@@ -192,6 +192,9 @@ class RolloutSection(Section):
         "at most 1 GiB).",
     )
     kv_memory_fraction: float = _field(0.3, "Share of the CUDA card's memory for the KV cache.", gt=0, lt=1)
+    compile: bool = _field(
+        False, "Compile decoding on a CPU too, which takes half a minute once and a C++ compiler; on CUDA it always is."
+    )
     weights: WeightTransport = _field(
         "auto",
         "How new weights reach engines outside of the actor's processes: shared memory on its node and a broadcast to "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 
 from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
-from rollcall.config import Config, ExactReward, ModelReward, Ppo, RolloutSection
+from rollcall.config import Config, ConfigError, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
@@ -171,8 +172,20 @@ def build_learner(
         keep_freed_memory()
     pays = not on_cpu and num_parameters >= COMPILE_FROM
     if config.actor.compile if config.actor.compile is not None else pays:
+        if on_cpu:
+            check_compiler("actor.compile")
         learner.body.compile()
     return learner
+
+
+def check_compiler(key: str) -> None:
+    """Refuse to compile for a CPU where torch would not find what it compiles with."""
+    program = os.environ.get("CXX", "g++")
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"{key}: true needs a C++ compiler on a CPU, and there is no {program!r}; install g++, name another in CXX, or "
+            f"leave the key out"
+        )
 
 
 def check_engine(rollout: RolloutSection) -> None:
@@ -186,12 +199,15 @@ def build_engine(
 ) -> LocalEngine:
     """The engine of this process; whatever runs it, its weights are those of ``model``."""
     if rollout.engine == "native":
+        if rollout.compile and next(model.parameters()).device.type == "cpu":
+            check_compiler("rollout.compile")
         return NativeEngine(
             model,
             tokenizer,
             max_running=rollout.max_running,
             kv_tokens=rollout.kv_tokens,
             kv_fraction=rollout.kv_memory_fraction,
+            compile=rollout.compile,
         )
     say("starting vLLM in a process of its own (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())

@@ -22,11 +22,20 @@ from rollcall.types import FinishReason
 
 class NativeEngine:
     def __init__(
-        self, model: nn.Module, tokenizer: Any, *, max_running: int, kv_tokens: int | None, kv_fraction: float = 0.3
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        max_running: int,
+        kv_tokens: int | None,
+        kv_fraction: float = 0.3,
+        compile: bool = False,
     ):
         decoder = Decoder.of(model)
         self.tokenizer = tokenizer
-        self.runner = make_runner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
+        self.runner = make_runner(
+            decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction, compile=compile
+        )
         self.max_positions = decoder.max_positions
         self.version = 0
         self.num_preemptions = 0
@@ -127,14 +136,16 @@ class NativeEngine:
         ]
 
 
-def make_runner(decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float) -> Runner:
+def make_runner(
+    decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float, compile: bool
+) -> Runner:
     if decoder.device.type == "cuda":
         from rollcall.engine.native.paged import PagedRunner
 
         return PagedRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
     from rollcall.engine.native.rows import RowRunner
 
-    return RowRunner(decoder, max_running=max_running, kv_tokens=kv_tokens)
+    return RowRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile)
 
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:

@@ -23,8 +23,9 @@ COLUMN_STEP = 32  # rows grow by this many columns
 
 
 class RowRunner:
-    def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None):
+    def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, compile: bool = False):
         self.decoder = decoder
+        self._next_logits = _compiled if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.num_rows = 0
@@ -156,23 +157,18 @@ class RowRunner:
 
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         decoder = self.decoder
-        kv_heads, dim, scale = decoder.num_kv_heads, decoder.head_dim, decoder.head_dim**-0.5
         column, lead = self._column, int(self._position[:rows].max())
-        seats, live = slice(rows * kv_heads), slice(column - lead, column + 1)
+        seats, live = slice(rows * decoder.num_kv_heads), slice(column - lead, column + 1)
         masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._keys[index][seats, :, column].view(k.shape).copy_(k)
-            self._values[index][seats, column].view(v.shape).copy_(v)
-            # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
-            grouped = q.reshape(rows * kv_heads, -1, dim)
-            mask = masks[decoder.layers[index].window]
-            keys, values = self._keys[index][seats, :, live], self._values[index][seats, live]
-            scores = torch.baddbmm(mask, grouped, keys, beta=1 if mask.numel() > 1 else 0, alpha=scale)
-            return torch.bmm(torch.softmax(scores, dim=-1), values).view(rows, -1)
-
-        token_ids, positions = torch.from_numpy(self._next[:rows]), torch.from_numpy(self._position[:rows])
-        sampled = self._sample(decoder.logits(decoder.forward(token_ids, positions, attend)), rows)
+        logits = self._next_logits(
+            decoder,
+            torch.from_numpy(self._next[:rows]),
+            torch.from_numpy(self._position[:rows]),
+            [keys[seats, :, live] for keys in self._keys],
+            [values[seats, live] for values in self._values],
+            [masks[layer.window] for layer in decoder.layers],
+        )
+        sampled = self._sample(logits, rows)
         self._next[:rows] = sampled[0]
         self._position[:rows] += 1
         self._column += 1
@@ -190,13 +186,13 @@ class RowRunner:
         )
         return out.tokens.numpy(), out.logprobs.numpy()
 
-    def _mask(self, rows: int, lead: int, window: int) -> Tensor:
-        """Additive [rows * Hkv, 1, lead + 1]; a single zero when every row sees every column."""
+    def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
+        """Additive [rows * Hkv, 1, lead + 1]; None: every row sees every column."""
         past = torch.from_numpy(self._position[:rows])
         if window:
             past = past.clamp(max=window - 1)
         if int(past.min()) == lead:
-            return torch.zeros(1, 1, 1)
+            return None
         hidden = torch.arange(lead, -1, -1) > past.repeat_interleave(self.decoder.num_kv_heads)[:, None]
         return torch.zeros(len(hidden), 1, lead + 1).masked_fill_(hidden[:, None], -torch.inf)
 
@@ -227,3 +223,53 @@ class RowRunner:
                 column.append(self._column - self._position[filled_row] + tokens)
             start += len(tokens)
         return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
+
+
+def next_logits(
+    decoder: Decoder,
+    token_ids: Tensor,
+    positions: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    masks: list[Tensor | None],
+) -> Tensor:
+    """float32 logits [rows, V] behind one more token of every row.
+
+    ``keys`` [rows * Hkv, D, columns] and ``values`` [rows * Hkv, columns, D] of each layer end with the token's own column,
+    which is written here.
+    """
+    dim = decoder.head_dim
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys[index][:, :, -1].view(k.shape).copy_(k)
+        values[index][:, -1].view(v.shape).copy_(v)
+        # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
+        grouped, mask = q.reshape(len(keys[index]), -1, dim), masks[index]
+        scores = torch.bmm(grouped * dim**-0.5, keys[index])
+        if mask is not None:
+            scores.add_(mask)
+        return torch.bmm(torch.softmax(scores, dim=-1), values[index]).view(len(token_ids), -1)
+
+    return decoder.logits(decoder.forward(token_ids, positions, attend))
+
+
+_whole_step = torch.compile(next_logits)
+
+
+def _compiled(
+    decoder: Decoder,
+    token_ids: Tensor,
+    positions: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    masks: list[Tensor | None],
+) -> Tensor:
+    """``next_logits`` as one graph, in which the numbers of rows and of columns are left open."""
+    for tensor in (token_ids, positions):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for tensors, columns in ((keys, 2), (values, 1), (masks, 2)):
+        for tensor in tensors:
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                torch._dynamo.maybe_mark_dynamic(tensor, columns)
+    return _whole_step(decoder, token_ids, positions, keys, values, masks)
