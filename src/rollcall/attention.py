@@ -140,48 +140,48 @@ class _ProductAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:  # type: ignore[override]
         out = torch.empty(q.shape, dtype=q.dtype)
+        flat_q, flat_k, flat_v, flat_out = (x.reshape(-1, x.shape[2]) for x in (q, k, v, out))
         saved: list[Tensor] = []
-        groups = q.shape[1] // k.shape[1]
+        places: list[tuple[Tensor, Tensor]] = []
+        kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
         for bucket in layout.buckets:
-            queries = _heads_first(q, bucket.queries, bucket.count, groups)
-            keys, values = (_heads_first(tensor, bucket.keys, bucket.count, 1) for tensor in (k, v))
+            q_places = _heads_first(bucket.queries, bucket.count, q.shape[1])
+            k_places = _heads_first(bucket.keys, bucket.count, kv_heads)
+            queries, keys, values = (
+                x.index_select(0, rows).view(bucket.count * kv_heads, -1, x.shape[1])
+                for x, rows in ((flat_q, q_places), (flat_k, k_places), (flat_v, k_places))
+            )
             mask = _end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
             hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).repeat(groups, 1)
             probs = torch.softmax(torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
-            out.index_copy_(0, bucket.queries, _tokens_first(torch.bmm(probs, values), bucket.count, groups))
+            flat_out.index_copy_(0, q_places, torch.bmm(probs, values).flatten(0, 1))
             saved += (queries, keys, values, probs)
+            places.append((q_places, k_places))
         ctx.save_for_backward(*saved)
-        ctx.layout, ctx.scale, ctx.shapes = layout, scale, (q.shape, k.shape)
+        ctx.places, ctx.scale, ctx.shapes = places, scale, (q.shape, k.shape)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_shape, k_shape = ctx.shapes
-        groups = q_shape[1] // k_shape[1]
-        grad_q = torch.empty(q_shape, dtype=grad.dtype)
-        grad_k, grad_v = (torch.zeros(k_shape, dtype=grad.dtype) for _ in range(2))
+        flat = grad.reshape(-1, q_shape[2])
+        grad_q = torch.empty(flat.shape, dtype=grad.dtype)
+        grad_k, grad_v = (torch.zeros(k_shape, dtype=grad.dtype).flatten(0, 1) for _ in range(2))
         saved = iter(ctx.saved_tensors)
-        for bucket in ctx.layout.buckets:
+        for q_places, k_places in ctx.places:
             queries, keys, values, probs = (next(saved) for _ in range(4))
-            grad_out = _heads_first(grad, bucket.queries, bucket.count, groups)
+            grad_out = flat.index_select(0, q_places).view(queries.shape)
             grad_probs = torch.bmm(grad_out, values.transpose(1, 2))
             grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype).mul_(ctx.scale)
-            grad_q.index_copy_(0, bucket.queries, _tokens_first(torch.bmm(grad_scores, keys), bucket.count, groups))
-            for total, products in ((grad_k, (grad_scores, queries)), (grad_v, (probs, grad_out))):
-                part = torch.bmm(products[0].transpose(1, 2), products[1])
-                total.index_add_(0, bucket.keys, _tokens_first(part, bucket.count, 1))
-        return grad_q, grad_k, grad_v, None, None, None
+            grad_q.index_copy_(0, q_places, torch.bmm(grad_scores, keys).flatten(0, 1))
+            grad_k.index_add_(0, k_places, torch.bmm(grad_scores.transpose(1, 2), queries).flatten(0, 1))
+            grad_v.index_add_(0, k_places, torch.bmm(probs.transpose(1, 2), grad_out).flatten(0, 1))
+        return grad_q.view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape), None, None, None
 
 
-def _heads_first(x: Tensor, rows: Tensor, count: int, groups: int) -> Tensor:
-    """[N, Hkv * groups, D] to [count * Hkv, groups * length, D] of these rows."""
-    picked = x.index_select(0, rows).unflatten(1, (-1, groups)).unflatten(0, (count, -1))
-    return picked.permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
-
-
-def _tokens_first(x: Tensor, count: int, groups: int) -> Tensor:
-    """[count * Hkv, groups * length, D] to [count * length, Hkv * groups, D]."""
-    return x.unflatten(1, (groups, -1)).unflatten(0, (count, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:
+    """Of tokens [count * length]: their places in [N * heads, D], ordered by segment, head, token."""
+    return (rows.view(count, 1, -1) * heads + torch.arange(heads).view(1, heads, 1)).flatten()
 
 
 def _end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.device) -> Tensor:
