@@ -1,7 +1,8 @@
 """A 64-bit checksum of raw bytes, cheap enough to be taken of every update on both sides.
 
 Bytes are summed as 64-bit words, 256 KiB at a time, and the sums folded so that their order counts. A host sums each
-piece right after copying it, while it is in the cache; a GPU sums its own memory.
+piece right after copying it, while it is in the cache, half of the pieces in a thread of their own; a GPU sums its own
+memory.
 
 >>> checksum([torch.arange(4, dtype=torch.uint8)]) == checksum([torch.arange(4, dtype=torch.uint8).flip(0)])
 False
@@ -9,45 +10,82 @@ False
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 PIECE_BYTES = 256 << 10  # fits a core's second-level cache twice
+ALONE_BELOW = 2  # pieces; fewer are done before another thread has begun
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
 _MASK = (1 << 64) - 1
 
 
 def checksum(spans: Sequence[Tensor]) -> int:
     """Of flat uint8 tensors, one after the other."""
+    if all(span.device.type == "cpu" for span in spans):
+        return _fold(0, _in_two([_Piece(part, None, part) for span in spans for part in _cut(span)]))
     total = 0
     for span in spans:
-        total = _fold(total, span) if span.device.type == "cpu" else _fold_on_device(total, span)
+        total = _fold_on_device(total, span) if span.device.type != "cpu" else _fold(total, _sums(span))
     return total
 
 
 def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_of: Sequence[Tensor]) -> int:
     """Copy sources to targets; returns the checksum of ``total_of``, which is one of the two."""
-    total = 0
-    for target, source, summed in zip(targets, sources, total_of, strict=True):
-        if target.device.type != "cpu" or source.device.type != "cpu":
+    if any(span.device.type != "cpu" for span in (*targets, *sources)):
+        for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-            total = _fold(total, summed) if summed.device.type == "cpu" else _fold_on_device(total, summed)
-            continue
-        to, of, sums = target.numpy(), source.numpy(), summed.numpy()
-        for start in range(0, len(to), PIECE_BYTES):
-            piece = slice(start, start + PIECE_BYTES)
-            np.copyto(to[piece], of[piece])
-            total = _add(total, _sum(sums[piece]))
-    return total
+        return checksum(total_of)
+    spans = zip(targets, sources, total_of, strict=True)
+    return _fold(0, _in_two([_Piece(*parts) for three in spans for parts in zip(*map(_cut, three), strict=True)]))
 
 
-def _fold(total: int, span: Tensor) -> int:
+class _Piece(NamedTuple):
+    target: np.ndarray
+    source: np.ndarray | None  # None: nothing is copied
+    summed: np.ndarray
+
+
+def _cut(span: Tensor) -> list[np.ndarray]:
     data = span.numpy()
-    for start in range(0, len(data), PIECE_BYTES):
-        total = _add(total, _sum(data[start : start + PIECE_BYTES]))
+    return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+
+
+def _in_two(pieces: list[_Piece]) -> list[int]:
+    """The sum of each; where there are several, half of them are another thread's."""
+    half = len(pieces) // 2
+    if half < ALONE_BELOW:
+        return _run(pieces)
+    later = _helper().submit(_run, pieces[half:])
+    return _run(pieces[:half]) + later.result()
+
+
+def _run(pieces: list[_Piece]) -> list[int]:
+    sums = []
+    for target, source, summed in pieces:
+        if source is not None:
+            np.copyto(target, source)
+        sums.append(_sum(summed))
+    return sums
+
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")
+
+
+def _sums(span: Tensor) -> list[int]:
+    return [_sum(part) for part in _cut(span)]
+
+
+def _fold(total: int, sums: Iterable[int]) -> int:
+    for one in sums:
+        total = _add(total, one)
     return total
 
 
@@ -69,6 +107,5 @@ def _fold_on_device(total: int, span: Tensor) -> int:
     if whole:
         # Integer sums wrap around, so signed words add up to the same 64 bits.
         sums = span[:whole].view(torch.int64).view(-1, PIECE_BYTES // 8).sum(1)
-        for piece in sums.tolist():
-            total = _add(total, piece & _MASK)
-    return _fold(total, span[whole:].cpu()) if whole < len(span) else total
+        total = _fold(total, (piece & _MASK for piece in sums.tolist()))
+    return _fold(total, _sums(span[whole:].cpu()))

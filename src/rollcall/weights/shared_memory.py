@@ -25,8 +25,8 @@ from rollcall.weights.layout import BucketSize, Layout
 from rollcall.weights.line import Deadline, Line
 from rollcall.weights.protocol import MissingPeerError
 
-SLOT_BYTES = 2 << 20
-NUM_SLOTS = 16
+SLOT_BYTES = 4 << 20
+NUM_SLOTS = 8
 BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
 
 
