@@ -8,6 +8,9 @@ times as fast as the fused attention of torch 2.13. Room is rows x columns, whic
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -253,9 +256,6 @@ def next_logits(
     return decoder.logits(decoder.forward(token_ids, positions, attend))
 
 
-_whole_step = torch.compile(next_logits)
-
-
 def _compiled(
     decoder: Decoder,
     token_ids: Tensor,
@@ -272,4 +272,10 @@ def _compiled(
             if tensor is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 torch._dynamo.maybe_mark_dynamic(tensor, columns)
-    return _whole_step(decoder, token_ids, positions, keys, values, masks)
+    return _whole_step()(decoder, token_ids, positions, keys, values, masks)
+
+
+@cache
+def _whole_step() -> Callable[..., Tensor]:
+    """Made where it is wanted: torch takes long to load its compiler."""
+    return torch.compile(next_logits)
