@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollcall.cluster.actor import marked_processes
 from rollcall.cluster.elastic import shrink
 from rollcall.cluster.placement import PlacementError, Role, plan_placement
 from rollcall.cluster.pulse import Pulse, Seen, dump_stacks, look
@@ -78,6 +79,30 @@ def test_a_pulse_tells_the_longest_call_of_each_method(tmp_path: Path) -> None:
             pass
     seen = look(os.getpid(), tmp_path / "pulse")
     assert seen.doing == "" and seen.num_done == 3 and (seen.longest_s or {})["score"] >= 0
+
+
+ALONE = """
+import os, subprocess, sys, time
+from rollcall.cluster import supervise
+from rollcall.cluster.actor import MARK
+supervise.ALONE_S = 2.0
+worker = subprocess.Popen(["sleep", "600"], env={MARK: sys.argv[1]})
+eyes = supervise.Eyes(sys.argv[1])
+for _ in range(10):  # longer than it may be left alone
+    eyes.look({0: worker.pid})
+    time.sleep(0.4)
+print("alive" if worker.poll() is None else "ended", flush=True)
+print(-worker.wait(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_watcher_that_is_asked_nothing_any_more_ends_the_workers_of_its_node_and_itself() -> None:
+    command = [sys.executable, "-c", ALONE, f"test-{os.getpid()}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout.splitlines()[0] == "alive"
+    assert done.stdout.splitlines()[1:] in ([], [str(int(signal.SIGKILL))])  # whether it still came to say so
+    assert done.returncode == 1 and not marked_processes(f"test-{os.getpid()}")
 
 
 def alive(**fields: Any) -> Seen:

@@ -39,7 +39,7 @@ from rollcall.weights import (
 )
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
-from rollcall.weights.line import Deadline, Desk, Line, call, decline
+from rollcall.weights.line import SILENT_S, Deadline, Desk, Line, call, decline
 from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.weights.transports import carrying_for
 
@@ -258,6 +258,22 @@ def test_handles_of_gpu_tensors_travel_once_and_open_on_the_receivers_own_device
 
 
 # Checksums and layouts
+
+
+def test_a_line_to_another_host_asks_its_kernel_whether_it_is_there() -> None:
+    """A host without power closes no connection: without this the line would wait until the update's deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far, _ = server.accept()
+        for end in (near, far):
+            Line(end, peer="rollout 0")
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, every, count, most_ms = (
+                end.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+            )
+            assert idle <= SILENT_S and every * count == SILENT_S
+            assert most_ms == SILENT_S * 1000  # the same while bytes are under way
+        far.close()
 
 
 @given(st.binary(min_size=1, max_size=400), st.data())

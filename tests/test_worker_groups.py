@@ -466,6 +466,13 @@ def test_a_dead_worker_is_named_at_once_and_shutdown_leaves_no_process(on_ray):
         assert not any(map(is_running, pids))
 
 
+def test_a_worker_that_is_stopped_while_it_is_made_is_named_and_ended(on_ray):
+    with VirtualCluster([1, 1], num_gpus_per_node=SLOTS) as cluster:
+        with pytest.raises(WorkerDiedError, match=r"critic rank 1 on node 1 \(.*its process is stopped \(state T\)"):
+            make_group(cluster, "group_workers.Stops", name_prefix="critic")
+        assert run(make_group(cluster), "prepare_for_training") == [0, 1]  # its slot is free again
+
+
 def test_processes_can_span_slots_and_share_them(on_ray):
     with VirtualCluster([4, 2], num_gpus_per_node=SLOTS, max_colocated_worker_groups=2) as cluster:
         wide = make_group(cluster, name_prefix="wide", bundle_indices_list=[(1, [0, 1]), (0, [2, 3])])

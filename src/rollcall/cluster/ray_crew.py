@@ -230,7 +230,8 @@ class RayCrew:
         also = f"\nAlso failed: {_listed([other.where for other in others])}" if others else ""
         named = whom([spec, *others])
         if dead:
-            raise WorkerDiedError(f"{spec.where} is dead: {_death(found)}{also}", **named) from found
+            why = self._lost.get(spec.rank) or _death(found)  # Ray knows that it ended, the watch for what
+            raise WorkerDiedError(f"{spec.where} is dead: {why}{also}", **named) from found
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
         if isinstance(cause, RemoteFailureError):
             if is_about_a_peer(cause.original, cause.text):
