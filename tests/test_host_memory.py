@@ -5,8 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+glibc_only = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="other C libraries than glibc are left as they are"
+)
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 FAULTS = """
 import resource, sys, threading, torch
@@ -34,6 +40,26 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries than glibc are left as they are")
+@glibc_only
 def test_a_large_tensor_that_is_made_again_costs_no_page_faults() -> None:
     assert faults("keep") < 1000 < faults("leave"), "80 MiB are 20,480 pages"
+
+
+LARGE = """
+import re, torch
+from pathlib import Path
+from rollcall.host_memory import keep_freed_memory
+
+keep_freed_memory()
+kept = torch.zeros(80 << 20, dtype=torch.uint8).fill_(1)
+print(re.search(r"AnonHugePages: *(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1])
+"""
+
+
+@glibc_only
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="this kernel gives no large pages"
+)
+def test_a_large_tensor_is_in_large_pages() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) >= 20 << 10  # KiB; the kernel may be short of some
