@@ -201,6 +201,7 @@ def build_engine(
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
+            say("the first completions wait for the compiler (rollout.compile; half a minute)")
         return NativeEngine(
             model,
             tokenizer,
