@@ -166,10 +166,12 @@ def strike(run: Run, *faults: str, phase: str, step: int) -> None:
 
 
 def strike_held(run: Run, fault: str, *, point: str, phase: str, step: int) -> None:
-    """Kill or stop a worker in the middle of this point of its work, which it reaches after this phase has begun."""
-    shared = run.arena.lab.shared
+    """Strike in the middle of this point of a worker's work, which it reaches after this phase has begun."""
+    shared, of_node = run.arena.lab.shared, fault not in SIGNALS
     run.wait_for(phase, step=step)
-    (shared / f"hold-{point}").touch()
+    scratch = shared / "hold"
+    scratch.write_text("1" if of_node else "")
+    scratch.rename(shared / f"hold-{point}")
     give_up = time.monotonic() + PHASE_S
     while not (held := shared / f"held-{point}").exists():
         assert run.command.poll() is None, f"the run ended before {point}:\n{run.said}"
@@ -180,8 +182,12 @@ def strike_held(run: Run, fault: str, *, point: str, phase: str, step: int) -> N
     for path in (shared / f"hold-{point}", held, *shared.glob(f"held-{point}-*")):
         path.unlink()
     since = len(run.said)
-    os.kill(pid, SIGNALS[fault])
     run.struck.append((fault, point))
+    if of_node:
+        with FAULTS[fault](run):
+            pass
+    else:
+        os.kill(pid, SIGNALS[fault])
     run.to_notice.append((fault, NOTICED[fault], since))
 
 

@@ -1,7 +1,8 @@
 """Copied to the hosts' Python path as ``sitecustomize``: holds a worker at a point of its work, to be struck there.
 
-The first worker that reaches POINT while a file ``hold-POINT`` lies beside this one writes its node and rank into
-``held-POINT`` and waits for its end; the others go on, and find it missing. It changes nothing unless it is asked to.
+The first worker that reaches POINT while a file ``hold-POINT`` lies beside this one, and names its node or none, writes its
+node and rank into ``held-POINT`` and waits for its end; the others go on, and find it missing. It changes nothing unless it
+is asked to.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ HELD_S = 600.0
 
 
 def hold(point: str) -> None:
-    if not (HERE / f"hold-{point}").exists() or "RANK" not in os.environ:
+    if "RANK" not in os.environ:
+        return
+    try:
+        node = (HERE / f"hold-{point}").read_text()
+    except FileNotFoundError:
+        return
+    if node not in ("", os.environ["NODE_RANK"]):
         return
     scratch = HERE / f"held-{point}-{os.environ['RANK']}"
     scratch.write_text(f"{os.environ['NODE_RANK']} {os.environ['RANK']}")

@@ -15,6 +15,7 @@ from chaos.faults import strike, strike_held
 pytestmark = [needs_lab, pytest.mark.chaos]
 ELASTIC: dict[str, Any] = {"elastic": {"min_nodes": 1, "wait_s": 5}}
 MODES = ["collocated", "disaggregated", "disaggregated, actors"]
+POINTS = ["forward", "backward", "all-reduce", "save"]
 PHASES = ["rollout", "update", "sync", "checkpoint"]
 # A disk comes first: it is mended last, when whoever shall complain of it is there again.
 PAIRS = [
@@ -75,7 +76,7 @@ def test_a_worker_may_stop_in_the_final_sync(arena: Arena, mode: str, point: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["forward", "backward", "all-reduce", "save"])
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
 def test_an_actor_rank_may_die_at_any_point_of_its_work(arena: Arena, mode: str, point: str) -> None:
     with arena.run(mode) as run:
@@ -84,7 +85,17 @@ def test_an_actor_rank_may_die_at_any_point_of_its_work(arena: Arena, mode: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["rollout", "update", "checkpoint"])
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "save"])  # node 0 saves, which is the head's
+@pytest.mark.parametrize("fault", ["node lost and back", "node gone"])
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
+def test_an_actor_node_may_go_at_any_point_of_its_work(arena: Arena, mode: str, fault: str, point: str) -> None:
+    with arena.run(mode, **(ELASTIC if fault == "node gone" else {})) as run:
+        strike_held(run, fault, point=point, phase="rollout", step=3)
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["node gone", "network cut for good"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_node_that_does_not_come_back_is_done_without(arena: Arena, mode: str, fault: str, phase: str) -> None:
