@@ -16,7 +16,7 @@ pytest.register_assert_rewrite("engine_contract")
 
 from engine_contract import *  # noqa: F403
 from engine_contract import TOLERANCE, EngineKind, Tight, ids_of, off_by, request, requests_for, run, run_one
-from tiny import ARCHITECTURES, make_model, make_tokenizer, needs_compiler, random_prompts, reference_logprobs
+from tiny import ARCHITECTURES, compiles, make_model, make_tokenizer, needs_compiler, random_prompts, reference_logprobs
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from rollcall.decoder import Decoder, UnsupportedModel, fuse_parameters
@@ -65,9 +65,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[EngineKind]:
 def test_compiled_steps_draw_what_plain_ones_draw(tokenizer: Any) -> None:
     """From prompts of several lengths, so that rows are masked and end at different steps, the last of them alone."""
     model, requests = make_model("qwen2-tied"), requests_for(random_prompts(5, lengths=(3, 20)))
-    plain, compiled = (
-        run(make_engine(model, tokenizer, max_running=4, compile=compile), requests) for compile in (False, True)
-    )
+    plain = run(make_engine(model, tokenizer, max_running=4), requests)
+    with compiles():
+        compiled = run(make_engine(model, tokenizer, max_running=4, compile=True), requests)
     assert ids_of(compiled) == ids_of(plain)
     assert off_by(model, requests, compiled) < TOLERANCE
 

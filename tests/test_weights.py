@@ -257,9 +257,6 @@ def test_handles_of_gpu_tensors_travel_once_and_open_on_the_receivers_own_device
     far.close()
 
 
-# Checksums and layouts
-
-
 def test_a_line_to_another_host_asks_its_kernel_whether_it_is_there() -> None:
     """A host without power closes no connection: without this the line would wait until the update's deadline."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
@@ -274,6 +271,9 @@ def test_a_line_to_another_host_asks_its_kernel_whether_it_is_there() -> None:
             assert idle <= SILENT_S and every * count == SILENT_S
             assert most_ms == SILENT_S * 1000  # the same while bytes are under way
         far.close()
+
+
+# Checksums and layouts
 
 
 @given(st.binary(min_size=1, max_size=400), st.data())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rollcall.decoder import has_compiler
 from rollcall.tiny import char_tokenizer
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="compiling for a CPU needs a C++ compiler (g++, or CXX)"
-)
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="compiling for a CPU needs a C++ compiler (g++, or CXX)")
 SHAPE: dict[str, Any] = dict(
     vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,
@@ -99,3 +98,12 @@ def reference_logprobs(
     logits = model(ids, use_cache=False).logits[0].float() / temperature
     logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+
+
+@contextmanager
+def compiles() -> Iterator[None]:
+    """What is inside must have compiled something."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"

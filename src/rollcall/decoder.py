@@ -12,6 +12,8 @@ attention: over a cache, or over packed rows.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
@@ -27,6 +29,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles do no
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, H * D]; stores k and v on its way."""
+
+
+def has_compiler() -> bool:
+    """Whether torch finds what it compiles with for a CPU."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 class UnsupportedModel(ValueError):

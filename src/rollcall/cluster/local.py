@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, ConfigError, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
+from rollcall.decoder import has_compiler
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
@@ -179,12 +179,11 @@ def build_learner(
 
 
 def check_compiler(key: str) -> None:
-    """Refuse to compile for a CPU where torch would not find what it compiles with."""
-    program = os.environ.get("CXX", "g++")
-    if shutil.which(program) is None:
+    """Refuse to compile for a CPU where torch would fail at the first call."""
+    if not has_compiler():
         raise ConfigError(
-            f"{key}: true needs a C++ compiler on a CPU, and there is no {program!r}; install g++, name another in CXX, or "
-            f"leave the key out"
+            f"{key}: true needs a C++ compiler on a CPU, and there is no {os.environ.get('CXX', 'g++')!r}; install g++, name "
+            f"another in CXX, or leave the key out"
         )
 
 

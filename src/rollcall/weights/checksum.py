@@ -26,12 +26,12 @@ _MASK = (1 << 64) - 1
 
 
 def checksum(spans: Sequence[Tensor]) -> int:
-    """Of flat uint8 tensors, one after the other."""
+    """Of flat uint8 tensors on one device, one after the other."""
     if all(span.device.type == "cpu" for span in spans):
-        return _fold(0, _in_two([_Piece(part, None, part) for span in spans for part in _cut(span)]))
+        return _fold(0, _in_two([_Piece(part) for span in spans for part in _cut(span)]))
     total = 0
     for span in spans:
-        total = _fold_on_device(total, span) if span.device.type != "cpu" else _fold(total, _sums(span))
+        total = _fold_on_device(total, span)
     return total
 
 
@@ -41,14 +41,14 @@ def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_o
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return checksum(total_of)
-    spans = zip(targets, sources, total_of, strict=True)
+    spans = zip(total_of, targets, sources, strict=True)
     return _fold(0, _in_two([_Piece(*parts) for three in spans for parts in zip(*map(_cut, three), strict=True)]))
 
 
 class _Piece(NamedTuple):
-    target: np.ndarray
-    source: np.ndarray | None  # None: nothing is copied
     summed: np.ndarray
+    target: np.ndarray | None = None  # None: nothing is copied
+    source: np.ndarray | None = None
 
 
 def _cut(span: Tensor) -> list[np.ndarray]:
@@ -67,10 +67,10 @@ def _in_two(pieces: list[_Piece]) -> list[int]:
 
 def _run(pieces: list[_Piece]) -> list[int]:
     sums = []
-    for target, source, summed in pieces:
-        if source is not None:
-            np.copyto(target, source)
-        sums.append(_sum(summed))
+    for piece in pieces:
+        if piece.target is not None:
+            np.copyto(piece.target, piece.source)
+        sums.append(_sum(piece.summed))
     return sums
 
 

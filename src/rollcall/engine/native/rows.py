@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ COLUMN_STEP = 32  # rows grow by this many columns
 class RowRunner:
     def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, compile: bool = False):
         self.decoder = decoder
-        self._next_logits = _compiled if compile else next_logits
+        self._logits = compiled_logits if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.num_rows = 0
@@ -163,15 +164,14 @@ class RowRunner:
         column, lead = self._column, int(self._position[:rows].max())
         seats, live = slice(rows * decoder.num_kv_heads), slice(column - lead, column + 1)
         masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
-        logits = self._next_logits(
-            decoder,
-            torch.from_numpy(self._next[:rows]),
-            torch.from_numpy(self._position[:rows]),
-            [keys[seats, :, live] for keys in self._keys],
-            [values[seats, live] for values in self._values],
-            [masks[layer.window] for layer in decoder.layers],
+        step = Step(
+            token_ids=torch.from_numpy(self._next[:rows]),
+            positions=torch.from_numpy(self._position[:rows]),
+            keys=[keys[seats, :, live] for keys in self._keys],
+            values=[values[seats, live] for values in self._values],
+            masks=[masks[layer.window] for layer in decoder.layers],
         )
-        sampled = self._sample(logits, rows)
+        sampled = self._sample(self._logits(decoder, step), rows)
         self._next[:rows] = sampled[0]
         self._position[:rows] += 1
         self._column += 1
@@ -190,7 +190,7 @@ class RowRunner:
         return out.tokens.numpy(), out.logprobs.numpy()
 
     def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
-        """Additive [rows * Hkv, 1, lead + 1]; None: every row sees every column."""
+        """One of ``Step.masks``."""
         past = torch.from_numpy(self._position[:rows])
         if window:
             past = past.clamp(max=window - 1)
@@ -228,54 +228,45 @@ class RowRunner:
         return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
 
 
-def next_logits(
-    decoder: Decoder,
-    token_ids: Tensor,
-    positions: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    masks: list[Tensor | None],
-) -> Tensor:
-    """float32 logits [rows, V] behind one more token of every row.
+class Step(NamedTuple):
+    """What one more token of every row needs; keys and values of each layer end with its column, still to be written."""
 
-    ``keys`` [rows * Hkv, D, columns] and ``values`` [rows * Hkv, columns, D] of each layer end with the token's own column,
-    which is written here.
-    """
+    token_ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    keys: list[Tensor]  # of each layer [rows * Hkv, D, columns]
+    values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
+    masks: list[Tensor | None]  # of each layer, additive [rows * Hkv, 1, columns]; None: every row sees every column
+
+
+def next_logits(decoder: Decoder, step: Step) -> Tensor:
+    """float32 logits [rows, V] behind the step's tokens, whose keys and values are written on the way."""
     dim = decoder.head_dim
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys[index][:, :, -1].view(k.shape).copy_(k)
-        values[index][:, -1].view(v.shape).copy_(v)
+        keys, values, mask = step.keys[index], step.values[index], step.masks[index]
+        keys[:, :, -1].view(k.shape).copy_(k)
+        values[:, -1].view(v.shape).copy_(v)
         # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
-        grouped, mask = q.reshape(len(keys[index]), -1, dim), masks[index]
-        scores = torch.bmm(grouped * dim**-0.5, keys[index])
+        scores = torch.bmm(q.reshape(len(keys), -1, dim) * dim**-0.5, keys)
         if mask is not None:
             scores.add_(mask)
-        return torch.bmm(torch.softmax(scores, dim=-1), values[index]).view(len(token_ids), -1)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1)
 
-    return decoder.logits(decoder.forward(token_ids, positions, attend))
+    return decoder.logits(decoder.forward(step.token_ids, step.positions, attend))
 
 
-def _compiled(
-    decoder: Decoder,
-    token_ids: Tensor,
-    positions: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    masks: list[Tensor | None],
-) -> Tensor:
+def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
     """``next_logits`` as one graph, in which the numbers of rows and of columns are left open."""
-    for tensor in (token_ids, positions):
+    columns = [(tensor, 2) for tensor in (*step.keys, *step.masks) if tensor is not None]
+    columns += [(tensor, 1) for tensor in step.values]
+    for tensor, dim in columns:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    for tensor in (step.token_ids, step.positions, *(tensor for tensor, _ in columns)):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    for tensors, columns in ((keys, 2), (values, 1), (masks, 2)):
-        for tensor in tensors:
-            if tensor is not None:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-                torch._dynamo.maybe_mark_dynamic(tensor, columns)
-    return _whole_step()(decoder, token_ids, positions, keys, values, masks)
+    return _compiled()(decoder, step)
 
 
 @cache
-def _whole_step() -> Callable[..., Tensor]:
+def _compiled() -> Callable[[Decoder, Step], Tensor]:
     """Made where it is wanted: torch takes long to load its compiler."""
     return torch.compile(next_logits)
