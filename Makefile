@@ -38,8 +38,8 @@ format: $(DEV)  ## let ruff format the tree
 slow: $(DEV)  ## the tests that take long, but for the faults of `make chaos`
 	$(BIN)/python -m pytest -q -m "slow and not vllm" --ignore=tests/chaos
 
-chaos: $(DEV)  ## every fault on lab hosts, the long ones too; ends with a table (two hours on two cores)
-	$(BIN)/python -m pytest -q -m chaos tests/chaos
+chaos: $(DEV)  ## every fault on lab hosts, two labs beside each other; ends with a table (two hours on two cores)
+	$(BIN)/python -m pytest -v -m chaos tests/chaos --numprocesses 2 --maxschedchunk 1
 
 gpu: $(DEV)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu

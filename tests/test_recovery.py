@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -342,7 +343,6 @@ STEPS, PROMPTS = 6, 8
 def node() -> Iterator[None]:
     """A cluster of one node with three slots."""
     import ray
-    from ray._raylet import Config as RayConfig
 
     from rollcall.cluster.bootstrap import start_node, stop_node
     from rollcall.cluster.ray_start import NodeRequest
@@ -365,7 +365,8 @@ def node() -> Iterator[None]:
             gc.collect()  # handles that are left would be taken for those of the next Ray's first actors
             ray.shutdown()
             stop_node("recovery")
-    RayConfig.initialize("")  # reads the environment again: tests that follow have Rays without a token
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")  # reads the environment again: tests that follow have Rays without a token
 
 
 def on_cluster(folder: Path, placement: str, *overrides: str, slots: int, name: str) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,37 @@ import pytest
 from chaos.arena import ROWS
 
 LOG = "ROLLCALL_CHAOS_LOG"  # a file that gets a JSON line of each run
+PROPERTY = "chaos"
+
+_shown: list[dict[str, Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def _report_rows(record_property: Any) -> Iterator[None]:
+    """With the test's report, which comes to the process that shows the table from whichever ran the test."""
+    yield
+    for row in ROWS:
+        record_property(PROPERTY, row)
+    ROWS.clear()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Each run's line as soon as it has ended: a session may be cut short."""
+    if report.when != "teardown" or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    rows: list[Any] = [row for name, row in report.user_properties if name == PROPERTY]
+    _shown.extend(rows)
+    if path := os.environ.get(LOG):
+        with Path(path).open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if not ROWS:
+    if not _shown:
         return
-    names = list(ROWS[0])
-    cells = [names, *([("-" if row[name] is None else str(row[name])) for name in names] for row in ROWS)]
+    names = list(_shown[0])
+    cells = [names, *([("-" if row[name] is None else str(row[name])) for name in names] for row in _shown)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(names))]
     terminalreporter.section("runs that were broken on purpose; - is a run that did not come to its end")
     for row in cells:
         terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Each run's line as soon as it has ended: a session may be cut short."""
-    path = os.environ.get(LOG)
-    if path is None:
-        return
-    with Path(path).open("a") as file:
-        for row in ROWS[_written["rows"] :]:
-            file.write(json.dumps(row) + "\n")
-    _written["rows"] = len(ROWS)
-
-
-_written = {"rows": 0}

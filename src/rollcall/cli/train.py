@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rollcall.cli import INTERRUPTED, Debug, Json, Overrides, RunFile, calm_libraries, complain, split_arguments
+from rollcall.importing import uncollected
 from rollcall.phases import Bounds, Phase, Split
 
 
@@ -96,7 +97,8 @@ def train(
     try:
         calm_libraries()
         if run is None:
-            from rollcall.train import train as run
+            with uncollected():
+                from rollcall.train import train as run
 
         summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
     except KeyboardInterrupt:

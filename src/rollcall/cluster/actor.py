@@ -23,6 +23,7 @@ from typing import Any
 from rollcall.cluster.dispatch import Drop, trim
 from rollcall.cluster.failures import RemoteFailureError
 from rollcall.cluster.pulse import Pulse, pulse_path, remove_pulses, stacks_path, write_stacks_on_signal
+from rollcall.importing import uncollected
 
 MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start
 
@@ -42,7 +43,8 @@ def load_class(target: str | type) -> type:
     """The worker class; one that wears Ray's decorator is taken out of it."""
     if isinstance(target, str):
         module, _, name = target.rpartition(".")
-        found = getattr(importlib.import_module(module), name, None)
+        with uncollected():
+            found = getattr(importlib.import_module(module), name, None)
         if found is None:
             raise ValueError(f"module {module} has no {name}; write the worker as 'module.Class'")
         target = found

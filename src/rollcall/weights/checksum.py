@@ -41,8 +41,8 @@ def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_o
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return checksum(total_of)
-    spans = zip(total_of, targets, sources, strict=True)
-    return _fold(0, _in_two([_Piece(*parts) for three in spans for parts in zip(*map(_cut, three), strict=True)]))
+    summed, there, here = ([part for span in spans for part in _cut(span)] for spans in (total_of, targets, sources))
+    return _fold(0, _in_two([_Piece(*three) for three in zip(summed, there, here, strict=True)]))
 
 
 class _Piece(NamedTuple):
@@ -68,7 +68,7 @@ def _in_two(pieces: list[_Piece]) -> list[int]:
 def _run(pieces: list[_Piece]) -> list[int]:
     sums = []
     for piece in pieces:
-        if piece.target is not None:
+        if piece.target is not None and piece.source is not None:
             np.copyto(piece.target, piece.source)
         sums.append(_sum(piece.summed))
     return sums
