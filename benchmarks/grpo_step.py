@@ -1,6 +1,7 @@
 """Seconds per GRPO step (rollout, rewards, journal, update) against TRL's GRPOTrainer on the same work.
 
 python -m benchmarks.grpo_step --device cpu
+python -m benchmarks.grpo_step --compile --dtype bfloat16     where the CPU computes in it: against the faster of TRL's two
 python -m benchmarks.grpo_step --device cuda --peer none
 python -m benchmarks.grpo_step --device cuda --peer local     the same step through Ray against local mode
 """
@@ -8,6 +9,7 @@ python -m benchmarks.grpo_step --device cuda --peer local     the same step thro
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -17,7 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, WORKLOADS, build_model_dir, peer_python, print_result, run_peer
+from benchmarks.common import ROOT, WORKLOADS, Workload, build_model_dir, peer_python, print_result, run_peer
 from benchmarks.ours import make_config, make_workers, one_node, run_steps
 from rollcall.config import Config, parse_config
 
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
     parser.add_argument("--compile", action="store_true", help="actor.compile=true, rollout.compile=true")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the workload's own")
     parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
     workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
@@ -42,7 +45,7 @@ def main() -> None:
         steps = args.steps + WARMUP[args.device]
         budget = args.tokens_per_microbatch or (16384 if args.device == "cpu" else 32768)
         config = make_config(
-            workload, model_dir, Path(folder) / "run", device=args.device, steps=steps, engine=args.engine,
+            dataclasses.replace(workload, dtype=args.dtype or workload.dtype), model_dir, Path(folder) / "run", device=args.device, steps=steps, engine=args.engine,
             tokens_per_microbatch=budget, compile=args.compile,
         )  # fmt: skip
         peer = ratio = None
@@ -53,9 +56,7 @@ def main() -> None:
             ours = measure(config, warmup=WARMUP[args.device])
         print("ours", ours, flush=True)
         if args.peer == "trl":
-            python = peer_python("trl", args.peer_python)
-            options = ["--model-dir", str(model_dir), "--device", args.device]
-            peer = run_peer("peer_trl", python=python, workload=workload, args=options, deadline_s=PEER_DEADLINE_S)
+            peer = min(measure_trl(args, workload, model_dir), key=lambda result: result["step_s"])
         if peer is not None:
             ratio = peer["step_s"] / ours["step_s"]
     print_result("grpo_step", workload=workload.name, device=args.device, ours=ours, peer=peer, ratio=ratio)
@@ -81,10 +82,31 @@ def measure(config: Config, *, warmup: int) -> dict[str, Any]:
     }
 
 
+def measure_trl(args: argparse.Namespace, workload: Workload, model_dir: Path) -> list[dict[str, Any]]:
+    """In the workload's own precision, and in ours where that is another."""
+    python = peer_python("trl", args.peer_python)
+    results = []
+    for dtype in dict.fromkeys([workload.dtype, args.dtype or workload.dtype]):
+        options = [
+            "--model-dir",
+            str(model_dir),
+            "--device",
+            args.device,
+            "--dtype",
+            dtype,
+            "--repeats",
+            str(args.steps),
+        ]
+        results.append(run_peer("peer_trl", python=python, workload=workload, args=options, deadline_s=PEER_DEADLINE_S))
+        print("TRL", results[-1], flush=True)
+    return results
+
+
 def measure_local(args: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
     """The same in one process, which gives its memory back before the other begins."""
     options = ["--device", args.device, "--peer", "none", "--steps", str(args.steps), "--model-dir", str(model_dir)]
     options += ["--engine", args.engine, *(["--compile"] if args.compile else [])]
+    options += ["--dtype", args.dtype] if args.dtype else []
     options += ["--tokens-per-microbatch", str(args.tokens_per_microbatch)] if args.tokens_per_microbatch else []
     command = [sys.executable, "-m", "benchmarks.grpo_step", *options]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=PEER_DEADLINE_S, stdout=subprocess.PIPE, text=True)

@@ -58,7 +58,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 def grpo_config(
-    workload: Workload, *, eos: int, device: str, vllm: bool, rows: int, steps: int, out: str
+    workload: Workload, *, eos: int, device: str, dtype: str, vllm: bool, rows: int, steps: int, out: str
 ) -> GRPOConfig:
     """`rows` completions per micro-batch; the gradients of all micro-batches make one update."""
     never_stop = {"ignore_eos": True} if vllm else {"suppress_tokens": [eos]}
@@ -73,8 +73,8 @@ def grpo_config(
     return GRPOConfig(
         output_dir=out,
         use_cpu=device == "cpu",
-        bf16=device == "cuda",
-        model_init_kwargs={"dtype": workload.dtype, "attn_implementation": "sdpa"},
+        bf16=dtype == "bfloat16",
+        model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"},
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=workload.num_completions // rows,
         num_generations=workload.samples_per_prompt,
@@ -102,7 +102,9 @@ def grpo_config(
     )
 
 
-def train(workload: Workload, path: Path, *, device: str, vllm: bool, rows: int, steps: int) -> dict[str, Any]:
+def train(
+    workload: Workload, path: Path, *, device: str, dtype: str, vllm: bool, rows: int, steps: int
+) -> dict[str, Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     prompts = [prompt for step in range(steps) for prompt in workload.prompts(step)]
 
@@ -117,7 +119,14 @@ def train(workload: Workload, path: Path, *, device: str, vllm: bool, rows: int,
             model=str(path),
             reward_funcs=length_reward,
             args=grpo_config(
-                workload, eos=tokenizer.eos_token_id, device=device, vllm=vllm, rows=rows, steps=steps, out=out
+                workload,
+                eos=tokenizer.eos_token_id,
+                device=device,
+                dtype=dtype,
+                vllm=vllm,
+                rows=rows,
+                steps=steps,
+                out=out,
             ),
             train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]}),
             processing_class=tokenizer,
@@ -143,17 +152,32 @@ def main() -> None:
     parser = peer_parser(__doc__, workload="grpo-0.8m")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the trainer's process (CUDA)")
     parser.add_argument("--rows", type=int, help="completions per micro-batch; default: all on CPU, 64 on CUDA")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the workload's own")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
+    dtype = args.dtype or workload.dtype
     rows = args.rows or (workload.num_completions if args.device == "cpu" else min(64, workload.num_completions))
     if workload.num_completions % rows:
         parser.error(f"--rows {rows} does not divide the {workload.num_completions} completions of a step")
     torch.set_num_threads(workload.threads)
     with model_dir(workload, args.model_dir) as path:
         numbers = train(
-            workload, path, device=args.device, vllm=args.vllm, rows=rows, steps=WARMUP_STEPS + args.repeats
+            workload,
+            path,
+            device=args.device,
+            dtype=dtype,
+            vllm=args.vllm,
+            rows=rows,
+            steps=WARMUP_STEPS + args.repeats,
         )
-    result = {"peer": "trl", "version": trl.__version__, "workload": workload.name, "vllm": args.vllm, "rows": rows}
+    result = {
+        "peer": "trl",
+        "version": trl.__version__,
+        "workload": workload.name,
+        "dtype": dtype,
+        "vllm": args.vllm,
+        "rows": rows,
+    }
     print(json.dumps(result | numbers), flush=True)
 
 

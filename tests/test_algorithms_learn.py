@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import column, finish, groups, letter_rows, make_run, metric_rows
-from tiny import save_model
+from safetensors.torch import load_file
+from tiny import needs_bfloat16, save_model
 
 from rollcall.config import Config
 from rollcall.journal import Journal
@@ -66,6 +67,15 @@ def test_a_short_training_raises_the_reward(tmp_path: Path, name: str) -> None:
     assert_learns(config)
     assert_engine_and_learner_agree(config)
     assert_on_policy(config)
+
+
+@needs_bfloat16
+def test_a_short_training_in_bfloat16_raises_the_reward(tmp_path: Path) -> None:
+    config = trained(tmp_path, "model.dtype=bf16")
+    assert_learns(config)
+    assert max(column(config, "rollout/logprob_mismatch")) < 0.02
+    weights = load_file(config.run.dir / "model/model.safetensors")
+    assert {str(weight.dtype) for weight in weights.values()} == {"torch.bfloat16"}
 
 
 def test_dapo_raises_the_reward_and_refills_steps_with_groups_that_differ(tmp_path: Path) -> None:

@@ -145,6 +145,12 @@ def edit_tokenizer(model: Path, **changes: Any) -> None:
             path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
+def test_bfloat16_on_a_cpu_without_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.learner.model.has_bfloat16", lambda: False)
+    with pytest.raises(ModelError, match="model.dtype=bfloat16 needs a CUDA device or a CPU that computes in it"):
+        finish(make_run(tmp_path, "model.dtype=bf16"))
+
+
 @pytest.mark.parametrize("key", ["actor.compile", "rollout.compile"])
 def test_compiling_without_a_compiler_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")

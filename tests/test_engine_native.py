@@ -16,7 +16,16 @@ pytest.register_assert_rewrite("engine_contract")
 
 from engine_contract import *  # noqa: F403
 from engine_contract import TOLERANCE, EngineKind, Tight, ids_of, off_by, request, requests_for, run, run_one
-from tiny import ARCHITECTURES, compiles, make_model, make_tokenizer, needs_compiler, random_prompts, reference_logprobs
+from tiny import (
+    ARCHITECTURES,
+    compiles,
+    make_model,
+    make_tokenizer,
+    needs_bfloat16,
+    needs_compiler,
+    random_prompts,
+    reference_logprobs,
+)
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from rollcall.decoder import Decoder, UnsupportedModel, fuse_parameters
@@ -193,10 +202,12 @@ def test_scaled_rotary_embeddings_are_exact(kind: EngineKind, tokenizer: Any, ro
     assert off_by(model, requests, run(make_engine(model, tokenizer), requests)) < TOLERANCE
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bfloat16_logprobs_stay_close_to_the_modules_own(architecture: str) -> None:
-    model = make_model(architecture, scale=2.0).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_bfloat16), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_bfloat16_logprobs_stay_close_to_the_modules_own(device: str, architecture: str) -> None:
+    model = make_model(architecture, scale=2.0).to(device, torch.bfloat16)
     requests = requests_for(random_prompts(8), num_seeds=4, stop_token_ids=())
     results = run(make_engine(model, make_tokenizer(), max_running=32), requests)
     differences = [

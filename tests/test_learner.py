@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import ARCHITECTURES, compiles, make_model, needs_compiler, random_prompts, reference_logprobs
+from tiny import ARCHITECTURES, compiles, make_model, needs_bfloat16, needs_compiler, random_prompts, reference_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,6 +190,30 @@ def test_a_compiled_learner_has_the_gradient_of_a_plain_one() -> None:
     with compiles():
         found = gradients(compiled, samples)
     assert_same_gradient(found, gradients(make_learner(trainable("qwen3-untied")), samples))
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    ("architecture", "compile"),
+    [*((name, False) for name in ARCHITECTURES), pytest.param("qwen3-untied", True, marks=needs_compiler)],
+)
+def test_bfloat16_gives_the_gradient_of_float32_but_for_its_rounding(architecture: str, compile: bool) -> None:
+    """From the same weights, those that bfloat16 has; a rounding of 1 in 256 in each product and sum."""
+    model = trainable(architecture).to(torch.bfloat16)
+    fuse_parameters(model)
+    samples = make_samples(make_model(architecture))
+    whole = trainable(architecture)
+    whole.load_state_dict(model.state_dict())
+    rounded = make_learner(model)
+    if compile:
+        rounded.body.compile()
+    found, expected = (
+        torch.cat([gradient.float().flatten() for gradient in gradients(learner, samples).values()])
+        for learner in (rounded, make_learner(whole))
+    )
+    assert rounded.optimizer.uses_masters
+    assert torch.cosine_similarity(found, expected, dim=0) > 0.999
+    assert 0.98 < float(found.norm() / expected.norm()) < 1.02
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)

@@ -13,7 +13,7 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file
 from test_learner import LONGEST, TEMPERATURE, make_samples, section, trainable
-from tiny import ARCHITECTURES, make_model, make_tokenizer, save_model
+from tiny import ARCHITECTURES, make_model, make_tokenizer, needs_bfloat16, save_model
 
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
 from rollcall.cluster.placement import Role
@@ -249,8 +249,27 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(ran
     assert ranks.run(break_down, BOTH, size=4) == [("the loss is nan", True)] * 4
 
 
+def learn_in_bfloat16(gang: Gang, changes: dict[str, Any]) -> list[dict[str, float]]:
+    model = trainable("qwen2-tied").to(torch.bfloat16)
+    fuse_parameters(model)
+    learner = Learner(
+        model, section(**changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST, total_updates=10,
+        gang=gang,
+    )  # fmt: skip
+    return [learner.update(make_samples(make_model())) for _ in range(3)]
+
+
+@needs_bfloat16
+def test_in_bfloat16_a_divided_learner_has_the_curve_of_one_process_but_for_rounding(ranks: Ranks) -> None:
+    expected = learn_in_bfloat16(Gang.alone(), ALONE)
+    for changes in (ALONE, FSDP, SEQUENCE):
+        for found, row in zip(ranks.run(learn_in_bfloat16, changes, size=4)[0], expected, strict=True):
+            for name in ("grad_norm", "entropy"):
+                assert found[name] == pytest.approx(row[name], rel=0.02), name
+
+
 def bfloat16_learner(gang: Gang, changes: dict[str, Any], directory: Path, steps: int) -> tuple[set[Any], int]:
-    """Steps along made-up gradients (a CPU does not run bfloat16), from a checkpoint where there is one, and to it."""
+    """Steps along made-up gradients, from a checkpoint where there is one, and to it."""
     model = trainable("qwen2-tied").to(torch.bfloat16)
     fuse_parameters(model)
     learner = Learner(

@@ -22,9 +22,11 @@ from transformers import (
 )
 
 from rollcall.decoder import has_compiler
+from rollcall.learner.model import has_bfloat16
 from rollcall.tiny import char_tokenizer
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="compiling for a CPU needs a C++ compiler (g++, or CXX)")
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(), reason="this CPU does not compute in bfloat16")
 SHAPE: dict[str, Any] = dict(
     vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,

@@ -116,9 +116,9 @@ def flash(
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:
     most = max(bucket.count * bucket.q_length * bucket.k_length for bucket in layout.buckets)
     if not q.is_cuda and most * q.shape[1] <= PRODUCT_SCORES:
-        out = _ProductAttention.apply(q, k, v, layout, scale, window)
+        out = _ProductAttention.apply(q.float(), k.float(), v.float(), layout, scale, window)
         assert isinstance(out, Tensor)
-        return out
+        return out.to(q.dtype)
     outs: list[Tensor] = []
     for bucket in layout.buckets:
         queries, keys, values = (
@@ -134,7 +134,7 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, win
 
 
 class _ProductAttention(torch.autograd.Function):
-    """All buckets by batched products. The query heads of one KV head stand in the query axis, so keys are never repeated;
+    """All buckets by batched products, in float32. The query heads of one KV head stand in the query axis, so keys are never repeated;
     every token is a query once, so its gradient is put in its place and not added up."""
 
     @staticmethod

@@ -139,7 +139,9 @@ class ModelSection(Section):
         "Model directory or hub name; `builtin:arithmetic` is the small embedded model, warm-started once and cached.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = _field(
-        "auto", "Compute precision (`bf16`, `fp32` are accepted); `auto`: bfloat16 on CUDA, float32 on CPU."
+        "auto",
+        "Compute precision (`bf16`, `fp32` are accepted); `auto`: bfloat16 on CUDA, float32 on CPU. bfloat16 on a CPU needs one "
+        "that computes in it.",
     )
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "Where to train; `auto` takes CUDA when there is one.")
     chat_template: str | None = _field(None, "Jinja chat template that replaces the tokenizer's own.")

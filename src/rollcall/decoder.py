@@ -168,9 +168,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [N, V]."""
-        if hidden.dtype == torch.float32:
-            return F.linear(hidden, self.lm_head)
-        return torch.mm(hidden, self.lm_head.t(), out_dtype=torch.float32)
+        return wide_product(hidden, self.lm_head.t())
 
 
 @torch.no_grad()
@@ -180,6 +178,13 @@ def rope_tables(rotary: nn.Module, positions: int, *, like: Tensor) -> tuple[Ten
     cos, sin = rotary(like, torch.arange(size, device=like.device)[None])
     half = sin.shape[-1] // 2
     return cos[0].contiguous(), torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1).contiguous()
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, whatever the two are in."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
 
 
 def leave_open(*tensors: Tensor) -> None:
@@ -241,11 +246,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether a compiler makes one pass of a plain formula and of its derivative."""
-    return x.is_cuda or torch.compiler.is_compiling()
+    """Whether a plain formula is used: a compiler makes one pass of it and of its derivative, or its steps are rounded."""
+    return x.is_cuda or torch.compiler.is_compiling() or x.dtype != torch.float32
 
 
-# On a CPU torch runs the derivatives of these as a dozen passes over memory each; written out they are a few.
+# On a CPU torch runs the derivatives of these as a dozen passes over memory each; written out they are a few. In float32.
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.decoder import wide_product
+
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # logits held at once
 
 
@@ -34,7 +36,7 @@ class _TokenStats(torch.autograd.Function):
         rows = len(hidden)
         out = torch.empty(4, rows, dtype=torch.float32, device=hidden.device)
         for part in _chunks(rows, weight):
-            stats = _row_stats(_logits(hidden[part], weight), targets[part], scale)
+            stats = _row_stats(wide_product(hidden[part], weight.t()), targets[part], scale)
             for index, values in enumerate(stats):
                 out[index, part] = values
         logprobs, lse, entropy, mean = out.unbind(0)
@@ -53,7 +55,7 @@ class _TokenStats(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         for part in _chunks(len(hidden), weight):
-            logits = _logits(hidden[part], weight)
+            logits = wide_product(hidden[part], weight.t())
             grad = _grad_logits(
                 logits,
                 targets[part],
@@ -75,17 +77,11 @@ def _chunks(rows: int, weight: Tensor) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    if hidden.dtype == torch.float32:
-        return hidden @ weight.t()
-    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-
-
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), hidden)
     else:
-        total += torch.mm(grad.t(), hidden, out_dtype=torch.float32)
+        total += wide_product(grad.t(), hidden)
 
 
 def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

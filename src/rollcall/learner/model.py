@@ -29,11 +29,17 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "bfloat16" and device.type == "cpu":
+    if name == "bfloat16" and device.type == "cpu" and not has_bfloat16():
         raise ModelError(
-            "model.dtype=bfloat16 needs a CUDA device; this run is on the CPU: use model.dtype=float32 or auto"
+            "model.dtype=bfloat16 needs a CUDA device or a CPU that computes in it (AVX-512, ARM with bf16), which this one "
+            "does not: use model.dtype=float32 or auto"
         )
     return getattr(torch, name)
+
+
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 in hardware."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> Any:

@@ -3,7 +3,8 @@
 Rows are kept compact (0..n-1) and end together: the token of a step goes into one column for all rows, and a row that
 came later starts further right. So a step writes one plain slice, and attention is two batched products over plain
 slices: keys lie transposed for the first, values as they are for the second. With one query per sequence that is three
-times as fast as the fused attention of torch 2.13. Room is rows x columns, which is what the memory really is.
+times as fast as the fused attention of torch 2.13. Room is rows x columns, which is what the memory really is. It is
+float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class RowRunner:
         new, old = slice(lead - kept, lead), slice(self._column - kept, self._column)
         for index, (old_keys, old_values) in enumerate(zip(self._keys, self._values, strict=True)):
             # Zeros, not leftovers: what a mask hides still takes part in products, and zero times NaN is NaN.
-            keys = torch.zeros(rows * heads, dim, num_columns, dtype=self.decoder.dtype)
-            values = torch.zeros(rows * heads, num_columns, dim, dtype=self.decoder.dtype)
+            keys = torch.zeros(rows * heads, dim, num_columns)
+            values = torch.zeros(rows * heads, num_columns, dim)
             if seats and kept:
                 keys[:seats, :, new] = old_keys[:seats, :, old]
                 values[:seats, new] = old_values[:seats, old]
@@ -207,8 +208,8 @@ class RowRunner:
         seats = row[:, None] * heads + torch.arange(heads)  # [copies, Hkv]
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
-            self._keys[index][seats, :, column[:, None]] = k[source]
-            self._values[index][seats, column[:, None]] = v[source]
+            self._keys[index][seats, :, column[:, None]] = k[source].float()
+            self._values[index][seats, column[:, None]] = v[source].float()
 
         self.num_filled_tokens += run_fills(self.decoder, fills, store)
 
@@ -247,10 +248,10 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
         keys[:, :, -1].view(k.shape).copy_(k)
         values[:, -1].view(v.shape).copy_(v)
         # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
-        scores = torch.bmm(q.reshape(len(keys), -1, dim) * dim**-0.5, keys)
+        scores = torch.bmm(q.reshape(len(keys), -1, dim).float() * dim**-0.5, keys)
         if mask is not None:
             scores.add_(mask)
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1).to(q.dtype)
 
     return decoder.logits(decoder.forward(step.token_ids, step.positions, attend))
 
