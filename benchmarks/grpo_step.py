@@ -44,8 +44,9 @@ def main() -> None:
         model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
         steps = args.steps + WARMUP[args.device]
         budget = args.tokens_per_microbatch or (16384 if args.device == "cpu" else 32768)
+        given = dataclasses.replace(workload, dtype=args.dtype or workload.dtype)
         config = make_config(
-            dataclasses.replace(workload, dtype=args.dtype or workload.dtype), model_dir, Path(folder) / "run", device=args.device, steps=steps, engine=args.engine,
+            given, model_dir, Path(folder) / "run", device=args.device, steps=steps, engine=args.engine,
             tokens_per_microbatch=budget, compile=args.compile,
         )  # fmt: skip
         peer = ratio = None
@@ -87,16 +88,8 @@ def measure_trl(args: argparse.Namespace, workload: Workload, model_dir: Path) -
     python = peer_python("trl", args.peer_python)
     results = []
     for dtype in dict.fromkeys([workload.dtype, args.dtype or workload.dtype]):
-        options = [
-            "--model-dir",
-            str(model_dir),
-            "--device",
-            args.device,
-            "--dtype",
-            dtype,
-            "--repeats",
-            str(args.steps),
-        ]
+        options = ["--model-dir", str(model_dir), "--device", args.device]
+        options += ["--dtype", dtype, "--repeats", str(args.steps)]
         results.append(run_peer("peer_trl", python=python, workload=workload, args=options, deadline_s=PEER_DEADLINE_S))
         print("TRL", results[-1], flush=True)
     return results

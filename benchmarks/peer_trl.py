@@ -127,7 +127,7 @@ def train(
                 rows=rows,
                 steps=steps,
                 out=out,
-            ),
+            ),  # fmt: skip
             train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]}),
             processing_class=tokenizer,
             callbacks=[times],
@@ -161,23 +161,10 @@ def main() -> None:
         parser.error(f"--rows {rows} does not divide the {workload.num_completions} completions of a step")
     torch.set_num_threads(workload.threads)
     with model_dir(workload, args.model_dir) as path:
-        numbers = train(
-            workload,
-            path,
-            device=args.device,
-            dtype=dtype,
-            vllm=args.vllm,
-            rows=rows,
-            steps=WARMUP_STEPS + args.repeats,
-        )
-    result = {
-        "peer": "trl",
-        "version": trl.__version__,
-        "workload": workload.name,
-        "dtype": dtype,
-        "vllm": args.vllm,
-        "rows": rows,
-    }
+        steps = WARMUP_STEPS + args.repeats
+        numbers = train(workload, path, device=args.device, dtype=dtype, vllm=args.vllm, rows=rows, steps=steps)
+    result = {"peer": "trl", "version": trl.__version__, "workload": workload.name}
+    result |= {"dtype": dtype, "vllm": args.vllm, "rows": rows}
     print(json.dumps(result | numbers), flush=True)
 
 

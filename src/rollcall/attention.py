@@ -134,8 +134,8 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, win
 
 
 class _ProductAttention(torch.autograd.Function):
-    """All buckets by batched products, in float32. The query heads of one KV head stand in the query axis, so keys are never repeated;
-    every token is a query once, so its gradient is put in its place and not added up."""
+    """All buckets by batched products, in float32. The query heads of one KV head stand in the query axis, so keys are
+    never repeated; every token is a query once, so its gradient is put in its place and not added up."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:  # type: ignore[override]
