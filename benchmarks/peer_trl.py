@@ -127,7 +127,7 @@ def train(
                 rows=rows,
                 steps=steps,
                 out=out,
-            ),  # fmt: skip
+            ),
             train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]}),
             processing_class=tokenizer,
             callbacks=[times],

@@ -183,6 +183,23 @@ def test_a_save_that_was_killed_leaves_the_previous_checkpoint_and_is_cleaned(
     assert names(tmp_path) == ["step-000010", "step-000020"]
 
 
+def test_what_a_lost_worker_writes_after_a_failed_save_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Of the same process: a gang that is rebuilt saves to the same store."""
+    store, begun = make_store(tmp_path), []
+    save(store, 2)
+
+    def lose_a_worker(dir: Path) -> None:
+        begun.append(dir)
+        raise RuntimeError("rank 3 is lost")
+
+    with pytest.raises(RuntimeError, match="rank 3 is lost"):
+        store.save(4, write=lose_a_worker, state={}, score=None)
+    begun[0].mkdir()
+    (begun[0] / "actor.pt").write_bytes(b"late")
+    save(store, 4)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
 def write_big(dir: Path) -> None:
     (dir / "model.bin").write_bytes(bytes(600_000))
 

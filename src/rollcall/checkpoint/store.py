@@ -105,7 +105,9 @@ class CheckpointStore:
                 self._guard()
                 swap_in(tmp, final)
 
+        self._cleaned = False  # until it has ended: a worker that is lost may write into a folder that is being removed
         persist(attempt, path=final, what="the checkpoint; earlier ones are untouched", refuse=CheckpointError)
+        self._cleaned = True
         if tries > 1:  # a folder that cannot be written keeps what was begun in it
             self.clean()
         self._prune(just_saved=final)
