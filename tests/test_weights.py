@@ -37,6 +37,7 @@ from rollcall.weights import (
     open_receiver,
     open_sender,
 )
+from rollcall.weights import checksum as checksums
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
 from rollcall.weights.line import SILENT_S, Deadline, Desk, Line, call, decline
@@ -274,6 +275,20 @@ def test_a_line_to_another_host_asks_its_kernel_whether_it_is_there() -> None:
 
 
 # Checksums and layouts
+
+
+def test_a_second_thread_makes_the_same_copy_and_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.randint(256, (5 * checksums.PIECE_BYTES + 3,), dtype=torch.uint8)
+    made = []
+    for cores in (1, 1_000_000):
+        monkeypatch.setattr(checksums, "CORES", cores)
+        checksums._helper.cache_clear()
+        assert (checksums._helper() is None) == (cores > 1)
+        target = torch.zeros_like(source)
+        made.append(checksums.copy_summed([target], [source], total_of=[source]))
+        assert torch.equal(target, source) and checksums.checksum([target]) == made[-1]
+    checksums._helper.cache_clear()
+    assert made[0] == made[1]
 
 
 @given(st.binary(min_size=1, max_size=400), st.data())

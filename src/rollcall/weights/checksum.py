@@ -10,6 +10,7 @@ False
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,6 +22,7 @@ from torch import Tensor
 
 PIECE_BYTES = 256 << 10  # fits a core's second-level cache twice
 ALONE_BELOW = 2  # pieces; fewer are done before another thread has begun
+CORES = 4  # from which on sender and receiver have two each
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
 _MASK = (1 << 64) - 1
 
@@ -59,9 +61,10 @@ def _cut(span: Tensor) -> list[np.ndarray]:
 def _in_two(pieces: list[_Piece]) -> list[int]:
     """The sum of each; where there are several, half of them are another thread's."""
     half = len(pieces) // 2
-    if half < ALONE_BELOW:
+    helper = _helper()
+    if half < ALONE_BELOW or helper is None:
         return _run(pieces)
-    later = _helper().submit(_run, pieces[half:])
+    later = helper.submit(_run, pieces[half:])
     return _run(pieces[:half]) + later.result()
 
 
@@ -75,7 +78,10 @@ def _run(pieces: list[_Piece]) -> list[int]:
 
 
 @cache
-def _helper() -> ThreadPoolExecutor:
+def _helper() -> ThreadPoolExecutor | None:
+    """None where sender and receiver have no core to spare for it."""
+    if len(os.sched_getaffinity(0)) < CORES:
+        return None
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")
 
 
