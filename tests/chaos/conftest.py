@@ -12,7 +12,7 @@ import pytest
 
 from chaos.arena import ROWS
 
-LOG = "ROLLCALL_CHAOS_LOG"  # a file that gets a JSON line of each run
+LOG = "ROLLCALL_CHAOS_LOG"  # a file that gets a JSON line of each run, and of each failure
 PROPERTY = "chaos"
 
 _shown: list[dict[str, Any]] = []
@@ -28,14 +28,18 @@ def _report_rows(record_property: Any) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Each run's line as soon as it has ended: a session may be cut short."""
-    if report.when != "teardown" or "PYTEST_XDIST_WORKER" in os.environ:
+    """Each run's line as soon as it has ended, and why a test failed: a session may be cut short."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    rows: list[Any] = [row for name, row in report.user_properties if name == PROPERTY]
-    _shown.extend(rows)
-    if path := os.environ.get(LOG):
+    lines: list[Any] = []
+    if report.when == "teardown":
+        lines += [row for name, row in report.user_properties if name == PROPERTY]
+        _shown.extend(lines)
+    if report.failed:
+        lines.append({"failed": report.nodeid, "why": report.longreprtext})
+    if lines and (path := os.environ.get(LOG)):
         with Path(path).open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
