@@ -81,12 +81,10 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._guard = guard
-        self._cleaned = False
 
     def save(self, step: int, *, write: Callable[[Path], None], state: dict[str, Any], score: float | None) -> Path:
         """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step."""
-        if not self._cleaned:
-            self.clean()
+        self.clean()  # each time: a worker that was lost may have written into a folder that its failed save removed
         if score is not None and math.isnan(score):
             score = None
         final = self.dir / f"step-{step:06d}"
@@ -105,9 +103,7 @@ class CheckpointStore:
                 self._guard()
                 swap_in(tmp, final)
 
-        self._cleaned = False  # until it has ended: a worker that is lost may write into a folder that is being removed
         persist(attempt, path=final, what="the checkpoint; earlier ones are untouched", refuse=CheckpointError)
-        self._cleaned = True
         if tries > 1:  # a folder that cannot be written keeps what was begun in it
             self.clean()
         self._prune(just_saved=final)
@@ -134,7 +130,6 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what a save left behind that was killed or refused. For the process that saves."""
-        self._cleaned = True
         if not self.dir.is_dir():
             return
         for path in sorted(self.dir.iterdir()):
@@ -174,7 +169,6 @@ class CheckpointStore:
                 entry.path.rename(trash)
                 shutil.rmtree(trash)
             except OSError as error:
-                self._cleaned = False  # the next save tries again
                 log.warning("old checkpoint %s cannot be removed: %s", entry.path, error)
 
 
