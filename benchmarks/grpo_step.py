@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the workload's own")
     parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
+    if args.turns > 1 and args.peer != "trl":
+        parser.error(f"--turns {args.turns} is for --peer trl, not for --peer {args.peer}")
     workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
@@ -57,7 +59,8 @@ def main() -> None:
         if args.peer == "local":
             peer = measure_local(args, model_dir)
             with one_node(Path(folder)):
-                turns = [(measure(on_the_cluster(config), warmup=WARMUP[args.device]), peer)]
+                ours, _ = take_turn(args, on_the_cluster(config), workload, model_dir)
+            turns = [(ours, peer)]
         else:
             turns = [take_turn(args, config, workload, model_dir) for _ in range(args.turns)]
     ours, peer = sorted(turns, key=ratio_of)[(len(turns) - 1) // 2]
@@ -71,7 +74,7 @@ def take_turn(args: argparse.Namespace, config: Config, workload: Workload, mode
     shutil.rmtree(config.run.dir / "journal", ignore_errors=True)  # of the turn before: a run would resume
     ours = measure(config, warmup=WARMUP[args.device])
     print("ours", ours, flush=True)
-    if args.peer == "none":
+    if args.peer != "trl":
         return ours, None
     return ours, min(measure_trl(args, workload, model_dir), key=lambda result: result["step_s"])
 
