@@ -249,13 +249,17 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(ran
     assert ranks.run(break_down, BOTH, size=4) == [("the loss is nan", True)] * 4
 
 
-def learn_in_bfloat16(gang: Gang, changes: dict[str, Any]) -> list[dict[str, float]]:
+def bfloat16_learner(gang: Gang, **changes: Any) -> Learner:
     model = trainable("qwen2-tied").to(torch.bfloat16)
     fuse_parameters(model)
-    learner = Learner(
+    return Learner(
         model, section(**changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST, total_updates=10,
         gang=gang,
     )  # fmt: skip
+
+
+def learn_in_bfloat16(gang: Gang, changes: dict[str, Any]) -> list[dict[str, float]]:
+    learner = bfloat16_learner(gang, **changes)
     return [learner.update(make_samples(make_model())) for _ in range(3)]
 
 
@@ -268,14 +272,9 @@ def test_in_bfloat16_a_divided_learner_has_the_curve_of_one_process_but_for_roun
                 assert found[name] == pytest.approx(row[name], rel=0.02), name
 
 
-def bfloat16_learner(gang: Gang, changes: dict[str, Any], directory: Path, steps: int) -> tuple[set[Any], int]:
+def step_in_bfloat16(gang: Gang, changes: dict[str, Any], directory: Path, steps: int) -> tuple[set[Any], int]:
     """Steps along made-up gradients, from a checkpoint where there is one, and to it."""
-    model = trainable("qwen2-tied").to(torch.bfloat16)
-    fuse_parameters(model)
-    learner = Learner(
-        model, section(lr=1e-5, **changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST,
-        total_updates=10, gang=gang,
-    )  # fmt: skip
+    learner = bfloat16_learner(gang, lr=1e-5, **changes)
     body: Any = learner.body
     if (directory / "actor.pt").exists():
         read_learner(learner, directory)
@@ -289,14 +288,14 @@ def bfloat16_learner(gang: Gang, changes: dict[str, Any], directory: Path, steps
 
 
 def test_master_weights_stay_in_float32_and_travel_with_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    dtypes, _ = ranks.run(bfloat16_learner, FSDP, tmp_path, 2, size=2)[0]
+    dtypes, _ = ranks.run(step_in_bfloat16, FSDP, tmp_path, 2, size=2)[0]
     assert dtypes == {torch.bfloat16}, "engines get what the model computes in"
     first = torch.load(tmp_path / "actor.pt", weights_only=True)["masters"]
     rounded = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
     assert first["norm"].dtype == torch.float32 and not torch.equal(first["norm"], rounded.float())
     assert torch.equal(first["norm"].bfloat16(), rounded)
     for size, changes in ((1, ALONE), (4, BOTH)):  # without an update: what was read is written again
-        _, num_updates = ranks.run(bfloat16_learner, changes, tmp_path, 0, size=size)[0]
+        _, num_updates = ranks.run(step_in_bfloat16, changes, tmp_path, 0, size=size)[0]
         again = torch.load(tmp_path / "actor.pt", weights_only=True)["masters"]
         assert num_updates == 2
         assert all(torch.equal(again[name], first[name]) for name in first)

@@ -278,15 +278,15 @@ def test_a_line_to_another_host_asks_its_kernel_whether_it_is_there() -> None:
 
 
 def test_a_second_thread_makes_the_same_copy_and_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = torch.randint(256, (5 * checksums.PIECE_BYTES + 3,), dtype=torch.uint8)
+    source = torch.randint(256, (5 * PIECE_BYTES + 3,), dtype=torch.uint8)
     made = []
     for cores in (1, 1_000_000):
         monkeypatch.setattr(checksums, "CORES", cores)
         checksums._helper.cache_clear()
         assert (checksums._helper() is None) == (cores > 1)
         target = torch.zeros_like(source)
-        made.append(checksums.copy_summed([target], [source], total_of=[source]))
-        assert torch.equal(target, source) and checksums.checksum([target]) == made[-1]
+        made.append(copy_summed([target], [source], total_of=[source]))
+        assert torch.equal(target, source) and checksum([target]) == made[-1]
     checksums._helper.cache_clear()
     assert made[0] == made[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import group_workers
 import numpy as np
@@ -34,7 +36,7 @@ from rollcall.cluster import (
     WorkerTimeoutError,
     init_ray,
 )
-from rollcall.cluster.actor import lease_port
+from rollcall.cluster.actor import lease_port, load_class
 from rollcall.cluster.state import Process
 
 SLOTS = 8  # on each of two nodes
@@ -514,3 +516,16 @@ def test_cpu_slots_need_no_gpu(on_ray):
 def test_torch_meets_at_the_leased_port(on_ray):
     with VirtualCluster([2], num_gpus_per_node=SLOTS) as cluster:
         assert run(make_group(cluster), "meet") == ["01", "01"]
+
+
+def test_a_worker_class_is_imported_without_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is on again afterwards, also where the import fails."""
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = "import gc\nclass Worker:\n    collected = gc.isenabled()\n"
+    (tmp_path / "seen_worker.py").write_text(seen)
+    (tmp_path / "broken_worker.py").write_text("import gc\nassert gc.isenabled(), 'broken'\n")
+    assert gc.isenabled()
+    assert not cast(Any, load_class("seen_worker.Worker")).collected and gc.isenabled()
+    with pytest.raises(AssertionError, match="broken"):
+        load_class("broken_worker.Worker")
+    assert gc.isenabled()

@@ -1,8 +1,8 @@
 """A 64-bit checksum of raw bytes, cheap enough to be taken of every update on both sides.
 
 Bytes are summed as 64-bit words, 256 KiB at a time, and the sums folded so that their order counts. A host sums each
-piece right after copying it, while it is in the cache, half of the pieces in a thread of their own; a GPU sums its own
-memory.
+piece right after copying it, while it is in the cache, half of the pieces in a thread of their own where there are cores
+for it; a GPU sums its own memory.
 
 >>> checksum([torch.arange(4, dtype=torch.uint8)]) == checksum([torch.arange(4, dtype=torch.uint8).flip(0)])
 False
@@ -80,7 +80,7 @@ def _run(pieces: list[_Piece]) -> list[int]:
 @cache
 def _helper() -> ThreadPoolExecutor | None:
     """None where sender and receiver have no core to spare for it."""
-    if len(os.sched_getaffinity(0)) < CORES:
+    if (os.cpu_count() or 1) < CORES:
         return None
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")
 
