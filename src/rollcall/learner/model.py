@@ -38,7 +38,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16() -> bool:
-    """Whether this CPU multiplies matrices of bfloat16 in hardware."""
+    """Whether torch has matrix products in bfloat16 for this CPU; without AMX or the like they may not be faster."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
