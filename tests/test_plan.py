@@ -161,6 +161,22 @@ def test_rollout_has_weights_of_its_own_only_away_from_the_actor(tmp_path: Path)
     assert memory_of(apart, "rollout").weights == 2 * apart.sizes.num_parameters
 
 
+def test_vllm_has_a_copy_of_the_weights_beside_the_process_that_receives_them(tmp_path: Path) -> None:
+    engine = {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}
+    apart = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0-1"}, rollout=engine)
+    assert apart.sizes is not None and apart.problems == ()
+    whole = 2 * apart.sizes.num_parameters
+    assert memory_of(apart, "rollout").weights == whole + whole // 2
+    awake = make_run(tmp_path, {"actor,rollout": "all"}, rollout={"engine": "vllm"})
+    asleep = make_run(tmp_path, {"actor,rollout": "all"}, rollout={"engine": "vllm", "vllm": {"sleep": True}})
+    assert memory_of(awake, "rollout").weights == memory_of(asleep, "rollout").weights == whole
+    assert memory_of(asleep, "rollout").held == 0, "it gives all of it back while the actor works"
+    lent = min(
+        memory_of(awake, "actor").working, memory_of(asleep, "rollout").working - memory_of(awake, "rollout").working
+    )
+    assert awake.memory[0].total - asleep.memory[0].total == lent > 0
+
+
 def test_roles_of_one_process_take_turns_in_working_memory() -> None:
     actor = RoleMemory(role=Role.ACTOR, weights=10, optimizer=20, gradients=5, activations=7)
     rollout = RoleMemory(role=Role.ROLLOUT, kv=100, activations=3)
@@ -208,12 +224,14 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
 def test_the_lever_is_that_of_the_largest_part() -> None:
     assert "kv_memory_fraction" in lever(RoleMemory(role=Role.ROLLOUT, kv=2, weights=1))
     assert "critic.tokens_per_microbatch" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
+    assert "holds the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"
 
 
 def test_heads_that_do_not_split_over_a_process_are_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0"})
+    vllm = {"engine": "vllm", "vllm": {"tensor_parallel_size": 4}}
+    run = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0"}, rollout=vllm)
     assert run.problems == (
         "rollout splits the model over 4 slots, but it has 14 attention heads: 14 = 4 x 3 + 2; use slots per process (or "
         "tensor_parallel_size) that divide 14",
@@ -229,6 +247,23 @@ def test_learners_that_cannot_be_divided_as_asked_are_refused(tmp_path: Path) ->
     assert any("14 attention heads" in problem for problem in odd.problems)
     two = make_run(tmp_path, {"actor,rollout": "all"}, actor={"tensor_parallel_size": 2})
     assert two.problems == () and two.plan.meshes[Role.ACTOR].tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "rollout", "words"),
+    [
+        ({"actor": "0-3", "rollout": "4-7"}, {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, "of 1 slot, and rollout.vllm"),
+        ({"actor": "0-3", "rollout": "4-7:0-1"}, {"engine": "vllm"}, "tensor_parallel_size=1 divides an engine over 1"),
+        ({"actor": "0-3", "rollout": "4-7:0-1"}, {}, "rollout.engine=vllm and rollout.vllm.tensor_parallel_size=2"),
+        ({"actor": "0-3", "rollout": "4-5", "inference": "6-7:0"}, {}, "inference has processes of 2 slots, and it uses one"),
+    ],
+)  # fmt: skip
+def test_slots_that_an_engine_would_miss_or_leave_idle_are_refused(
+    tmp_path: Path, placement: dict[str, str | int], rollout: dict[str, Any], words: str
+) -> None:
+    (problem,) = make_run(tmp_path, placement, rollout=rollout).problems
+    assert words in problem
+    assert make_run(tmp_path, placement, rollout=rollout, cluster={"accelerator": "cpu"}).problems == ()
 
 
 def test_actor_ranks_without_a_completion_are_noted(tmp_path: Path) -> None:

@@ -64,9 +64,25 @@ def test_the_rehearsed_run_keeps_placement_algorithm_and_loop(tmp_path: Path) ->
     small = rehearsed(config, tmp_path, model=tmp_path / "model", reward_model=None)
     assert small.cluster is not None and config.cluster is not None
     assert small.cluster.component_placement == config.cluster.component_placement
-    assert small.algorithm == config.algorithm and small.actor == config.actor
+    assert small.algorithm == config.algorithm
+    assert small.actor == config.actor.model_copy(update={"compile": False})
     assert (small.trainer.staleness, small.trainer.steps) == (2, 2)
     assert (small.data.prompts_per_step, small.rollout.samples_per_prompt) == (12, 2)
+
+
+def test_what_belongs_to_gpus_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(
+        {"rollout": "0-1:0", "actor": "2-3"}, actor={"compile": True},
+        rollout={"engine": "vllm", "vllm": {"tensor_parallel_size": 2}, "compile": True},
+    )  # fmt: skip
+    small = rehearsed(config, tmp_path, model=tmp_path / "model", reward_model=None)
+    assert small.rollout.engine == "native" and not small.rollout.compile and not small.actor.compile
+    said: list[str] = []
+    monkeypatch.setattr(module, "start_node", lambda request, say: None)
+    monkeypatch.setattr(module, "stop_node", lambda name: None)
+    monkeypatch.setattr(module, "_run", lambda config, root: {"steps": 2, "logprob_mismatch": 0.0})
+    assert simulate(config, say=said.append).ok
+    assert "rollout.engine=vllm is rehearsed with the native engine" in said
 
 
 def test_a_run_that_fails_is_a_verdict_with_the_reason_and_the_nodes_are_stopped(
@@ -95,6 +111,8 @@ def test_what_cannot_be_placed_or_held_is_refused_before_a_node_starts(monkeypat
         simulate(parse_config({}), say=lambda line: None)
     with pytest.raises(PlacementError, match="2 of them the same"):
         simulate(make_config({"rollout": "all", "actor": "0-3", "critic": "0-1"}, algorithm={"name": "ppo"}), say=print)
+    with pytest.raises(ConfigError, match="the native engine uses one slot per process"):
+        simulate(make_config({"rollout": "0-1:0", "actor": "2-3"}), say=print)
     monkeypatch.setattr(module, "_available_gib", lambda: 1.0)
     with pytest.raises(ClusterError, match="2 nodes with 4 processes take about 2 GiB .* and 1 are free"):
         simulate(make_config({"actor,rollout": "all"}), say=lambda line: None)

@@ -4,8 +4,9 @@ Held for the whole run: weights, optimizer state, KV cache. Held while a role wo
 one process take turns, so a slot needs the sum of the first and the largest of the second.
 
 The learner's state is whole in each tensor group, or with ``sharding`` in parts over data ranks, with one layer (and the
-next) and the embeddings gathered while it runs; so is a reference in its processes. Rollout and inference hold one copy per
-tensor group; rollout in the process of an actor that is not sharded has no weights of its own.
+next) and the embeddings gathered while it runs; so is a reference in its processes. Rollout and inference hold the model
+whole in each process; rollout in the process of an actor that is not sharded has no weights of its own. vLLM has a copy more,
+divided over the slots of its process.
 """
 
 from __future__ import annotations
@@ -123,15 +124,16 @@ class RoleMemory:
     kv: int = 0
     gradients: int = 0
     activations: int = 0
+    lent: int = 0  # of weights and kv: what is free while another role works
     copied: bool = False  # the same on several data ranks, which could have parts
 
     @property
     def held(self) -> int:
-        return self.weights + self.optimizer + self.kv
+        return self.weights + self.optimizer + self.kv - self.lent
 
     @property
     def working(self) -> int:
-        return self.gradients + self.activations
+        return self.gradients + self.activations + self.lent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,10 +294,14 @@ class _Job:
 
     def _rollout(self, mesh: Mesh, *, shares_weights: bool) -> RoleMemory:
         rollout, sizes = self.config.rollout, self.sizes
-        weights = 0 if shares_weights else sizes.num_parameters * self.width // mesh.tensor
+        whole = sizes.num_parameters * self.width
+        vllm = whole // mesh.tensor if rollout.engine == "vllm" else 0
+        weights = (0 if shares_weights else whole) + vllm
         fill = min(FILL_TOKENS, rollout.max_running * self.config.data.max_prompt_tokens)
         working = fill * sizes.working_elements(mesh.tensor) * self.width + rollout.max_running * sizes.vocab * 4
-        return RoleMemory(role=Role.ROLLOUT, weights=weights, kv=self._kv(mesh), activations=working)
+        kv = self._kv(mesh)
+        lent = vllm + kv if vllm and rollout.vllm.sleep else 0
+        return RoleMemory(role=Role.ROLLOUT, weights=weights, kv=kv, activations=working, lent=lent)
 
     def _kv(self, mesh: Mesh) -> int:
         rollout, data = self.config.rollout, self.config.data
@@ -347,4 +353,6 @@ def lever(role: RoleMemory) -> str:
             return "lower actor.tokens_per_microbatch"
     if role.copied:
         return f"set {name}.sharding=fsdp"
+    if role.role in (Role.ROLLOUT, Role.INFERENCE):
+        return "every process of it holds the whole model; use larger cards, or model.dtype=bf16 if it is not"
     return f"give {role.role} more slots"

@@ -30,11 +30,10 @@ from rollcall.cluster.memory import SizesUnknown, read_sizes
 from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
-from rollcall.cluster.run_plan import indivisible, learner_problems
+from rollcall.cluster.run_plan import indivisible, role_problems
 from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
 from rollcall.cluster.virtual import VirtualCluster, has_own_backend
-from rollcall.cluster.weight_sync import refuse_unreachable
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
@@ -172,7 +171,7 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     """Place the plan's processes on the cluster that this node belongs to, and load every role."""
     assert config.cluster is not None
     plan = plan_placement(config.cluster, needs=needs_of(config))
-    refuse_unreachable(config, plan)
+    _refuse(role_problems(config, plan))
     if not has_own_backend():
         connect()  # before anything slow: a node that is in no cluster says so at once
     plan, section, kept = _fit_nodes(config, plan, say=say)
@@ -233,7 +232,7 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
         return plan, section, everyone
     section = shrink(section, plan, kept=kept)
     plan = plan_placement(section, needs=needs_of(config))
-    refuse_unreachable(config, plan)
+    _refuse(role_problems(config, plan))
     return plan, section, kept
 
 
@@ -271,13 +270,15 @@ def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> Remot
     )
 
 
-def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
-    """What the learners cannot do, before any process is started."""
-    problems = learner_problems(config, plan)
-    with suppress(SizesUnknown):  # of an architecture that the processes then refuse by name
-        problems += indivisible(plan, read_sizes(model_path))
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise ClusterError("; ".join(problems))
+
+
+def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
+    """What this model and its optimizers cannot do, before any process is started."""
+    with suppress(SizesUnknown):  # of an architecture that the processes then refuse by name
+        _refuse(indivisible(plan, read_sizes(model_path)))
     members = {role: list(range(plan.world_size(role))) for role in TRAINED if role in plan.processes}
     in_parts = roles_in_parts(config, members)
     for role in members:

@@ -17,7 +17,7 @@ from rollcall.cluster.memory import (
     slot_memory,
 )
 from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement, slot_text
-from rollcall.config import ClusterSection, Config
+from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.learner.mesh import split_problems
 
 DEFAULT_CARD_GIB = 80.0
@@ -87,7 +87,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         if model_config is not None:
             raise
         notes.append(f"memory is not estimated: {error}")
-    problems += learner_problems(config, plan)
+    problems += role_problems(config, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
     _judge_batch(config, plan, notes)
     return RunPlan(
@@ -120,19 +120,63 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
     return max(found, key=lambda sizes: sizes.num_parameters, default=None)
 
 
-def learner_problems(config: Config, plan: Plan) -> list[str]:
-    """Why actor or critic cannot be divided over the processes that the plan gives them."""
+def role_problems(config: Config, plan: Plan) -> list[str]:
+    """Why a role cannot use the processes and slots that the plan gives it."""
     trained = [role for role in (Role.ACTOR, Role.CRITIC) if role in plan.processes]
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
-    for role in trained:
-        width = len(plan.processes[role][0].slots)
-        if width > 1:
-            problems.append(
-                f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per slot "
-                f"and {role}.tensor_parallel_size={width}"
-            )
-    return problems
+    for role, processes in plan.processes.items():
+        width = len(processes[0].slots)
+        if role in trained:
+            if width > 1:
+                problems.append(
+                    f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per "
+                    f"slot and {role}.tensor_parallel_size={width}"
+                )
+        elif (
+            config.cluster is not None and config.cluster.accelerator == "gpu"
+        ):  # logical slots are neither short nor idle
+            problems += _width_problems(role, width, config.rollout)
+    return problems + _unreachable(config, plan)
+
+
+def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
+    """Of a role that samples or scores, with ``width`` GPUs in each process."""
+    has = f"{role} has processes of {width} {'slot' if width == 1 else 'slots'}"
+    if role is Role.ROLLOUT and rollout.engine == "vllm":
+        size = rollout.vllm.tensor_parallel_size
+        if size == width:
+            return []
+        return [
+            f"{has}, and rollout.vllm.tensor_parallel_size={size} divides an engine over {size}; make the two equal (in "
+            'cluster.component_placement "0-7:0-3" gives each of 4 processes two slots)'
+        ]
+    if width == 1:
+        return []
+    if role is Role.ROLLOUT:
+        return [
+            f"{has}, and the native engine uses one slot per process; give it a process per slot, or set rollout.engine=vllm "
+            f"and rollout.vllm.tensor_parallel_size={width}"
+        ]
+    return [f"{has}, and it uses one slot per process; give it a process per slot"]
+
+
+def _unreachable(config: Config, plan: Plan) -> list[str]:
+    """The first process that new weights cannot get to."""
+    actors = plan.processes[Role.ACTOR]
+    receivers = [
+        (role, process)
+        for role in (Role.ROLLOUT, Role.INFERENCE)
+        for process in plan.processes.get(role, ())
+        if process.slots not in {actor.slots for actor in actors} and process.node_rank != actors[0].node_rank
+    ]
+    if config.rollout.weights != "shared_memory" or not receivers:
+        return []
+    role, process = receivers[0]
+    return [
+        f"rollout.weights=shared_memory reaches processes on the actor's node alone (node {actors[0].node_rank}), and {role} "
+        f"rank {process.rank} is on node {process.node_rank}; use auto, broadcast, delta or file"
+    ]
 
 
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:

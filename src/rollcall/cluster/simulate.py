@@ -20,6 +20,7 @@ from typing import Any
 from rollcall.cluster.bootstrap import start_node, stop_node
 from rollcall.cluster.placement import Plan, needs_of, plan_placement
 from rollcall.cluster.ray_start import NodeRequest
+from rollcall.cluster.run_plan import role_problems
 from rollcall.cluster.state import CLUSTER, STATE_DIR, ClusterError
 from rollcall.config import Config, ConfigError, parse_config
 
@@ -56,7 +57,11 @@ def simulate(config: Config, *, say: Say) -> Verdict:
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
         )
     plan = plan_placement(config.cluster, needs=needs_of(config))
+    if problems := role_problems(config, plan):
+        raise ConfigError("; ".join(problems))
     _refuse_too_large(plan)
+    if config.rollout.engine == "vllm":
+        say("rollout.engine=vllm is rehearsed with the native engine")
     started = time.monotonic()
     summary: dict[str, Any] | None = None
     why = None
@@ -94,8 +99,11 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
         "max_prompt_tokens": 32,
     }
     document["rollout"] |= {
-        "samples_per_prompt": min(config.rollout.samples_per_prompt, 4), "max_response_tokens": 8, "stop": [], "kv_tokens": None
+        "samples_per_prompt": min(config.rollout.samples_per_prompt, 4), "max_response_tokens": 8, "stop": [], "kv_tokens": None,
+        "engine": "native", "compile": False,
     }  # fmt: skip
+    for trained in ("actor", "critic"):
+        document[trained] |= {"compile": False}
     # A random policy never answers right: a reward that differs between completions lets the update move something.
     document["reward"] = [{"type": "regex", "pattern": "[0-4]"}] + (
         [{"type": "model", "path": str(reward_model)}] if reward_model else []

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rollcall.cluster.failures import WorkerTimeoutError
-from rollcall.cluster.placement import Plan, Role
+from rollcall.cluster.placement import Role
 from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
 from rollcall.weights import (
@@ -30,24 +30,9 @@ from rollcall.weights import (
 )
 from rollcall.weights.line import decline
 from rollcall.weights.protocol import MissingPeerError
-from rollcall.weights.transports import carrying_for
 
 DECLINE_S = 2.0
 HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy without training it
-
-
-def refuse_unreachable(config: Config, plan: Plan) -> None:
-    """Before anything starts: a transport that cannot get to one of the plan's processes."""
-    actors = plan.processes[Role.ACTOR]
-    for role in HOLDERS:
-        for process in plan.processes.get(role, ()):
-            if process.slots not in {actor.slots for actor in actors}:
-                carrying_for(
-                    config.rollout.weights,
-                    on_host=process.node_rank == actors[0].node_rank,
-                    on_gpu=False,
-                    receiver=f"{role.value} rank {process.rank} on node {process.node_rank}",
-                )
 
 
 class WeightSync:
