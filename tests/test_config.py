@@ -154,6 +154,15 @@ def test_every_mistake_is_told_at_once() -> None:
             dict(algorithm={"name": "dapo", "overlong_buffer": 9}, rollout={"max_response_tokens": 8}),
             "algorithm.overlong_buffer=9 is longer than rollout.max_response_tokens=8, .* use at most 8",
         ),
+        (
+            dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 3}}),
+            "trainer.elastic.min_nodes=3, but the cluster has 2 nodes when all are there; use at most 2",
+        ),
+        (
+            dict(cluster={"accelerator": "cpu"}, model={"device": "cuda"}),
+            "model.device=cuda contradicts cluster.accelerator=cpu",
+        ),
+        (dict(cluster={}, model={"device": "cpu"}), "leave model.device out, or set cluster.accelerator=cpu"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], message: str) -> None:
@@ -170,6 +179,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         dict(algorithm={"name": "dapo", "overlong_buffer": 8}, rollout={"max_response_tokens": 8}),
         dict(algorithm={"name": "grpo"}, data={"prompts_per_step": 30}, critic={"minibatches": 4}),
         dict(rollout={"top_p": 0.9}),
+        dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 2}}, model={"device": "cuda"}),
     ],
 )
 def test_what_is_next_to_a_refusal_is_allowed(sections: dict[str, Any]) -> None:

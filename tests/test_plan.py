@@ -266,6 +266,16 @@ def test_slots_that_an_engine_would_miss_or_leave_idle_are_refused(
     assert make_run(tmp_path, placement, rollout=rollout, cluster={"accelerator": "cpu"}).problems == ()
 
 
+def test_weights_that_leave_rollout_without_work_are_refused(tmp_path: Path) -> None:
+    apart: dict[str, str | int] = {"rollout": "0-1", "actor": "2-3"}
+    idle = make_run(tmp_path, apart, nodes=[2, 2], cluster={"node_weights": [0, 1]})
+    assert idle.problems == (
+        "cluster.node_weights=[0.0, 1.0] gives no task to a node that has a rollout process; those are nodes 0: give one of "
+        "them a weight above 0",
+    )
+    assert make_run(tmp_path, apart, nodes=[2, 2], cluster={"node_weights": [1, 0]}).problems == ()
+
+
 def test_actor_ranks_without_a_completion_are_noted(tmp_path: Path) -> None:
     run = make_run(tmp_path, {"actor,rollout": "all"}, data={"prompts_per_step": 2}, rollout={"samples_per_prompt": 3})
     assert any("2 have nothing to do" in note for note in run.notes)

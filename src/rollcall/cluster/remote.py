@@ -223,8 +223,6 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
     section, elastic, everyone = config.cluster, config.trainer.elastic, list(range(plan.num_nodes))
     if elastic is None:
         return plan, section, everyone
-    if elastic.min_nodes > plan.num_nodes:
-        raise ClusterError(f"trainer.elastic.min_nodes={elastic.min_nodes} of a cluster of {plan.num_nodes}; use fewer")
     from rollcall.cluster.on_ray import wait_for_nodes
 
     kept = wait_for_nodes(plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s, say=say)

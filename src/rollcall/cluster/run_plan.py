@@ -137,7 +137,7 @@ def role_problems(config: Config, plan: Plan) -> list[str]:
             config.cluster is not None and config.cluster.accelerator == "gpu"
         ):  # logical slots are neither short nor idle
             problems += _width_problems(role, width, config.rollout)
-    return problems + _unreachable(config, plan)
+    return problems + _unreachable(config, plan) + _weightless(config, plan)
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
@@ -176,6 +176,17 @@ def _unreachable(config: Config, plan: Plan) -> list[str]:
     return [
         f"rollout.weights=shared_memory reaches processes on the actor's node alone (node {actors[0].node_rank}), and {role} "
         f"rank {process.rank} is on node {process.node_rank}; use auto, broadcast, delta or file"
+    ]
+
+
+def _weightless(config: Config, plan: Plan) -> list[str]:
+    weights = config.cluster.node_weights if config.cluster else None
+    nodes = sorted({process.node_rank for process in plan.processes[Role.ROLLOUT]})
+    if weights is None or len(weights) != plan.num_nodes or any(weights[rank] for rank in nodes):
+        return []  # or on fewer nodes than the run file has, where those that are left share the work
+    return [
+        f"cluster.node_weights={weights} gives no task to a node that has a rollout process; those are nodes "
+        f"{', '.join(map(str, nodes))}: give one of them a weight above 0"
     ]
 
 
