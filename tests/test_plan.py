@@ -281,6 +281,22 @@ def test_actor_ranks_without_a_completion_are_noted(tmp_path: Path) -> None:
     assert any("2 have nothing to do" in note for note in run.notes)
 
 
+def test_slots_that_wait_for_each_other_are_noted(tmp_path: Path) -> None:
+    together: dict[str, str | int] = {"actor,rollout": "all"}
+    apart: dict[str, str | int] = {"actor": "0-3", "rollout": "4-7"}
+    ahead = {"staleness": 1}
+
+    def words(placement: dict[str, str | int], **sections: Any) -> str:
+        return " ".join(make_run(tmp_path, placement, **sections).notes)
+
+    assert "staleness=1 lets both work at once" in words(apart)
+    assert "every rollout process also trains" in words(together, trainer=ahead)
+    assert "staleness" not in words(apart, trainer=ahead) + words(together)
+    assert "staleness" not in words({"actor": "0-3", "rollout": "all"}) + words(
+        {"actor": "0-3", "rollout": "all"}, trainer=ahead
+    )
+
+
 def test_the_map_shows_every_node_role_and_rank(tmp_path: Path) -> None:
     text = as_text(make_run(tmp_path, {"rollout": "0-5", "actor": "6-11"}, nodes=[8, 4]))
     rows = [line.split() for line in text.splitlines()]

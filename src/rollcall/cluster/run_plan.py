@@ -90,6 +90,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     problems += role_problems(config, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
     _judge_batch(config, plan, notes)
+    _judge_overlap(config, plan, notes)
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -226,6 +227,23 @@ def _judge_batch(config: Config, plan: Plan, notes: list[str]) -> None:
         notes.append(
             f"an update has {config.completions_per_step} / {config.actor.minibatches} = {rows} completions for {data} actor "
             f"data ranks, so {data - rows} have nothing to do; raise data.prompts_per_step"
+        )
+
+
+def _judge_overlap(config: Config, plan: Plan, notes: list[str]) -> None:
+    """Whether sampling and training can go on at the same time, and do."""
+    trains = {process.slots for process in plan.processes[Role.ACTOR]}
+    shared = [process.slots in trains for process in plan.processes[Role.ROLLOUT]]
+    staleness = config.trainer.staleness
+    if staleness and all(shared):
+        notes.append(
+            f"trainer.staleness={staleness}, but every rollout process also trains, so neither goes on during the other; give "
+            "rollout slots of its own, or leave staleness at 0"
+        )
+    if not staleness and not any(shared):
+        notes.append(
+            "with trainer.staleness=0 rollout's slots wait while the actor trains, and the actor's while rollout samples; "
+            "staleness=1 lets both work at once"
         )
 
 
