@@ -403,3 +403,16 @@ def test_planning_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("examples/*.yaml")), ids=lambda path: path.stem)
 def test_every_example_can_be_planned(path: Path) -> None:
     assert plan_run(load_config(path)).problems == ()
+
+
+def test_what_cannot_work_is_not_submitted(tmp_path: Path) -> None:
+    run = {
+        "cluster": {
+            "num_nodes": 2,
+            "num_gpus_per_node": 4,
+            "component_placement": {"rollout": "0-3:0-1", "actor": "4-7"},
+        }
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    result = rollcall("submit", "run.yaml", "--address", "http://127.0.0.1:9", cwd=tmp_path)
+    assert result.returncode == 1 and result.stderr.startswith("error: rollout has processes of 2 slots"), result.stderr

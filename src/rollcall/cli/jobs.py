@@ -53,9 +53,12 @@ def submit(
       rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
       rollcall submit run.yaml --address http://10.0.0.1:8265
     """
+    from rollcall.cluster.run_plan import workable_plan
     from rollcall.config import load_config
 
     config = load_config(*split_arguments(file, overrides))
+    if config.cluster is not None:
+        workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
     reached = _reach(cluster, address, rendezvous)
     jobs = reached.jobs
     job = jobs.submit(config, folder=Path.cwd(), record=reached.record, environ=os.environ)

@@ -27,11 +27,10 @@ from rollcall.cluster.environment import submitted_env, worker_env
 from rollcall.cluster.failures import WorkerDiedError, WorkerLostError
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.memory import SizesUnknown, read_sizes
-from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement
+from rollcall.cluster.placement import PlacementError, Plan, Role
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
-from rollcall.cluster.run_plan import indivisible, role_problems
-from rollcall.cluster.state import ClusterError
+from rollcall.cluster.run_plan import indivisible, workable_plan
 from rollcall.cluster.team import Team
 from rollcall.cluster.virtual import VirtualCluster, has_own_backend
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
@@ -170,8 +169,7 @@ class RemoteWorkers:
 def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> RemoteWorkers:
     """Place the plan's processes on the cluster that this node belongs to, and load every role."""
     assert config.cluster is not None
-    plan = plan_placement(config.cluster, needs=needs_of(config))
-    _refuse(role_problems(config, plan))
+    plan = workable_plan(config, config.cluster)
     if not has_own_backend():
         connect()  # before anything slow: a node that is in no cluster says so at once
     plan, section, kept = _fit_nodes(config, plan, say=say)
@@ -229,9 +227,7 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
     if kept == everyone:
         return plan, section, everyone
     section = shrink(section, plan, kept=kept)
-    plan = plan_placement(section, needs=needs_of(config))
-    _refuse(role_problems(config, plan))
-    return plan, section, kept
+    return workable_plan(config, section), section, kept
 
 
 def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> RemoteEngine:
@@ -268,15 +264,13 @@ def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> Remot
     )
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise ClusterError("; ".join(problems))
-
-
 def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
     """What this model and its optimizers cannot do, before any process is started."""
+    problems: list[str] = []
     with suppress(SizesUnknown):  # of an architecture that the processes then refuse by name
-        _refuse(indivisible(plan, read_sizes(model_path)))
+        problems = indivisible(plan, read_sizes(model_path))
+    if problems:
+        raise PlacementError("; ".join(problems))
     members = {role: list(range(plan.world_size(role))) for role in TRAINED if role in plan.processes}
     in_parts = roles_in_parts(config, members)
     for role in members:

@@ -16,7 +16,7 @@ from rollcall.cluster.memory import (
     read_sizes,
     slot_memory,
 )
-from rollcall.cluster.placement import Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.cluster.placement import PlacementError, Plan, Role, needs_of, plan_placement, slot_text
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.learner.mesh import split_problems
 
@@ -119,6 +119,14 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
             except SizesUnknown:
                 notes.append(f"the reward model {reward.path} is not on this machine; its memory is counted as 0")
     return max(found, key=lambda sizes: sizes.num_parameters, default=None)
+
+
+def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
+    """The plan on this cluster; PlacementError where there is none, or where a role cannot use what it gets."""
+    plan = plan_placement(cluster, needs=needs_of(config))
+    if problems := role_problems(config, plan):
+        raise PlacementError("; ".join(problems))
+    return plan
 
 
 def role_problems(config: Config, plan: Plan) -> list[str]:

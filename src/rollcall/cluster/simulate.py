@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.cluster.bootstrap import start_node, stop_node
-from rollcall.cluster.placement import Plan, needs_of, plan_placement
+from rollcall.cluster.placement import Plan
 from rollcall.cluster.ray_start import NodeRequest
-from rollcall.cluster.run_plan import role_problems
+from rollcall.cluster.run_plan import workable_plan
 from rollcall.cluster.state import CLUSTER, STATE_DIR, ClusterError
 from rollcall.config import Config, ConfigError, parse_config
 
@@ -56,9 +56,7 @@ def simulate(config: Config, *, say: Say) -> Verdict:
         raise ConfigError(
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
         )
-    plan = plan_placement(config.cluster, needs=needs_of(config))
-    if problems := role_problems(config, plan):
-        raise ConfigError("; ".join(problems))
+    plan = workable_plan(config, config.cluster)
     _refuse_too_large(plan)
     if config.rollout.engine == "vllm":
         say("rollout.engine=vllm is rehearsed with the native engine")
