@@ -158,11 +158,6 @@ def test_every_mistake_is_told_at_once() -> None:
             dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 3}}),
             "trainer.elastic.min_nodes=3, but the cluster has 2 nodes when all are there; use at most 2",
         ),
-        (
-            dict(cluster={"accelerator": "cpu"}, model={"device": "cuda"}),
-            "model.device=cuda contradicts cluster.accelerator=cpu",
-        ),
-        (dict(cluster={}, model={"device": "cpu"}), "leave model.device out, or set cluster.accelerator=cpu"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], message: str) -> None:
@@ -179,7 +174,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         dict(algorithm={"name": "dapo", "overlong_buffer": 8}, rollout={"max_response_tokens": 8}),
         dict(algorithm={"name": "grpo"}, data={"prompts_per_step": 30}, critic={"minibatches": 4}),
         dict(rollout={"top_p": 0.9}),
-        dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 2}}, model={"device": "cuda"}),
+        dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 2}}),
     ],
 )
 def test_what_is_next_to_a_refusal_is_allowed(sections: dict[str, Any]) -> None:

@@ -368,18 +368,10 @@ class Config(Section):
 
     def _check_cluster(self) -> None:
         cluster, elastic = self.cluster, self.trainer.elastic
-        if cluster is None:
-            return
-        if elastic is not None and elastic.min_nodes > cluster.num_nodes:
+        if cluster is not None and elastic is not None and elastic.min_nodes > cluster.num_nodes:
             raise ValueError(
                 f"trainer.elastic.min_nodes={elastic.min_nodes}, but the cluster has {cluster.num_nodes} nodes when all are "
                 f"there; use at most {cluster.num_nodes}"
-            )
-        device = {"gpu": "cuda", "cpu": "cpu"}[cluster.accelerator]
-        if self.model.device not in ("auto", device):
-            raise ValueError(
-                f"model.device={self.model.device} contradicts cluster.accelerator={cluster.accelerator}, which is what the "
-                f"slots are; leave model.device out, or set cluster.accelerator={'cpu' if device == 'cuda' else 'gpu'}"
             )
 
     def _check_algorithm(self) -> None:

@@ -73,6 +73,7 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
     implied = {
         "num_nodes": num_nodes,
         "num_gpus_per_node": 1,
+        "accelerator": "cpu",  # a logical slot: its worker has what its node has
         "nodes": None,
         "component_placement": PLACEMENT | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
         "node_weights": None if rank_weights is None else list(rank_weights),
