@@ -134,23 +134,21 @@ def role_problems(config: Config, plan: Plan) -> list[str]:
     trained = [role for role in (Role.ACTOR, Role.CRITIC) if role in plan.processes]
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
+    on_gpus = config.cluster is not None and config.cluster.accelerator == "gpu"
     for role, processes in plan.processes.items():
         width = len(processes[0].slots)
-        if role in trained:
-            if width > 1:
-                problems.append(
-                    f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per "
-                    f"slot and {role}.tensor_parallel_size={width}"
-                )
-        elif (
-            config.cluster is not None and config.cluster.accelerator == "gpu"
-        ):  # logical slots are neither short nor idle
+        if role in trained and width > 1:
+            problems.append(
+                f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per slot "
+                f"and {role}.tensor_parallel_size={width}"
+            )
+        if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
     return problems + _unreachable(config, plan) + _weightless(config, plan)
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
-    """Of a role that samples or scores, with ``width`` GPUs in each process."""
+    """Of a role that samples or scores, with ``width`` GPUs in each process; logical slots are neither short nor idle."""
     has = f"{role} has processes of {width} {'slot' if width == 1 else 'slots'}"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
@@ -172,20 +170,18 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
 
 def _unreachable(config: Config, plan: Plan) -> list[str]:
     """The first process that new weights cannot get to."""
-    actors = plan.processes[Role.ACTOR]
-    receivers = [
-        (role, process)
-        for role in (Role.ROLLOUT, Role.INFERENCE)
-        for process in plan.processes.get(role, ())
-        if process.slots not in {actor.slots for actor in actors} and process.node_rank != actors[0].node_rank
-    ]
-    if config.rollout.weights != "shared_memory" or not receivers:
+    if config.rollout.weights != "shared_memory":
         return []
-    role, process = receivers[0]
-    return [
-        f"rollout.weights=shared_memory reaches processes on the actor's node alone (node {actors[0].node_rank}), and {role} "
-        f"rank {process.rank} is on node {process.node_rank}; use auto, broadcast, delta or file"
-    ]
+    actors = plan.processes[Role.ACTOR]
+    own, home = {actor.slots for actor in actors}, actors[0].node_rank
+    for role in (Role.ROLLOUT, Role.INFERENCE):
+        for process in plan.processes.get(role, ()):
+            if process.slots not in own and process.node_rank != home:
+                return [
+                    f"rollout.weights=shared_memory reaches processes on the actor's node alone (node {home}), and {role} rank "
+                    f"{process.rank} is on node {process.node_rank}; use auto, broadcast, delta or file"
+                ]
+    return []
 
 
 def _weightless(config: Config, plan: Plan) -> list[str]:
