@@ -255,6 +255,27 @@ def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path, text: str, messag
         load_config(write(tmp_path / "run.yaml", text))
 
 
+def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {steps: 7}\nrun: {name: one}\ntrainer: {staleness: 1}\n")
+    with pytest.raises(
+        ConfigError, match="trainer stands twice in the mapping that begins in line 1; write its keys in one"
+    ):
+        load_config(path)
+    path.write_text("run: {name: one}\ntrainer: {steps: 7, steps: 8}\n")
+    with pytest.raises(ConfigError, match="steps stands twice in the mapping that begins in line 2"):
+        load_config(path)
+    path.write_text("run: &a {name: one}\ntrainer: {steps: 7}\n")
+    assert load_config(path).trainer.steps == 7
+
+
+def test_a_key_of_another_section_is_found_there() -> None:
+    assert "did you mean trainer.in_flight?" in refusal(rollout={"in_flight": True})
+    assert "did you mean cluster.node_weights?" in refusal(trainer={"node_weights": [1]})
+    assert "did you mean trainer.staleness?" in refusal(staleness=1)
+    assert "did you mean reward.0.weight?" in refusal(reward=[{"type": "exact", "weights": 1}])
+
+
 def test_a_missing_or_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
         load_config(tmp_path / "nowhere.yaml")

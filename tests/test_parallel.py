@@ -547,6 +547,7 @@ def test_sizes_that_divide_are_let_through() -> None:
         (dict(sequence_parallel=True), "raise tensor_parallel_size, or leave sequence_parallel out"),
         (dict(sharding_group_size=2), "write sharding=hsdp, or leave it out"),
         (dict(cpu_offload=True), "write sharding=fsdp"),
+        (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr="1e-4"))), "optimizer.kwargs.lr=1e-4 contradicts lr=0.001"),
         (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr=1e-4))), "optimizer.kwargs.lr=0.0001 contradicts lr=0.001"),
         (dict(optimizer=dict(kwargs=dict(foreach=True, fused=True))), "foreach and fused both true"),
         (dict(optimizer=dict(kwargs=dict(maximize=True))), "optimizer.kwargs.maximize=True does not fit"),

@@ -252,7 +252,7 @@ def test_learners_that_cannot_be_divided_as_asked_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("placement", "rollout", "words"),
     [
-        ({"actor": "0-3", "rollout": "4-7"}, {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, "of 1 slot, and rollout.vllm"),
+        ({"actor": "0-3", "rollout": "4-7"}, {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, "0-7:0-3"),
         ({"actor": "0-3", "rollout": "4-7:0-1"}, {"engine": "vllm"}, "tensor_parallel_size=1 divides an engine over 1"),
         ({"actor": "0-3", "rollout": "4-7:0-1"}, {}, "rollout.engine=vllm and rollout.vllm.tensor_parallel_size=2"),
         ({"actor": "0-3", "rollout": "4-5", "inference": "6-7:0"}, {}, "inference has processes of 2 slots, and it uses one"),
@@ -295,6 +295,27 @@ def test_slots_that_wait_for_each_other_are_noted(tmp_path: Path) -> None:
     assert "staleness" not in words({"actor": "0-3", "rollout": "all"}) + words(
         {"actor": "0-3", "rollout": "all"}, trainer=ahead
     )
+
+
+def test_inference_that_nobody_asks_is_noted(tmp_path: Path) -> None:
+    apart: dict[str, str | int] = {"rollout": "0-3", "inference": "4-5", "actor": "6-7"}
+    idle = make_run(tmp_path, apart, trainer={"staleness": 1})
+    assert any(note.startswith("inference has slots 4-5 and nothing to do") for note in idle.notes)
+    asked = make_run(tmp_path, apart, trainer={"staleness": 1}, actor={"minibatches": 2})
+    certain = make_run(tmp_path, apart, trainer={"staleness": 1}, reward=[{"type": "self_certainty"}])
+    assert asked.notes == certain.notes == ()
+
+
+def test_a_node_that_an_elastic_run_cannot_do_without_is_noted(tmp_path: Path) -> None:
+    def words(placement: dict[str, str | int], min_nodes: int) -> str:
+        run = make_run(tmp_path, placement, nodes=[2, 2], trainer={"elastic": {"min_nodes": min_nodes}, "staleness": 1})
+        return " ".join(run.notes)
+
+    assert "does not help when node 0 is lost: all rollout processes were" in words(
+        {"rollout": "0-1", "actor": "2-3"}, 1
+    )
+    assert "elastic" not in words({"rollout": "0,2", "actor": "1,3"}, 1)
+    assert "are all of the nodes" in words({"rollout": "0,2", "actor": "1,3"}, 2)
 
 
 def test_the_map_shows_every_node_role_and_rank(tmp_path: Path) -> None:

@@ -395,6 +395,11 @@ class Config(Section):
     def completions_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.samples_per_prompt
 
+    @property
+    def rescores(self) -> bool:
+        """Whether the policy's log-probs are computed before an update: its second minibatch meets other weights."""
+        return self.actor.minibatches * self.actor.epochs > 1 and self.algorithm.old_logprobs == "learner"
+
 
 def load_config(path: Path | str | None = None, overrides: list[str] | None = None) -> Config:
     """Run file (or the embedded default) plus ``a.b=value`` overrides, validated."""
@@ -430,13 +435,28 @@ def default_run() -> dict[str, Any]:
     return yaml.safe_load((files("rollcall") / "default.yaml").read_text())
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML's own loader takes the last of two equal keys without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            line = node.start_mark.line + 1
+            raise ConfigError(
+                f"{twice[0]} stands twice in the mapping that begins in line {line}; write its keys in one place"
+            )
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path | str) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(Path(path).read_text())
+        raw = yaml.load(Path(path).read_text(), Loader=_EachKeyOnce)
     except FileNotFoundError:
         raise ConfigError(f"run file {path} does not exist; `rollcall config` prints one to start from") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} cannot be read: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"run file {path}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"run file {path} is not YAML: {redact_source(str(error))}") from None
     if not isinstance(raw, dict):

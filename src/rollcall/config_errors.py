@@ -20,7 +20,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
     path, section = _locate(item["loc"], root)
     match item["type"]:
         case "extra_forbidden":
-            return _unknown_key(path, list(section.model_fields) if section else [])
+            return _unknown_key(path, list(section.model_fields) if section else [], root)
         case "missing":
             return f"{path} is missing; give it a value"
         case "union_tag_not_found":
@@ -35,11 +35,25 @@ def explain(item: Any, root: type[BaseModel]) -> str:
     return f"{path}={item['input']!r}: {item['msg'][0].lower() + item['msg'][1:]}"
 
 
-def _unknown_key(path: str, names: list[str]) -> str:
+def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     prefix, dot, given = path.rpartition(".")
     near = nearest(given, names)
+    is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
+    if not is_misspelt and (elsewhere := _homes(given, root)):
+        return f"{path} is not a field; did you mean {' or '.join(elsewhere)}?"
     hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
     return f"{path} is not a field; {hint}"
+
+
+def _homes(name: str, root: type[BaseModel]) -> list[str]:
+    """Sections' keys of exactly this name."""
+    return [
+        f"{key}.{name}"
+        for key, field in root.model_fields.items()
+        if (sections := _sections(field.annotation)) and not _target(field.annotation)[1]
+        for section in sections
+        if name in section.model_fields
+    ]
 
 
 def _unknown_tag(path: str, context: dict[str, Any]) -> str:

@@ -14,10 +14,18 @@ def lift_kwargs(data: Any) -> Any:
         return data
     own = {key: kwargs[key] for key in OWN_KEYS if key in kwargs}
     for key, value in own.items():
-        if key in data and data[key] != value:
+        if key in data and _number(data[key]) != _number(value):
             raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; leave one of them out")
     rest = {key: value for key, value in kwargs.items() if key not in own}
     return {**data, **own, "optimizer": {**optimizer, "kwargs": rest}}
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-6 as text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def check_section(section: Any) -> None:

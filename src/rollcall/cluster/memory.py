@@ -354,5 +354,8 @@ def lever(role: RoleMemory) -> str:
     if role.copied:
         return f"set {name}.sharding=fsdp"
     if role.role in (Role.ROLLOUT, Role.INFERENCE):
-        return "every process of it holds the whole model; use larger cards, or model.dtype=bf16 if it is not"
+        return (
+            "every process of it holds the whole model; lower rollout.kv_memory_fraction, give it slots without an actor, or use "
+            "larger cards"
+        )
     return f"give {role.role} more slots"

@@ -50,8 +50,7 @@ class RemoteLearner:
         self.num_tokens_trained = 0
         self._team = team
         self._in_parts = roles_in_parts(config, team.members)
-        actor = config.actor
-        self._rescores = actor.minibatches * actor.epochs > 1 and config.algorithm.old_logprobs == "learner"
+        self._rescores = config.rescores
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         if self._rescores:

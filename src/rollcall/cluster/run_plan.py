@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.cluster.elastic import shrink
 from rollcall.cluster.memory import (
     GIB,
     ModelSizes,
@@ -91,6 +92,8 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     _judge_memory(memory, card, notes=notes, problems=problems)
     _judge_batch(config, plan, notes)
     _judge_overlap(config, plan, notes)
+    _judge_inference(config, plan, notes)
+    _judge_elastic(config, cluster, plan, notes)
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -155,8 +158,8 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
         if size == width:
             return []
         return [
-            f"{has}, and rollout.vllm.tensor_parallel_size={size} divides an engine over {size}; make the two equal (in "
-            'cluster.component_placement "0-7:0-3" gives each of 4 processes two slots)'
+            f"{has}, and rollout.vllm.tensor_parallel_size={size} divides an engine over {size}; make the two equal (a placement "
+            f'of "0-{4 * size - 1}:0-3" gives each of 4 processes {size})'
         ]
     if width == 1:
         return []
@@ -249,6 +252,37 @@ def _judge_overlap(config: Config, plan: Plan, notes: list[str]) -> None:
             "with trainer.staleness=0 rollout's slots wait while the actor trains, and the actor's while rollout samples; "
             "staleness=1 lets both work at once"
         )
+
+
+def _judge_inference(config: Config, plan: Plan, notes: list[str]) -> None:
+    if (
+        Role.INFERENCE not in plan.processes
+        or config.rescores
+        or any(one.type == "self_certainty" for one in config.reward)
+    ):
+        return
+    notes.append(
+        f"inference has slots {_slots_of(plan.processes[Role.INFERENCE])} and nothing to do: log-probs are computed before an "
+        "update with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give the "
+        "slots to rollout"
+    )
+
+
+def _judge_elastic(config: Config, cluster: ClusterSection, plan: Plan, notes: list[str]) -> None:
+    elastic = config.trainer.elastic
+    if elastic is None or config.cluster is None:
+        return
+    if elastic.min_nodes == plan.num_nodes:
+        notes.append(
+            f"trainer.elastic.min_nodes={elastic.min_nodes} are all of the nodes, so a lost one is waited for; use fewer"
+        )
+        return
+    for lost in range(plan.num_nodes):
+        try:
+            shrink(cluster, plan, kept=[rank for rank in range(plan.num_nodes) if rank != lost])
+        except PlacementError as error:
+            notes.append(f"trainer.elastic does not help when node {lost} is lost: {error}")
+            return
 
 
 def gib(count: int) -> str:
