@@ -114,7 +114,7 @@ def test_every_mistake_is_told_at_once() -> None:
         (dict(rollout={"engine": "vllm7"}), "rollout.engine='vllm7': input should be 'native' or 'vllm'"),
         (dict(model={"dtype": "int4"}), "model.dtype='int4': input should be 'auto', 'float32' or 'bfloat16'"),
         (dict(trainer={"loggers": ["consle"]}), "trainer.loggers.0='consle': input should be 'console'"),
-        (dict(actor=5), "actor=5: input should be a valid dictionary"),
+        (dict(actor=5), "actor=5 is not a map; its keys are lr, "),
         (dict(reward=[{"type": "regex"}]), "reward.0.pattern is missing; give it a value"),
         (dict(reward=[{"type": "regx", "pattern": "a"}]), "reward.0.type='regx' is not known; did you mean regex?"),
         (dict(reward=[{"weight": 1}]), "reward.0 has no type; .* reward.0.type=exact"),
@@ -267,6 +267,14 @@ def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
         load_config(path)
     path.write_text("run: &a {name: one}\ntrainer: {steps: 7}\n")
     assert load_config(path).trainer.steps == 7
+
+
+def test_a_value_where_a_section_belongs_is_told_its_keys() -> None:
+    assert "trainer.elastic=2 is not a map; its keys are min_nodes, wait_s" in refusal(trainer={"elastic": 2})
+    words = refusal(cluster={"component_placement": "all"})
+    assert "cluster.component_placement='all' is not a map, such as {name: value}" in words
+    assert "trainer=3 is not a map; its keys are steps, " in refusal(trainer=3)
+    assert "cluster.node_env.2=3 is not a map, such as" in refusal(cluster={"node_env": {2: 3}})
 
 
 def test_a_key_of_another_section_is_found_there() -> None:

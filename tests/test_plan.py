@@ -223,7 +223,9 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
 
 def test_the_lever_is_that_of_the_largest_part() -> None:
     assert "kv_memory_fraction" in lever(RoleMemory(role=Role.ROLLOUT, kv=2, weights=1))
-    assert "critic.tokens_per_microbatch" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
+    assert "critic.activation_checkpointing" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
+    saving = RoleMemory(role=Role.CRITIC, activations=2, weights=1, recomputes=True)
+    assert lever(saving) == "lower critic.tokens_per_microbatch"
     assert "holds the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"

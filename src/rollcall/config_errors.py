@@ -30,6 +30,11 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             )
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
+        case "model_type" | "dict_type":
+            field = section.model_fields.get(path.rpartition(".")[2]) if section else None
+            inner = _target(field.annotation)[0] if field else None
+            keys = f"; its keys are {', '.join(inner.model_fields)}" if inner else ", such as {name: value}"
+            return f"{path}={item['input']!r} is not a map{keys}"
         case "value_error":
             return f"{path + ': ' if path else ''}{item['ctx']['error']}"
     return f"{path}={item['input']!r}: {item['msg'][0].lower() + item['msg'][1:]}"

@@ -126,6 +126,7 @@ class RoleMemory:
     activations: int = 0
     lent: int = 0  # of weights and kv: what is free while another role works
     copied: bool = False  # the same on several data ranks, which could have parts
+    recomputes: bool = False  # activations are the fewest already
 
     @property
     def held(self) -> int:
@@ -282,6 +283,7 @@ class _Job:
             optimizer=optimizer,
             activations=activations,
             copied=data < mesh.data,
+            recomputes=section.activation_checkpointing,
         )
 
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:
@@ -347,10 +349,10 @@ def lever(role: RoleMemory) -> str:
             return "lower rollout.max_running"
         case "activations" if role.role is Role.REWARD:
             return "lower the reward's max_tokens"
-        case "activations" if role.role in (Role.ACTOR, Role.CRITIC):
+        case "activations" if role.role in (Role.ACTOR, Role.CRITIC) and not role.recomputes:
             return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
         case "activations":
-            return "lower actor.tokens_per_microbatch"
+            return f"lower {name}.tokens_per_microbatch"
     if role.copied:
         return f"set {name}.sharding=fsdp"
     if role.role in (Role.ROLLOUT, Role.INFERENCE):
