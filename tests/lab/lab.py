@@ -114,7 +114,10 @@ class Lab:
         """What a host has at the same place as this machine."""
         places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(CHECKOUT), str(self.shared)}
         if vllm := os.environ.get("ROLLCALL_VLLM_PYTHON"):
-            places.add(str(Path(vllm).parents[1]))
+            places |= {
+                str(Path(vllm).parents[1]),
+                str(Path(vllm).resolve().parents[1]),
+            }  # the Python it was made of may be elsewhere
         return sorted(places)
 
     @property
