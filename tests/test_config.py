@@ -265,8 +265,9 @@ def test_a_section_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path.write_text("run: {name: one}\ntrainer: {steps: 7, steps: 8}\n")
     with pytest.raises(ConfigError, match="steps stands twice in the mapping that begins in line 2"):
         load_config(path)
-    path.write_text("run: &a {name: one}\ntrainer: {steps: 7}\n")
-    assert load_config(path).trainer.steps == 7
+    path.write_text("trainer: {<<: {steps: 7, staleness: 1}, steps: 8}\n")
+    trainer = load_config(path).trainer
+    assert (trainer.steps, trainer.staleness) == (8, 1), "a merged key may be set again"
 
 
 def test_a_value_where_a_section_belongs_is_told_its_keys() -> None:

@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import pytest
 import typer
-import yaml
 
 from rollcall import docs_config
 from rollcall.cli.main import app
-from rollcall.cluster.run_plan import plan_run
-from rollcall.config import Config, parse_config
+from rollcall.config import Config
 from rollcall.docs_config import section_classes, type_name
 from rollcall.observe import metrics
 
@@ -51,23 +49,6 @@ def test_the_cluster_page_names_verbs_and_options_that_exist() -> None:
     options = {option for verb in verbs.values() for parameter in verb.params for option in parameter.opts}
     asked = {option for line in page.splitlines() if "ssh " not in line for option in re.findall(r"`(--[a-z-]+)", line)}
     assert asked and asked <= options, asked - options
-
-
-def test_the_arrangements_of_the_modes_page_can_work(tmp_path: Path) -> None:
-    sizes = tmp_path / "config.json"  # of Qwen2.5-0.5B
-    sizes.write_text(
-        '{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936,'
-        '"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": true}'
-    )
-    example = yaml.safe_load((DOCS.parent / "examples/cluster_4x8.yaml").read_text())
-    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "modes.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 5
-    for block in blocks:
-        changes = yaml.safe_load(block)
-        run = {**example, **{name: {**example.get(name, {}), **section} for name, section in changes.items()}}
-        if changes.get("algorithm"):
-            run["algorithm"] = changes["algorithm"]
-        assert plan_run(parse_config(run), model_config=sizes).problems == (), block
 
 
 def test_every_link_leads_somewhere() -> None:

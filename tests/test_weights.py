@@ -589,7 +589,7 @@ def test_shared_memory_to_another_node_is_refused_before_anything_starts(transpo
         section = {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "component_placement": placement}
         config = parse_config({"cluster": section, "rollout": {"weights": transport}})
         assert config.cluster is not None
-        return role_problems(config, plan_placement(config.cluster, needs=needs_of(config)))
+        return role_problems(config, config.cluster, plan_placement(config.cluster, needs=needs_of(config)))
 
     assert problems({"rollout": "0-3", "actor": "0-3"}) == problems({"rollout": "1", "actor": "0,2-3"}) == []
     found = problems({"rollout": "0-2", "actor": "3"})

@@ -397,8 +397,7 @@ class Config(Section):
 
     @property
     def rescores(self) -> bool:
-        """Whether the policy's log-probs are computed before an update: its second minibatch meets other weights."""
-        return self.actor.minibatches * self.actor.epochs > 1 and self.algorithm.old_logprobs == "learner"
+        return self.algorithm.rescores(self.actor)
 
 
 def load_config(path: Path | str | None = None, overrides: list[str] | None = None) -> Config:
@@ -438,14 +437,15 @@ def default_run() -> dict[str, Any]:
 class _EachKeyOnce(yaml.SafeLoader):
     """YAML's own loader takes the last of two equal keys without a word."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in keys if keys.count(key) > 1]:
             line = node.start_mark.line + 1
             raise ConfigError(
                 f"{twice[0]} stands twice in the mapping that begins in line {line}; write its keys in one place"
             )
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field
 
@@ -40,6 +40,10 @@ class AlgorithmBase(Section):
         0, "Tokens before the limit over which a length penalty grows to `overlong_penalty`.", ge=0
     )
     overlong_penalty: float = _field(1.0, "Penalty at the token limit (soft overlong punishment).", ge=0)
+
+    def rescores(self, actor: Any) -> bool:
+        """Whether updates compare with log-probs of the policy as it was before the step: a second one meets other weights."""
+        return actor.minibatches * actor.epochs > 1 and self.old_logprobs == "learner"
 
 
 class Grpo(AlgorithmBase):

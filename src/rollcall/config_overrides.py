@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from rollcall.config_base import read_number
 from rollcall.config_errors import ConfigError
 from rollcall.redact import secrets_of_run
 
@@ -46,15 +47,9 @@ def refuse_secret(override: str) -> None:
 
 def _parse_value(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        return read_number(yaml.safe_load(text))
     except yaml.YAMLError:
         return text
-    if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _list_index(node: list[Any], text: str, override: str) -> int:

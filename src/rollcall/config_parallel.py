@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollcall.config_base import read_number
+
 OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that an optimizer's kwargs may also carry
 
 
@@ -14,18 +16,10 @@ def lift_kwargs(data: Any) -> Any:
         return data
     own = {key: kwargs[key] for key in OWN_KEYS if key in kwargs}
     for key, value in own.items():
-        if key in data and _number(data[key]) != _number(value):
+        if key in data and read_number(data[key]) != read_number(value):
             raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; leave one of them out")
     rest = {key: value for key, value in kwargs.items() if key not in own}
     return {**data, **own, "optimizer": {**optimizer, "kwargs": rest}}
-
-
-def _number(value: Any) -> Any:
-    """YAML reads 1e-6 as text."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return value
 
 
 def check_section(section: Any) -> None:

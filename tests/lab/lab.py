@@ -114,10 +114,8 @@ class Lab:
         """What a host has at the same place as this machine."""
         places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(CHECKOUT), str(self.shared)}
         if vllm := os.environ.get("ROLLCALL_VLLM_PYTHON"):
-            places |= {
-                str(Path(vllm).parents[1]),
-                str(Path(vllm).resolve().parents[1]),
-            }  # the Python it was made of may be elsewhere
+            # Its environment, and the Python that it was made of.
+            places |= {str(path.parents[1]) for path in (Path(vllm), Path(vllm).resolve())}
         return sorted(places)
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.placement import Mesh, Plan, Role, RoleGroup, slot_text
+from rollcall.cluster.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 from rollcall.config import Config, OptimizerSection
 from rollcall.learner.mesh import is_split
 
@@ -355,9 +355,7 @@ def lever(role: RoleMemory) -> str:
             return f"lower {name}.tokens_per_microbatch"
     if role.copied:
         return f"set {name}.sharding=fsdp"
-    if role.role in (Role.ROLLOUT, Role.INFERENCE):
-        return (
-            "every process of it holds the whole model; lower rollout.kv_memory_fraction, give it slots without an actor, or use "
-            "larger cards"
-        )
+    if role.role in HOLDERS:
+        makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
+        return f"every process of it holds the whole model; {makes_room}give it slots without an actor, or use larger cards"
     return f"give {role.role} more slots"

@@ -37,6 +37,8 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
+HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy without training it
+
 # A run that needs one of these and does not place it gets it in the actor's processes.
 WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.elastic import shrink
 from rollcall.cluster.memory import (
     GIB,
     ModelSizes,
@@ -17,7 +16,7 @@ from rollcall.cluster.memory import (
     read_sizes,
     slot_memory,
 )
-from rollcall.cluster.placement import PlacementError, Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.cluster.placement import HOLDERS, PlacementError, Plan, Role, needs_of, plan_placement, slot_text
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.learner.mesh import split_problems
 
@@ -88,12 +87,12 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         if model_config is not None:
             raise
         notes.append(f"memory is not estimated: {error}")
-    problems += role_problems(config, plan)
+    problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
     _judge_batch(config, plan, notes)
     _judge_overlap(config, plan, notes)
     _judge_inference(config, plan, notes)
-    _judge_elastic(config, cluster, plan, notes)
+    _judge_elastic(config, plan, notes)
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -127,17 +126,17 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
 def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
     """The plan on this cluster; PlacementError where there is none, or where a role cannot use what it gets."""
     plan = plan_placement(cluster, needs=needs_of(config))
-    if problems := role_problems(config, plan):
+    if problems := role_problems(config, cluster, plan):
         raise PlacementError("; ".join(problems))
     return plan
 
 
-def role_problems(config: Config, plan: Plan) -> list[str]:
-    """Why a role cannot use the processes and slots that the plan gives it."""
+def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) -> list[str]:
+    """Why a role cannot use the processes and slots that the plan on this cluster gives it; None: one process, no cluster."""
     trained = [role for role in (Role.ACTOR, Role.CRITIC) if role in plan.processes]
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
-    on_gpus = config.cluster is not None and config.cluster.accelerator == "gpu"
+    on_gpus = cluster is not None and cluster.accelerator == "gpu"
     for role, processes in plan.processes.items():
         width = len(processes[0].slots)
         if role in trained and width > 1:
@@ -147,7 +146,7 @@ def role_problems(config: Config, plan: Plan) -> list[str]:
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
-    return problems + _unreachable(config, plan) + _weightless(config, plan)
+    return problems + _unreachable(config, plan) + _weightless(cluster.node_weights if cluster else None, plan)
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
@@ -177,7 +176,7 @@ def _unreachable(config: Config, plan: Plan) -> list[str]:
         return []
     actors = plan.processes[Role.ACTOR]
     own, home = {actor.slots for actor in actors}, actors[0].node_rank
-    for role in (Role.ROLLOUT, Role.INFERENCE):
+    for role in HOLDERS:
         for process in plan.processes.get(role, ()):
             if process.slots not in own and process.node_rank != home:
                 return [
@@ -187,11 +186,10 @@ def _unreachable(config: Config, plan: Plan) -> list[str]:
     return []
 
 
-def _weightless(config: Config, plan: Plan) -> list[str]:
-    weights = config.cluster.node_weights if config.cluster else None
+def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
     nodes = sorted({process.node_rank for process in plan.processes[Role.ROLLOUT]})
-    if weights is None or len(weights) != plan.num_nodes or any(weights[rank] for rank in nodes):
-        return []  # or on fewer nodes than the run file has, where those that are left share the work
+    if weights is None or any(weights[rank] for rank in nodes):
+        return []
     return [
         f"cluster.node_weights={weights} gives no task to a node that has a rollout process; those are nodes "
         f"{', '.join(map(str, nodes))}: give one of them a weight above 0"
@@ -268,7 +266,7 @@ def _judge_inference(config: Config, plan: Plan, notes: list[str]) -> None:
     )
 
 
-def _judge_elastic(config: Config, cluster: ClusterSection, plan: Plan, notes: list[str]) -> None:
+def _judge_elastic(config: Config, plan: Plan, notes: list[str]) -> None:
     elastic = config.trainer.elastic
     if elastic is None or config.cluster is None:
         return
@@ -277,12 +275,12 @@ def _judge_elastic(config: Config, cluster: ClusterSection, plan: Plan, notes: l
             f"trainer.elastic.min_nodes={elastic.min_nodes} are all of the nodes, so a lost one is waited for; use fewer"
         )
         return
-    for lost in range(plan.num_nodes):
-        try:
-            shrink(cluster, plan, kept=[rank for rank in range(plan.num_nodes) if rank != lost])
-        except PlacementError as error:
-            notes.append(f"trainer.elastic does not help when node {lost} is lost: {error}")
-            return
+    for role, processes in plan.processes.items():
+        nodes = {process.node_rank for process in processes}
+        if len(nodes) == 1:
+            notes.append(
+                f"trainer.elastic cannot do without node {min(nodes)}, which alone has {role}; place {role} on several nodes"
+            )
 
 
 def gib(count: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rollcall.cluster.failures import WorkerTimeoutError
-from rollcall.cluster.placement import Role
+from rollcall.cluster.placement import HOLDERS, Role
 from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
 from rollcall.weights import (
@@ -32,7 +32,6 @@ from rollcall.weights.line import decline
 from rollcall.weights.protocol import MissingPeerError
 
 DECLINE_S = 2.0
-HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # roles that read the policy without training it
 
 
 class WeightSync:

@@ -73,8 +73,7 @@ class Learner:
 
     @property
     def rescores(self) -> bool:
-        """Whether updates compare with log-probs of the policy as it was before the step."""
-        return self.section.minibatches * self.section.epochs > 1 and self.algorithm.old_logprobs == "learner"
+        return self.algorithm.rescores(self.section)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""
