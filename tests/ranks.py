@@ -11,7 +11,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rollcall.cluster.actor import lease_port
+from rollcall.cluster.address import interface_of
+from rollcall.door import listen_at, new_secret
+from rollcall.meeting import Place
 
 DEADLINE_S = 120.0
 
@@ -34,11 +36,13 @@ class Ranks:
             there.close()
             self._members.append((process, here))
         assert size <= self._most
-        with lease_port() as lease:
-            port = lease.getsockname()[1]
-            for rank, (_, pipe) in enumerate(self._members[:size]):
-                pipe.send((function, args, port, rank, size))
-            return [self._result(rank, function, size) for rank in range(size)]
+        secret = new_secret()
+        members = [pipe for _, pipe in self._members[:size]]
+        members[0].send((function, args, secret, 0, 0, size))
+        port = members[0].recv()
+        for rank, pipe in enumerate(members[1:], start=1):
+            pipe.send((function, args, secret, port, rank, size))
+        return [self._result(rank, function, size) for rank in range(size)]
 
     def _result(self, rank: int, function: Callable[..., Any], size: int) -> Any:
         pipe = self._members[rank][1]
@@ -65,21 +69,39 @@ class Ranks:
 def _serve(pipe: Any) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     from rollcall.learner.gang import Gang
 
     torch.set_num_threads(1)
+    distributed_c10d._tensor_to_object = _refuse_pickles
     while True:
         try:
-            function, args, port, rank, size = pipe.recv()
+            function, args, secret, port, rank, size = pipe.recv()
         except EOFError:
             return
+        gang = None
         try:
-            gang = Gang.join(address="127.0.0.1", port=port, rank=rank, size=size, device=torch.device("cpu"))
+            listener = None
+            if rank == 0:
+                listener = listen_at("127.0.0.1")
+                port = listener.getsockname()[1]
+                pipe.send(port)
+            place = Place(address="127.0.0.1", port=port, secret=secret)
+            cpu = torch.device("cpu")
+            gang = Gang.join(
+                place, rank=rank, size=size, device=cpu, listener=listener, interface=interface_of("127.0.0.1")
+            )
             value = function(gang, *args)
             pipe.send((None, value))
         except Exception:  # noqa: BLE001 - the test shows it
             pipe.send((traceback.format_exc(), None))
         finally:
+            if gang is not None:
+                gang.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _refuse_pickles(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("what another process sent was about to be unpickled")

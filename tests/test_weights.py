@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytest.register_assert_rewrite("weights_contract")
 from weights_contract import *  # noqa: F403
 from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, change, make_tensors
 
+from rollcall import door
 from rollcall.cluster.placement import Role, needs_of, plan_placement
 from rollcall.cluster.run_plan import role_problems
 from rollcall.cluster.weight_sync import WeightSync
@@ -41,7 +43,7 @@ from rollcall.weights import (
 from rollcall.weights import checksum as checksums
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
-from rollcall.weights.line import SILENT_S, Deadline, Desk, Line, call, decline
+from rollcall.weights.line import Deadline, Desk, Line, call, decline
 from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.weights.transports import carrying_for
 
@@ -270,8 +272,8 @@ def test_a_line_to_another_host_asks_its_kernel_whether_it_is_there() -> None:
                 end.getsockopt(socket.IPPROTO_TCP, option)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
             )
-            assert idle <= SILENT_S and every * count == SILENT_S
-            assert most_ms == SILENT_S * 1000  # the same while bytes are under way
+            assert idle <= door.SILENT_S and every * count == door.SILENT_S
+            assert most_ms == door.SILENT_S * 1000  # the same while bytes are under way
         far.close()
 
 
@@ -507,21 +509,53 @@ def test_receivers_on_this_host_and_on_others_are_served_by_one_send(tmp_path: P
     sender.close()
 
 
-def test_strangers_are_turned_away_and_do_not_hold_up_the_others(tmp_path: Path) -> None:
-    meeting = Meeting(KINDS["broadcast"], make_tensors(0), tmp_path, num_receivers=1)
+HOSTILE = {
+    "silent": b"",
+    "a guess": json.dumps({"name": "rollout 0", "secret": "guess"}).encode(),
+    "deep JSON": (200_000).to_bytes(4, "little") + b"[" * 200_000,
+    "a long message": (1 << 31).to_bytes(4, "little") + b"x" * 100_000,
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "half a proof": b"x" * 40,
+}
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "file"])
+def test_strangers_learn_nothing_and_hold_up_nobody(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are all connected, and stay so, while the update goes through; none of them costs the sender a wait."""
+    monkeypatch.setattr(door, "PROOF_S", 1e6)
+    meeting = Meeting(KINDS[kind], make_tensors(0), tmp_path, num_receivers=1)
     port = meeting.sender.invitations["rollout 0"].port
-    hello = json.dumps({"name": "rollout 0", "secret": "guess", "device": "cpu", "gpus": []}).encode()
-    with (
-        socket.create_connection(("127.0.0.1", port)) as guesser,
-        socket.create_connection(("127.0.0.1", port)) as other,
-    ):
-        guesser.sendall(len(hello).to_bytes(4, "little") + hello)
-        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        other.shutdown(socket.SHUT_WR)
-        meeting.update(0)
-        assert guesser.recv(1) == b""
+    strangers = [(socket.create_connection(("127.0.0.1", port)), words) for words in [*HOSTILE.values()] * 5]
+    for stranger, words in strangers:
+        with suppress(ConnectionError):  # hung up on before it had said all
+            stranger.sendall(words)
+    meeting.update(0)
     meeting.check()
     meeting.close()
+    for stranger, _ in strangers:
+        stranger.settimeout(TIMEOUT_S)
+        heard = b""
+        with suppress(ConnectionError):
+            while data := stranger.recv(1 << 16):
+                heard += data
+        assert len(heard) <= door.CHALLENGE
+        stranger.close()
+
+
+def test_a_sender_listens_on_the_address_it_is_invited_to_and_no_other(tmp_path: Path) -> None:
+    sender = open_sender(
+        "broadcast",
+        receivers={"far": False},
+        name=SENDER,
+        host="127.0.0.2",
+        on_gpu=False,
+        folder=tmp_path,
+        timeout_s=1.0,
+    )
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", sender.invitations["far"].port))
+    assert "secret" not in repr(sender.invitations)
+    sender.close()
 
 
 class FakeGroup:
@@ -609,10 +643,38 @@ def test_a_run_where_all_share_the_actors_processes_invites_nobody() -> None:
 
 def test_a_sender_does_not_wait_for_a_receiver_that_is_said_to_be_lost() -> None:
     desk = Desk(sender="actor rank 0", receivers=["one", "two"], carrying="broadcast", host="127.0.0.1", timeout_s=60)
-    line = call(desk.invitation, name="one", deadline=Deadline(60), about={})
-    decline(desk.invitation, name="two", timeout_s=60)
+    ends: list[str] = []
+
+    def come() -> None:
+        line = call(desk.invitation, name="one", deadline=Deadline(60), about={})
+        decline(desk.invitation, name="two", timeout_s=60)
+        with pytest.raises(MissingPeerError, match="actor rank 0 is gone"):
+            line.hear(Deadline(60))
+        ends.append("told")
+
+    receivers = threading.Thread(target=come)
+    receivers.start()
     with pytest.raises(MissingPeerError, match="two is lost"):
         desk.welcome(Deadline(60))
+    desk.close()
+    receivers.join(60)
+    assert ends == ["told"]
+
+
+def test_a_receiver_does_not_take_weights_from_someone_in_its_senders_place() -> None:
+    desk = Desk(sender="actor rank 0", receivers=["one"], carrying="broadcast", host="127.0.0.1", timeout_s=60)
+    other = Desk(sender="actor rank 0", receivers=["one"], carrying="broadcast", host="127.0.0.1", timeout_s=1)
+    fooled = replace(desk.invitation, port=other.invitation.port)
+    waiting = threading.Thread(target=lambda: pytest.raises(MissingPeerError, other.welcome, Deadline(1)))
+    waiting.start()
     with pytest.raises(MissingPeerError, match="actor rank 0 is gone"):
-        line.hear(Deadline(60))
+        call(fooled, name="one", deadline=Deadline(60), about={})
+    waiting.join(60)
+    other.close()
+    with socket.create_server(("127.0.0.1", 0)) as forger:
+        answers = threading.Thread(target=lambda: forger.accept()[0].sendall(bytes(2 * door.CHALLENGE)))
+        answers.start()
+        with pytest.raises(MissingPeerError, match="in the place of actor rank 0 does not know"):
+            call(replace(desk.invitation, port=forger.getsockname()[1]), name="one", deadline=Deadline(60), about={})
+        answers.join(60)
     desk.close()

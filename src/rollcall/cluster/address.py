@@ -97,6 +97,15 @@ def interface_addresses(name: str) -> list[str]:
     return [*_ipv4_of(name), *_ipv6_of(name)]
 
 
+def interface_of(address: str) -> str | None:
+    """Which interface has the address; of 127.0.0.0/8 it is the loopback one, whichever is asked for."""
+    for _, name in socket.if_nameindex():
+        held = interface_addresses(name)
+        if address in held or (is_loopback(address) and any(map(is_loopback, held))):
+            return name
+    return None
+
+
 def free_ports(count: int) -> list[int]:
     """Distinct ports that nobody listens on, on any address."""
     taken: list[int] = []

@@ -1,12 +1,14 @@
 """One rank of an all-reduce between nodes, timed: ``python -m rollcall.cluster.bandwidth``; started by the doctor.
 
-Rank 0 makes the store that the others meet at and prints its port first. Every rank ends by printing one line of JSON.
+Rank 0 listens where the others meet it, and prints its port first. Every rank ends by printing one line of JSON. The secret
+of the meeting is the first line of stdin: arguments are for every user of the node to see.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from datetime import timedelta
 
@@ -27,19 +29,22 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from rollcall.door import listen_at
+    from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
+
+    secret = sys.stdin.readline().strip()
     timeout = timedelta(seconds=args.timeout)
-    first = args.rank == 0
-    store = dist.TCPStore(
-        args.master,
-        0 if first else args.port,
-        args.world_size,
-        is_master=first,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
-    if first:
-        print(store.port, flush=True)
+    if args.rank == 0:
+        listener = listen_at(args.master)
+        args.port = listener.getsockname()[1]
+        server = MeetingServer(listener, secret=secret)
+        print(args.port, flush=True)
+    place = Place(address=args.master, port=args.port, secret=secret)
+    store = MeetingStore(place, timeout_s=args.timeout)
     dist.init_process_group(args.backend, store=store, rank=args.rank, world_size=args.world_size, timeout=timeout)
+    if args.backend == "gloo":
+        members = range(args.world_size)
+        greet(dist.group.WORLD, store, name="all", rank=args.rank, members=members, secret=secret)
     device = torch.device("cuda" if args.backend == "nccl" else "cpu")
     data = torch.ones(NUM_BYTES // 4, dtype=torch.float32, device=device)
     seconds: list[float] = []
@@ -57,6 +62,9 @@ def main() -> None:
     print(json.dumps({"bytes_per_s": moved / min(seconds[1:]), "right": right}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    store.close()
+    if args.rank == 0:
+        server.close()
 
 
 if __name__ == "__main__":

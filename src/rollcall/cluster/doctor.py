@@ -28,6 +28,7 @@ from rollcall.cluster.placement import PlacementError
 from rollcall.cluster.run_plan import plan_run
 from rollcall.cluster.state import ClusterError, current_cluster
 from rollcall.config import Config
+from rollcall.door import new_secret
 
 PROBE_S = 90.0  # for a probe to start and say what it knows
 REACH_S = 3.0  # for one connection
@@ -257,9 +258,12 @@ class _Examination:
         common = ["--world-size", str(len(ranks)), "--master", self.infos[first].address, "--backend", backend]
         common += ["--timeout", str(MEASURE_S / 2)]
 
+        secret = new_secret()
+
         def start(rank: int, place: int, *extra: str) -> Any:
             arguments = ["--rank", str(place), *common, *extra]
-            return self.probes[rank].start_measuring.remote(arguments, self.infos[rank].address, nccl=backend == "nccl")
+            own = self.infos[rank].address
+            return self.probes[rank].start_measuring.remote(arguments, own, secret=secret, nccl=backend == "nccl")
 
         port = self._collect("start an all-reduce", {first: start(first, 0)}, timeout_s=MEASURE_S).get(first)
         if port is not None:

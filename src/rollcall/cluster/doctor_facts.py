@@ -158,8 +158,9 @@ class Probe:
 
     # Bandwidth
 
-    def start_measuring(self, arguments: list[str], address: str, *, nccl: bool) -> int | None:
-        """Start this node's rank of the all-reduce; the first rank says on which port the others meet it."""
+    def start_measuring(self, arguments: list[str], address: str, *, secret: str, nccl: bool) -> int | None:
+        """Start this node's rank of the all-reduce; the first rank says on which port the others meet it. Members know the
+        secret, and nobody else gets in."""
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         environment["CUDA_VISIBLE_DEVICES"] = "0" if nccl else ""
         interface = interface_of(address)
@@ -168,8 +169,11 @@ class Probe:
         environment["OMP_NUM_THREADS"] = "1"
         self._measuring = subprocess.Popen(
             [sys.executable, "-m", "rollcall.cluster.bandwidth", *arguments],
-            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        assert self._measuring.stdin is not None
+        self._measuring.stdin.write(f"{secret}\n")
+        self._measuring.stdin.flush()
         if "--port" in arguments:
             return None
         assert self._measuring.stdout is not None

@@ -36,9 +36,11 @@ from rollcall.cluster.virtual import VirtualCluster, has_own_backend
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
+from rollcall.door import new_secret
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
+from rollcall.meeting import Place
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Floats, Prompt, Sample
 
@@ -328,10 +330,10 @@ def _place(
     team = Team(group=group, members=members)
     meeting = {}
     for role in TRAINED:
-        if role in members:
-            first = members[role][0]
-            (port,) = team.call([first], "lease_port")
-            meeting[role] = (group.worker_metadata[first]["address"], port)
+        if len(members.get(role, ())) > 1:
+            address = group.worker_metadata[members[role][0]]["address"]
+            (port,) = team.call([members[role][0]], "listen", address)
+            meeting[role] = Place(address=address, port=port, secret=new_secret())
     sizes = {role: len(workers) for role, workers in members.items()}
     in_parts = roles_in_parts(config, members)
     seatings = [

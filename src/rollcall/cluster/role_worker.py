@@ -19,12 +19,13 @@ from transformers.utils import logging as transformers_logging
 
 from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
-from rollcall.cluster.actor import lease_port
+from rollcall.cluster.address import interface_of, own_address
 from rollcall.cluster.engine_seat import EngineSeat, Progress
 from rollcall.cluster.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
 from rollcall.cluster.placement import Role
 from rollcall.cluster.weight_sync import WorkerWeights
 from rollcall.config import Config, ModelReward
+from rollcall.door import listen_at
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
@@ -39,6 +40,7 @@ from rollcall.learner.model import (
     stop_token_ids,
 )
 from rollcall.learner.whole import Body
+from rollcall.meeting import Place
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
 
@@ -52,7 +54,7 @@ class Seating:
 
     ranks: Mapping[Role, int]
     sizes: Mapping[Role, int]  # processes of each role
-    meeting: Mapping[Role, tuple[str, int]]  # address and port of rank 0, for roles that train
+    meeting: Mapping[Role, Place]  # where rank 0 listens, for roles that several processes train
     in_parts: frozenset[Role]  # roles whose processes hold parts of one model and run every forward together
 
 
@@ -87,15 +89,15 @@ class RoleWorker:
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
-        self._lease: socket.socket | None = None
+        self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
         self._served: int | None = None  # the version that the engine was last given
         self._weights = WorkerWeights(config, on_gpu=self.device.type == "cuda")
 
-    def lease_port(self) -> int:
-        """A port for the gang that this process is rank 0 of, held until the process ends."""
-        self._lease = lease_port()
-        return self._lease.getsockname()[1]
+    def listen(self, address: str) -> int:
+        """Where the gang meets that this process is rank 0 of; returns the port."""
+        self._listener = listen_at(address)
+        return self._listener.getsockname()[1]
 
     def build(self, seating: Seating) -> Facts:
         """Load what this process's roles need."""
@@ -148,9 +150,16 @@ class RoleWorker:
         if not trained:
             return Gang.alone()
         role = trained[0]  # collocated actor and critic sit in the same processes, and make one gang
-        address, port = seating.meeting[role]
+        if role not in seating.meeting:
+            return Gang.alone()
+        place = seating.meeting[role]
         return Gang.join(
-            address=address, port=port, rank=seating.ranks[role], size=seating.sizes[role], device=self.device
+            place,
+            rank=seating.ranks[role],
+            size=seating.sizes[role],
+            device=self.device,
+            listener=self._listener,
+            interface=interface_of(own_address(toward=place.address, node_ip=None, interface=None)),
         )
 
     # The engine

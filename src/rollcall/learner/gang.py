@@ -2,67 +2,124 @@
 
 Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows; gradients are added up over all
 before the optimizer steps, so all take the same step. A learner on its own is a gang of one. Every member must make the
-same calls in the same order.
+same calls in the same order. Members meet at a store that only they can enter, and prove themselves to each other in every
+group before it is used (``meeting.py``).
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.types import Floats
+
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
 JOIN_S = 300.0
 COLLECTIVE_S = 1800.0
+LONGEST_BYTES = 1 << 30  # of one member at once: log-probs of 256 million tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:
     rank: int
     size: int
-    nodes: tuple[str, ...]  # where each member runs
     sum_over: Callable[[Tensor], None]  # in place
-    gather: Callable[[Any], list[Any]]  # a small object of each member, by rank
+    gather_bytes: Callable[[bytes], list[bytes]]  # of each member, by rank
+    greet: Callable[
+        [Any, str], None
+    ]  # the members of a new group prove themselves to each other; the name is new each time
+    close: Callable[[], None]
     meshes: dict[Any, Any] = field(default_factory=dict)  # groups of members, made once for each way to divide a model
+    nodes: tuple[str, ...] = ("",)  # where each member runs
 
     @classmethod
     def alone(cls) -> Gang:
-        return cls(rank=0, size=1, nodes=("",), sum_over=lambda tensor: None, gather=lambda value: [value])
+        return cls(
+            rank=0,
+            size=1,
+            sum_over=lambda tensor: None,
+            gather_bytes=lambda data: [data],
+            greet=lambda group, name: None,
+            close=lambda: None,
+        )
 
     @classmethod
-    def join(cls, *, address: str, port: int, rank: int, size: int, device: torch.device) -> Gang:
-        """Meet the others at rank 0's port, by its deadline."""
+    def join(
+        cls,
+        place: Place,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        listener: socket.socket | None = None,
+        interface: str | None = None,
+    ) -> Gang:
+        """Meet the others where rank 0 listens, by its deadline. ``interface`` is the one that torch listens on too."""
         if size == 1:
             return cls.alone()
-        host = f"[{address}]" if ":" in address else address
+        if interface is not None:  # torch makes groups of its own, and takes it from nowhere else
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # =: this name, not all that begin so
+        server = MeetingServer(listener, secret=place.secret) if listener is not None else None
+        store = MeetingStore(place, timeout_s=JOIN_S)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{host}:{port}",
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=JOIN_S),
             device_id=device if device.type == "cuda" else None,
         )
-        small = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
 
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * size
-            dist.all_gather_object(values, value, group=small)
-            return values
+        def greet_in(group: Any, name: str) -> None:
+            if dist.get_backend(group) == "gloo":
+                members = dist.get_process_group_ranks(group)
+                greet(group, store, name=name, rank=rank, members=members, secret=place.secret)
 
         def sum_over(tensor: Tensor) -> None:
             dist.all_reduce(tensor)
 
+        def close() -> None:
+            dist.destroy_process_group()
+            store.close()
+            if server is not None:
+                server.close()
+
+        small = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+        greet_in(dist.group.WORLD, "all")
+        greet_in(small, "small")
+        gang = cls(
+            rank=rank,
+            size=size,
+            sum_over=sum_over,
+            gather_bytes=partial(_gather_bytes, group=small, size=size),
+            greet=greet_in,
+            close=close,
+        )
         node = os.environ.get("NODE_RANK") or socket.gethostname()
-        return cls(rank=rank, size=size, nodes=tuple(gather(node)), sum_over=sum_over, gather=gather)
+        return replace(gang, nodes=tuple(gang.gather(node)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small value of each member, by rank: what JSON can say. Never a pickle, which runs code where it is read."""
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_floats(self, values: Floats) -> list[Floats]:
+        """Float32 numbers of each member, by rank; not everyone has equally many."""
+        own = np.ascontiguousarray(values, dtype="<f4").tobytes()
+        return [np.frombuffer(data, dtype="<f4").astype(np.float32) for data in self.gather_bytes(own)]
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes its sum over the gang, in place."""
@@ -91,6 +148,22 @@ class Gang:
         for tensor in tensors:
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
+
+
+def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
+    """As tensors of equal length, the longest one's."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    counts = [int(length) for length in lengths]
+    if not all(0 <= count <= LONGEST_BYTES for count in counts):
+        raise ValueError(f"members of the gang want to say {max(counts)} bytes, and the most is {LONGEST_BYTES}")
+    most = max(counts)
+    if most == 0:
+        return [b""] * size
+    own = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(found, own, group=group)
+    return [bytes(tensor[:count].numpy()) for tensor, count in zip(found, counts, strict=True)]
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], rank: int, size: int) -> list[int]:

@@ -349,10 +349,18 @@ def over_samples(
                 scatter(values, batch, own, rows)
     if not body.in_parts:
         return out
-    everyone = body.gang.gather((mine, out) if body.counts else ([], [[]] * num_outputs))
-    found = [{index: rows[place] for mine, out in everyone for place, index in enumerate(mine) for rows in (out[number],)}
-             for number in range(num_outputs)]  # fmt: skip
-    return [[rows[index] for index in range(len(samples))] for rows in found]
+    # Rank by rank: which samples, and the numbers of all of them, output by output.
+    counts = body.counts
+    shares = body.gang.gather(mine if counts else [])
+    flat = np.concatenate([np.zeros(0, dtype=np.float32), *(row for rows in out for row in rows)])
+    found: list[list[Floats]] = [[np.zeros(0, dtype=np.float32)] * len(samples) for _ in range(num_outputs)]
+    for indices, numbers in zip(shares, body.gang.gather_floats(flat if counts else flat[:0]), strict=True):
+        start = 0
+        for rows in found:
+            for index in indices:
+                rows[index] = numbers[start : start + len(samples[index].response_ids)]
+                start += len(rows[index])
+    return found
 
 
 def pack_weighted(

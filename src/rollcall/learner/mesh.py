@@ -9,7 +9,7 @@ rows; all others on rows of their own, so a gang has replicate x shard data rank
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +105,8 @@ def split_problems(sections: Mapping[str, OptimizerSection], nodes: Mapping[str,
     return problems
 
 
-def make_meshes(split: Split, *, device_type: str, kv_copies: int = 1) -> Meshes:
-    """Makes process groups: every rank of the gang calls this at the same point."""
+def make_meshes(split: Split, *, device_type: str, greet: Callable[[Any, str], None], kv_copies: int = 1) -> Meshes:
+    """Makes process groups: every rank of the gang calls this at the same point. ``greet`` is the gang's."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -118,10 +118,17 @@ def make_meshes(split: Split, *, device_type: str, kv_copies: int = 1) -> Meshes
     flat = init_device_mesh(
         device_type, (split.replicate, split.shard * split.tensor), mesh_dim_names=("replicate", "every")
     )
+    meshes = {"": mesh, "flat ": flat}
     kv_group = None
     if kv_copies > 1:
         sizes = (split.num_data * split.tensor // kv_copies, kv_copies)
-        kv_group = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "kv")).get_group("kv")
+        meshes["kv "] = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "kv"))
+        kv_group = meshes["kv "].get_group("kv")
+    for kind, one in meshes.items():
+        for name in one.mesh_dim_names or ():
+            greet(
+                one.get_group(name), f"{kind}{name} of {split.replicate} x {split.shard} x {split.tensor}, {kv_copies}"
+            )
     several = split.replicate > 1
     return Meshes(
         data=mesh["replicate", "shard"] if several else mesh["shard"],

@@ -194,7 +194,9 @@ class Sharded:
         self.section = section
         self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
         if (split, self.kv_copies) not in gang.meshes:
-            gang.meshes[split, self.kv_copies] = make_meshes(split, device_type=device.type, kv_copies=self.kv_copies)
+            gang.meshes[split, self.kv_copies] = make_meshes(
+                split, device_type=device.type, greet=gang.greet, kv_copies=self.kv_copies
+            )
         self.meshes: Meshes = gang.meshes[split, self.kv_copies]
         self.frozen = frozen
         self.in_parts = True

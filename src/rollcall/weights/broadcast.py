@@ -1,7 +1,7 @@
 """Weights to processes on other hosts: a broadcast in a process group of its own.
 
-The group meets at a store of the sender and has nothing to do with the learner's: it can be made anew, with other members,
-whenever one of them is gone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time; each is
+The group meets at a store of the sender (``meeting.py``) and has nothing to do with the learner's: it can be made again, with
+other members, whenever one of them is gone. Its secret goes out over the lines, to invited receivers alone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time; each is
 summed before it leaves, and again where it lands. A large span travels from tensor to tensor, small ones are packed.
 """
 
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollcall.door import listen_at, new_secret
+from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.weights.carrier import Bucket
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout
@@ -32,10 +34,9 @@ POLL_S = 0.001
 class _Group:
     """One member's end of a process group whose rank 0 sends."""
 
-    def __init__(
-        self, *, backend: str, store: dist.Store, rank: int, size: int, address: str, deadline: Deadline
-    ) -> None:
+    def __init__(self, *, backend: str, place: Place, rank: int, size: int, address: str, deadline: Deadline) -> None:
         self.backend = backend
+        self._store = store = MeetingStore(place, timeout_s=deadline.left_s)
         timeout = timedelta(seconds=deadline.timeout_s)
         if backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
@@ -47,10 +48,15 @@ class _Group:
             options._devices = [gloo.create_device(hostname=address)]
             options._timeout = timeout
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            greet(self._group, store, name="weights", rank=rank, members=range(size), secret=place.secret)
         self._scratch: list[Tensor] = []
         self._turn = 0
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
+
+    def close(self) -> None:
+        self._group = None
+        self._store.close()
 
     def start(self, parts: Bucket) -> Any:
         """``parts`` lie side by side."""
@@ -96,7 +102,7 @@ class BroadcastOutlet:
 
     def __init__(self) -> None:
         self._group: _Group | None = None
-        self._store: dist.Store | None = None
+        self._server: MeetingServer | None = None
         self._lines: Mapping[str, Line] = {}
 
     def open(
@@ -110,23 +116,17 @@ class BroadcastOutlet:
         on_gpus = device.type == "cuda" and all(hello["device"] == "cuda" for hello in hellos.values())
         backend = "nccl" if on_gpus else "gloo"
         self._lines = lines
-        # Port 0: the store takes a free one and listens on it before anyone is told.
-        store = dist.TCPStore(
-            "localhost",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            use_libuv=True,
-            timeout=timedelta(seconds=deadline.timeout_s),
-        )
-        for rank, line in enumerate(lines.values(), start=1):
-            line.tell({"backend": backend, "port": store.port, "rank": rank, "size": len(lines) + 1}, deadline)
         address = _own_address(next(iter(lines.values())))
+        listener = listen_at(address)  # before anyone is told of it
+        place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
+        self._server = MeetingServer(listener, secret=place.secret)
+        told = {"backend": backend, "port": place.port, "secret": place.secret, "size": len(lines) + 1}
+        for rank, line in enumerate(lines.values(), start=1):
+            line.tell({**told, "rank": rank}, deadline)
         with _naming(lines, deadline):
             self._group = _Group(
-                backend=backend, store=store, rank=0, size=len(lines) + 1, address=address, deadline=deadline
+                backend=backend, place=place, rank=0, size=len(lines) + 1, address=address, deadline=deadline
             )
-        self._store = store
 
     def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
         group = self._group
@@ -152,7 +152,11 @@ class BroadcastOutlet:
         return
 
     def close(self) -> None:
-        self._group = self._store = None
+        if self._group is not None:
+            self._group.close()
+        if self._server is not None:
+            self._server.close()
+        self._group = self._server = None
 
 
 class BroadcastInlet:
@@ -160,26 +164,21 @@ class BroadcastInlet:
 
     def __init__(self) -> None:
         self._group: _Group | None = None
-        self._store: dist.Store | None = None
         self._line: Line | None = None
 
     def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None:
         told = line.hear(deadline)
         self._line = line
-        host = _address(line.socket.getpeername())
+        place = Place(address=_address(line.socket.getpeername()), port=told["port"], secret=told["secret"])
         with _naming({line.peer: line}, deadline):
-            store = dist.TCPStore(
-                host, told["port"], is_master=False, use_libuv=True, timeout=timedelta(seconds=deadline.timeout_s)
-            )
             self._group = _Group(
                 backend=told["backend"],
-                store=store,
+                place=place,
                 rank=told["rank"],
                 size=told["size"],
                 address=_own_address(line),
                 deadline=deadline,
             )
-        self._store = store
 
     def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
         group, line = self._group, self._line
@@ -204,7 +203,9 @@ class BroadcastInlet:
         return sums
 
     def close(self) -> None:
-        self._group = self._store = None
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
 
 class _naming:

@@ -1,8 +1,9 @@
 """Short messages between a sender and each of its receivers, over a socket: JSON with its length in front.
 
-A closed line means that the peer is gone, which is noticed at once; a host that is gone without a word, within ``SILENT_S``,
-since its kernel answers no more; a peer that lives and is silent, at the deadline. All name the peer. The sender listens,
-on a name of this host or on a TCP port, and lets in whom it expects and who knows its secret.
+A closed line means that the peer is gone, which is noticed at once; a host that is gone without a word, within
+``door.SILENT_S``, since its kernel answers no more; a peer that lives and is silent, at the deadline. All name the peer. The
+sender listens on a name of this host, or on a port of the address that it is invited to, behind a door (``door.py``): nothing
+is read as a message before the peer has proved that it was invited.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollcall.door import BACKLOG, CHALLENGE, Door, answer, listen_at, new_secret, watch_peer
 from rollcall.weights.protocol import Carrying, Invitation, MissingPeerError
 
-HELLO_S = 5.0  # whoever connects says who it is within this time
+HELLO_S = 5.0  # who has come through the door says its name within this time
 FIRST_WORD_S, NEXT_WORD_S = 2.0, 10.0  # when a wait is told of
-PROBE_S = 2  # between two questions to the peer's kernel, while nothing is said
-SILENT_S = 8  # without an answer of it the peer is gone
 LONGEST_MESSAGE = 256 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -61,18 +61,17 @@ class Line:
         self.peer = peer
         self.socket = connection
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _probe(connection)
+            watch_peer(connection)
 
     def tell(self, message: Mapping[str, Any], deadline: Deadline) -> None:
         data = json.dumps(message).encode()
         self.write(_LENGTH.pack(len(data)) + data, deadline)
 
     def hear(self, deadline: Deadline) -> dict[str, Any]:
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        (length,) = _LENGTH.unpack(self.read(_LENGTH.size, deadline))
         if length > LONGEST_MESSAGE:
             raise MissingPeerError(f"{self.peer} says something of {length} bytes, which is no message of ours")
-        return json.loads(self._read(length, deadline))
+        return json.loads(self.read(length, deadline))
 
     def write(self, data: bytes, deadline: Deadline) -> None:
         try:
@@ -136,7 +135,7 @@ class Line:
     def _silent(self, deadline: Deadline) -> MissingPeerError:
         return MissingPeerError(f"no word from {self.peer} within {deadline.timeout_s:g} s of a weight update")
 
-    def _read(self, count: int, deadline: Deadline) -> bytes:
+    def read(self, count: int, deadline: Deadline) -> bytes:
         parts: list[bytes] = []
         while count:
             parts.append(self.read_some(min(count, 1 << 20), deadline))
@@ -171,60 +170,50 @@ class Desk:
         self._receivers = tuple(receivers)
         is_local = carrying == "shared_memory"
         local = f"rollcall-weights-{secrets.token_hex(12)}" if is_local else ""
-        self._socket = _listen_locally(local) if is_local else _listen()
+        listener = _listen_locally(local) if is_local else listen_at(host)
         self.invitation = Invitation(
             sender=sender,
             carrying=carrying,
             host=host,
-            port=0 if is_local else self._socket.getsockname()[1],
+            port=0 if is_local else listener.getsockname()[1],
             local=local,
-            secret=secrets.token_hex(16),
+            secret=new_secret(),
             timeout_s=timeout_s,
         )
+        self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Deadline) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
         """A line to every receiver, and what each said of itself."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:
-            try:
-                self._socket.settimeout(deadline.until_word_s)
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                if deadline.has_passed:
-                    for line in lines.values():
-                        line.close()
-                    raise MissingPeerError(
-                        f"{len(missing)} of {len(self._receivers)} receivers of weights did not come within "
-                        f"{deadline.timeout_s:g} s: {', '.join(missing)}"
-                    ) from None
+            connection = self._door.accept(deadline.until_word_s)
+            if connection is None and not deadline.has_passed:
                 deadline.tell(f"weights: waiting for {', '.join(missing)} to come")
                 continue
-            line = Line(connection, peer="a stranger")
+            if connection is None:
+                _close_all(lines)
+                raise MissingPeerError(
+                    f"{len(missing)} of {len(self._receivers)} receivers of weights did not come within "
+                    f"{deadline.timeout_s:g} s: {', '.join(missing)}"
+                )
+            line = Line(connection, peer="a receiver of weights")
             try:
                 hello = line.hear(Deadline(min(HELLO_S, deadline.left_s)))
-                name = self._name(hello)
-            except (MissingPeerError, ValueError):
-                name, hello = None, {}
-            if name is None:
+            except MissingPeerError:  # it has given up meanwhile
+                hello = {}
+            name = line.peer = hello.get("name", "")
+            if name not in self._receivers:
                 line.close()
                 continue
-            line.peer = name
             lines[name], hellos[name] = line, hello
             if hello.get("gone"):
-                for line in lines.values():
-                    line.close()
+                _close_all(lines)
                 raise MissingPeerError(f"{name} is lost, and does not come for its weights")
         return {name: lines[name] for name in self._receivers}, hellos
 
     def close(self) -> None:
-        self._socket.close()
-
-    def _name(self, hello: Any) -> str | None:
-        if not isinstance(hello, dict) or not isinstance(hello.get("secret"), str):
-            return None
-        known = secrets.compare_digest(hello["secret"].encode(), self.invitation.secret.encode())
-        return hello["name"] if known and hello.get("name") in self._receivers else None
+        self._door.close()
 
 
 def call(invitation: Invitation, *, name: str, deadline: Deadline, about: Mapping[str, Any]) -> Line:
@@ -242,8 +231,22 @@ def call(invitation: Invitation, *, name: str, deadline: Deadline, about: Mappin
             f"{name} cannot reach {invitation.sender}, which sends weights, on {where}: {error}"
         ) from None
     line = Line(connection, peer=invitation.sender)
-    line.tell({"name": name, "secret": invitation.secret, **about}, deadline)
+    try:
+        _prove(line, invitation, deadline)
+        line.tell({"name": name, **about}, deadline)
+    except BaseException:
+        line.close()
+        raise
     return line
+
+
+def _prove(line: Line, invitation: Invitation, deadline: Deadline) -> None:
+    reply, proof = answer(line.read(CHALLENGE, deadline), secret=invitation.secret)
+    line.write(reply, deadline)
+    if not secrets.compare_digest(line.read(CHALLENGE, deadline), proof):
+        raise MissingPeerError(
+            f"what listens in the place of {invitation.sender} does not know the invitation's secret"
+        )
 
 
 def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
@@ -251,23 +254,13 @@ def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
     call(invitation, name=name, deadline=Deadline(timeout_s), about={"gone": True}).close()
 
 
-def _probe(connection: socket.socket) -> None:
-    """Let the kernel find out whether the peer's host is there."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    times = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_USER_TIMEOUT": SILENT_S * 1000}
-    for name, value in {**times, "TCP_KEEPCNT": SILENT_S // PROBE_S}.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has them all
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+def _close_all(lines: Mapping[str, Line]) -> None:
+    for line in lines.values():
+        line.close()
 
 
 def _listen_locally(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")  # no file: it is gone with the process
-    listener.listen(1024)
+    listener.listen(BACKLOG)
     return listener
-
-
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)

@@ -12,7 +12,7 @@ sender. Each wait has a deadline, and its error says who is missing. After an er
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class Invitation:
     host: str
     port: int  # of the sender's TCP listener; 0: it listens on ``local``
     local: str  # name of its socket on this host; empty: on TCP
-    secret: str  # tells invited receivers from strangers
+    secret: str = field(repr=False)  # tells invited receivers from strangers
     timeout_s: float  # of one update, from the first to the last word
 
 

@@ -1,0 +1,159 @@
+"""A listening socket that lets in those who know a secret, and tells the others nothing.
+
+listener -> caller     a challenge, 32 random bytes
+caller   -> listener   a challenge of its own, and the proof that it knows the secret: HMAC-SHA256 over both challenges
+listener -> caller     its own proof
+
+The secret itself never travels, and a proof is good for one connection. Before the proof a caller gets 32 random bytes, has
+64 bytes to say and ``PROOF_S`` to say them; nothing of it is parsed. Many callers are heard at once, so one that is silent
+holds up nobody. What follows on the connection is plain TCP: the door keeps strangers out, it does not hide what is said
+from someone who can read or change the packets of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+
+CHALLENGE = 32  # bytes, of a proof too
+PROOF_S = 5.0  # from connecting to the proof
+MOST_WAITING = 128  # callers without a proof; one more, and the one that has waited longest goes
+BACKLOG = 1024
+PROBE_S = 2  # between two questions to the peer's kernel, while nothing is said
+SILENT_S = 8  # without an answer of it the peer is gone
+
+
+def new_secret() -> str:
+    return secrets.token_hex(32)
+
+
+def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
+    """What a caller says to a challenge, and the proof that it must get in return."""
+    both = challenge + secrets.token_bytes(CHALLENGE)
+    return both[CHALLENGE:] + _proof(secret, b"caller", both), _proof(secret, b"listener", both)
+
+
+def listen_at(host: str, *, port: int = 0) -> socket.socket:
+    """Listen on that address of this host, and on no other."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def watch_peer(connection: socket.socket) -> None:
+    """Small messages leave at once, and the kernel finds out whether the peer's host is there."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    times = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_USER_TIMEOUT": SILENT_S * 1000}
+    for name, value in {**times, "TCP_KEEPCNT": SILENT_S // PROBE_S}.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them all
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Caller:
+    challenge: bytes
+    until: float
+    said: bytes = field(default=b"")
+
+
+class Door:
+    """For one thread. ``accept`` must be called for callers to be heard."""
+
+    def __init__(self, listener: socket.socket, *, secret: str) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._callers: dict[socket.socket, _Caller] = {}  # without a proof so far, the oldest first
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def accept(self, timeout_s: float) -> socket.socket | None:
+        """The next caller that knows the secret; None: nobody came in that time."""
+        ends = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            for late in [one for one, caller in self._callers.items() if caller.until <= now]:
+                self._dismiss(late)
+            until = min([ends, *(caller.until for caller in self._callers.values())])
+            for key, _ in self._selector.select(max(until - now, 0)):
+                if key.fileobj is self._listener:
+                    self._greet()
+                elif isinstance(key.fileobj, socket.socket) and self._hear(key.fileobj):
+                    return key.fileobj
+            if time.monotonic() >= ends:
+                return None
+
+    def close(self) -> None:
+        for caller in list(self._callers):
+            self._dismiss(caller)
+        self._selector.close()
+        self._listener.close()
+
+    def _greet(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left, or the caller is gone already
+            if self._callers:
+                self._dismiss(next(iter(self._callers)))
+            return
+        if len(self._callers) >= MOST_WAITING:
+            self._dismiss(next(iter(self._callers)))
+        connection.setblocking(False)
+        caller = _Caller(challenge=secrets.token_bytes(CHALLENGE), until=time.monotonic() + PROOF_S)
+        self._callers[connection] = caller
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._send(connection, caller.challenge)
+
+    def _hear(self, connection: socket.socket) -> bool:
+        """Whether this caller has proved that it knows the secret; one that failed to is dismissed."""
+        caller = self._callers[connection]
+        try:
+            data = connection.recv(2 * CHALLENGE - len(caller.said))
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        caller.said += data
+        if not data:
+            self._dismiss(connection)
+        if len(caller.said) < 2 * CHALLENGE:
+            return False
+        both = caller.challenge + caller.said[:CHALLENGE]
+        known = hmac.compare_digest(caller.said[CHALLENGE:], _proof(self._secret, b"caller", both))
+        if not known or not self._send(connection, _proof(self._secret, b"listener", both)):
+            self._dismiss(connection)
+            return False
+        self._selector.unregister(connection)
+        del self._callers[connection]
+        connection.setblocking(True)
+        return True
+
+    def _send(self, connection: socket.socket, data: bytes) -> bool:
+        """32 bytes always fit a new connection's buffer."""
+        try:
+            return connection.send(data) == len(data)
+        except OSError:  # gone; reading from it says so too
+            return False
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        if self._callers.pop(connection, None) is not None:
+            self._selector.unregister(connection)
+            connection.close()
+
+
+def _proof(secret: str, who: bytes, both: bytes) -> bytes:
+    return hmac.new(secret.encode(), who + both, hashlib.sha256).digest()
