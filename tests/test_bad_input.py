@@ -110,6 +110,15 @@ def test_a_held_out_prompt_that_cannot_fit_is_refused_too(tmp_path: Path) -> Non
         finish(config)
 
 
+def test_a_kv_cache_too_small_for_the_longest_prompt_is_refused_before_training(tmp_path: Path) -> None:
+    rows = [*letter_rows(40), {"id": "long", "prompt": "1" * 20 + "=", "answer": "a"}]
+    config = make_run(tmp_path, "rollout.kv_tokens=24", rows=rows)
+    with pytest.raises(ConfigError, match=r"prompt of 21 tokens; .* makes 25, .* rollout.kv_tokens=24: use 25 or more"):
+        finish(config)
+    assert not config.run.dir.exists()
+    assert finish(make_run(tmp_path, "rollout.kv_tokens=25", "trainer.steps=1"))["steps"] == 1
+
+
 def test_fewer_rows_than_prompts_in_a_step_are_drawn_again(tmp_path: Path) -> None:
     config = make_run(tmp_path, "data.prompts_per_step=8", rows=letter_rows(3))
     finish(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -102,7 +103,7 @@ def test_nearest_has_no_answer_among_no_names() -> None:
 def test_every_mistake_is_told_at_once() -> None:
     lines = refusal(rollout={"temperature": 0, "top_p": 2}, actor={"lr": "fast"}).splitlines()
     assert lines == [
-        "rollout.temperature=0: input should be greater than 0",
+        "rollout.temperature=0: input should be greater than or equal to 0.001",
         "rollout.top_p=2: input should be less than or equal to 1",
         "actor.lr='fast': input should be a valid number, unable to parse string as a number",
     ]
@@ -162,6 +163,125 @@ def test_every_mistake_is_told_at_once() -> None:
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], message: str) -> None:
     assert re.search(message, refusal(**sections)), refusal(**sections)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.mismatch_mask=[5, 0.5]", r"algorithm.mismatch_mask: \[5, 0.5\] leaves out .* such as \[0.5, 2\]"),
+        ("algorithm.mismatch_mask=[2, 3]", "with low below 1 and high above it"),
+        ("rollout.stop=['']", "rollout.stop: an empty text ends every completion .* leave it out"),
+        ("rollout.kv_tokens=-5", "rollout.kv_tokens=-5: input should be greater than or equal to 1"),
+        ("actor.betas=[2, 3]", "actor.betas.0=2: input should be less than 1"),
+        ("actor.betas=[0.9, 1]", "actor.betas.1=1: input should be less than 1"),
+        ("rollout.temperature=1e-30", "input should be greater than or equal to 0.001"),
+        ("eval.temperature=1e-30", "eval.temperature=1e-30 is too close to 0; use 0"),
+        ("eval.samples_per_prompt=4", "eval.samples_per_prompt=4 completions at eval.temperature=0 are all the same"),
+        ("trainer.steps=true", "trainer.steps=true is yes or no, and a number belongs here"),
+        ("actor.betas=[yes, 0.9]", "is yes or no, and a number belongs here"),
+        ("trainer.num_threads=100000", "less than or equal to 1024"),
+        ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is a number of 20001 bits; the largest is"),
+        ("data.max_prompt_tokens=1e400", "data.max_prompt_tokens=inf: input should be a finite number"),
+        ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not a finite number"),
+        ("reward.0.weight=0", "every reward has weight 0"),
+        ("reward=[{type: regex, pattern: '('}]", r"reward.0.pattern: '\(' is not a Python regular expression"),
+        ("reward=[{type: regex, pattern: ''}]", "an empty pattern is found in every completion"),
+        ("reward.0.timeout_s=1e30", "less than or equal to 1000000000"),
+        ("run.dir=/", "run.dir: '/' is a directory of many things"),
+        ("run.dir=.", "run.dir: '.' is a directory of many things"),
+        ('run.name="a\\0b"', "run.name holds a NUL"),
+        ('model.path="\\uD800"', "model.path holds a NUL or half a surrogate pair"),
+        ("cluster.env={'A=B': x}", "a variable's name is empty or has a '='"),
+        ("cluster.num_nodes=99999999", "less than or equal to 100000"),
+        ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots; a cluster has at most 100,000"),
+        ("actor={lr: 1, lr: 2}", "override 'actor={lr: 1, lr: 2}': lr stands twice"),
+    ],
+)  # fmt: skip
+def test_a_ruinous_value_is_refused_before_anything_starts(override: str, message: str) -> None:
+    assert re.search(message, refused_override(override)), refused_override(override)
+
+
+def test_two_settings_that_ruin_each_other_are_refused() -> None:
+    message = refused_override("algorithm={name: ppo, dynamic_sampling: true}", "rollout.samples_per_prompt=1")
+    assert "every group is one; use 2 or more, or algorithm.dynamic_sampling=false" in message
+    message = refused_override("actor.lr=0.5", "actor.weight_decay=2")
+    assert "actor.lr=0.5 x actor.weight_decay=2 is 1 or more" in message
+
+
+def number_keys(section: Any, prefix: str = "") -> list[str]:
+    """Every key of the run file that takes a number with a fraction, by its dotted name."""
+    found: list[str] = []
+    for key, info in section.model_fields.items():
+        inner = [kind for kind in (info.annotation, *get_args(info.annotation)) if hasattr(kind, "model_fields")]
+        if inner:
+            found += number_keys(inner[0], f"{prefix}{key}.")
+        elif float in (info.annotation, *get_args(info.annotation)):
+            found.append(f"{prefix}{key}")
+    return found
+
+
+@pytest.mark.parametrize("value", ["nan", ".nan", "inf", "-.inf", "1e999"])
+def test_no_number_of_the_run_file_may_be_infinite_or_none_at_all(value: str) -> None:
+    keys = number_keys(Config)
+    assert {"actor.lr", "rollout.temperature", "eval.threshold", "trainer.restart_window_s"} < set(keys)
+    for key in (*keys, "algorithm.clip_high", "algorithm.tis_cap", "reward.0.weight"):
+        needed = ["trainer.elastic.min_nodes=1"] if key.startswith("trainer.elastic") else []
+        message = refused_override(*needed, f"{key}={value}")
+        assert key in message and "finite" in message, message
+
+
+def test_text_on_the_command_line_stays_text_where_text_belongs() -> None:
+    config = load_config(
+        None, ["run.name=1000", "data.train=2024", "model.path=1e5", "data.val=null", "data.system=yes"]
+    )
+    assert (config.run.name, config.data.train, config.model.path) == ("1000", "2024", "1e5")
+    assert config.data.val is None and config.data.system == "yes"
+
+
+def test_a_home_directory_in_a_file_is_the_users() -> None:
+    assert load_config(None, ["run.dir=~/runs/x"]).run.dir == Path.home() / "runs/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]", "line 1: an alias stands inside of what it is an alias for"),
+        ("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)), "more than 100,000 values, counting each alias"),
+        ("a: " + "[" * 5000, "line 1: lists and maps stand more than 40 deep in each other"),
+        ("a: " + "{b: " * 5000, "line 1: lists and maps stand more than 40 deep"),
+        ("- " * 5000, "line 1: lists and maps stand more than 40 deep"),
+        ("run: {seed: !!bool maybe}", "line 1: 'maybe' is not a YAML bool"),
+        ("run:\n  seed: !!timestamp x", "line 2: 'x' is not a YAML timestamp"),
+        ("run: {seed: !!int ''}", "line 1: '' is not a YAML int"),
+        ("run: {name: 2024-13-41}", "line 1: '2024-13-41' is not a YAML timestamp"),
+        ("run: {seed: " + "1" * 5000 + "}", "is not a YAML int"),
+        ("run: {name: !!python/object:os.system x}", "is not YAML: could not determine a constructor"),
+        ("run: {? {a: 1} : 2}", "is not YAML"),
+        ("1: {a: 2}", "1 is not the name of a section"),
+        ("x" * 2_000_000, "it has more than 1,048,576 bytes; is it the right file"),
+    ],
+    ids=lambda value: value[:20],
+)  # fmt: skip
+def test_a_hostile_run_file_is_refused_at_once_by_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "run.yaml", text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_config(path)
+    assert str(path) in str(refused.value) and len(str(refused.value)) < 1000
+
+
+def test_thousands_of_unknown_keys_are_told_in_a_few_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.yaml", "".join(f"key_number_{index}: 1\n" for index in range(20_000)))
+    with pytest.raises(ConfigError, match="and 19,990 more") as refused:
+        load_config(path)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 11 and "key_number_0 is not a field" in lines[0] and str(path) in lines[0]
+
+
+def test_a_pipe_or_a_device_is_no_run_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"run file {path} cannot be read: it is a pipe or a device"):
+            load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +395,7 @@ def test_a_value_where_a_section_belongs_is_told_its_keys() -> None:
     words = refusal(cluster={"component_placement": "all"})
     assert "cluster.component_placement='all' is not a map, such as {name: value}" in words
     assert "trainer=3 is not a map; its keys are steps, " in refusal(trainer=3)
-    assert "cluster.node_env.2=3 is not a map, such as" in refusal(cluster={"node_env": {2: 3}})
+    assert "cluster.node_env.2=<a number, not shown> is not a map, such as" in refusal(cluster={"node_env": {2: 3}})
 
 
 def test_a_key_of_another_section_is_found_there() -> None:

@@ -208,6 +208,51 @@ def test_a_piece_of_yaml_is_redacted_by_names() -> None:
 
 
 @pytest.mark.parametrize(
+    "cluster",
+    [
+        f"{{env: 'A_KEY: {SECRET}'}}",
+        f"{{env: 'A_KEY={SECRET}'}}",
+        f"{{env: [A_KEY={SECRET}]}}",
+        f"{{env: [{{name: A_KEY, value: {SECRET}}}]}}",
+        f"{{env: {{A_KEY: [{SECRET}]}}}}",
+        f"{{env: {{A_KEY: {{value: {SECRET}}}}}}}",
+        f"{{env: {{a_key={SECRET}: 1}}}}",
+        f"{{env: '{SECRET}'}}",
+        f"{{node_env: {{0: 'A_KEY: {SECRET}'}}}}",
+        f"{{node_env: 'A_KEY: {SECRET}'}}",
+        f"'env: {{A_KEY: {SECRET}}}'",
+        f"[{{env: {{A_KEY: {SECRET}}}}}]",
+        f"{{component_placement: 'A_KEY: {SECRET}'}}",
+        f"{{num_nodes: {{A_KEY: {SECRET}}}}}",
+    ],
+)
+def test_variables_in_a_wrong_shape_are_refused_without_their_secrets(tmp_path: Path, cluster: str) -> None:
+    path = run_file(tmp_path, f"cluster: {cluster}")
+    with pytest.raises(ConfigError, match="cluster") as refused:
+        load_config(path)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_secret_in_another_sections_value_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"actor": {"lr": {"HF_TOKEN": SECRET}}, "trainer": {"steps": f"HF_TOKEN={SECRET}"}})
+    assert SECRET not in str(refused.value) and "actor.lr={'HF_TOKEN': '<redacted>'}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cluster={env: {A_KEY: abc}}", "cluster={node_env: {0: {A_KEY: abc}}}", "cluster.env=A_KEY: abc", "cluster.env=[A_KEY=abc]",
+        "cluster.env={A_KEY: abc, MODE: [}", "cluster={env: [{name: A_KEY, value: abc}]}", "cluster.env.A_KEY=",
+    ],
+)  # fmt: skip
+def test_a_secret_on_the_command_line_is_found_in_any_shape(override: str) -> None:
+    with pytest.raises(ConfigError, match="A_KEY is a secret") as refused:
+        load_config(None, [override])
+    assert "abc" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "override", ["cluster.env.A_KEY=abc", "cluster.env={A_KEY: abc}", "cluster.node_env.0.A_KEY=abc"]
 )
 def test_a_secret_on_the_command_line_is_refused_and_not_repeated(override: str) -> None:

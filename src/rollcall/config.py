@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from rollcall.config_algorithms import (  # noqa: F401, everyone else has them from here
     Algorithm,
@@ -25,10 +25,11 @@ from rollcall.config_algorithms import (  # noqa: F401, everyone else has them f
     ReinforcePlusPlus,
     Rloo,
 )
-from rollcall.config_base import Section
+from rollcall.config_base import LONGEST_S, Section
 from rollcall.config_base import field as _field
-from rollcall.config_errors import ConfigError, explain
-from rollcall.config_overrides import apply_override, refuse_secret
+from rollcall.config_checks import check_directory, check_ruin, check_stops, check_variables
+from rollcall.config_errors import ConfigError, explain_all, shown
+from rollcall.config_overrides import apply_override, refuse_secret, set_key
 from rollcall.config_parallel import check_batches, check_section, lift_kwargs
 from rollcall.config_rewards import (  # noqa: F401
     CountdownReward,
@@ -43,16 +44,21 @@ from rollcall.config_rewards import (  # noqa: F401
     RewardBase,
     SelfCertaintyReward,
 )
-from rollcall.redact import redact_run, redact_source, remember, secrets_of_run
+from rollcall.config_yaml import read_yaml
+from rollcall.redact import redact_run, remember, secrets_of_run
 
 SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
+Share = Annotated[float, Field(ge=0, lt=1)]
 WeightTransport = Literal["auto", "shared_memory", "broadcast", "delta", "file"]
+MAX_SLOTS = 100_000  # of a cluster
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
 
 class RunSection(Section):
     name: str = _field("run", "Name shown in logs and on trackers.")
-    dir: Path = _field(Path("runs/run"), "Run directory; the same command in the same directory resumes.")
+    dir: Annotated[Path, AfterValidator(check_directory)] = _field(
+        Path("runs/run"), "Run directory; the same command in the same directory resumes."
+    )
     seed: int = _field(0, "Seed of data order and sampling.", ge=0)
 
 
@@ -65,12 +71,12 @@ def _slots(value: Any) -> Any:
 
 
 class NodeSection(Section):
-    gpus: int = Field(description="Slots (accelerators) on this node.", ge=1)
+    gpus: int = Field(description="Slots (accelerators) on this node.", ge=1, le=MAX_SLOTS)
 
 
 class ClusterSection(Section):
-    num_nodes: int = _field(1, "Nodes in the cluster.", ge=1)
-    num_gpus_per_node: int = _field(1, "Slots (accelerators) on each node.", ge=1)
+    num_nodes: int = _field(1, "Nodes in the cluster.", ge=1, le=MAX_SLOTS)
+    num_gpus_per_node: int = _field(1, "Slots (accelerators) on each node.", ge=1, le=MAX_SLOTS)
     nodes: list[NodeSection] | None = _field(
         None,
         "Nodes that differ, such as `[{gpus: 8}, {gpus: 4}]`; in place of `num_nodes` and `num_gpus_per_node`.",
@@ -86,11 +92,15 @@ class ClusterSection(Section):
         None,
         "Share of the rollout tasks for each node, such as `[2, 1, 1]`; `null`: by measured speed.",
     )
-    env: dict[str, str] = _field({}, "Environment variables of every worker.")
+    env: Annotated[dict[str, str], AfterValidator(check_variables)] = _field(
+        {}, "Environment variables of every worker."
+    )
     env_pass: list[str] = _field(
         [], "Names (or patterns such as `NCCL_*`) of variables copied from whoever submits to every worker."
     )
-    node_env: dict[int, dict[str, str]] = _field({}, "Variables of the workers of one node alone, by node rank.")
+    node_env: dict[int, Annotated[dict[str, str], AfterValidator(check_variables)]] = _field(
+        {}, "Variables of the workers of one node alone, by node rank."
+    )
 
     @model_validator(mode="after")
     def _nodes_agree(self) -> ClusterSection:
@@ -107,6 +117,11 @@ class ClusterSection(Section):
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(
                 f"node_env has node {strangers[0]}; the {self.num_nodes} nodes are 0 to {self.num_nodes - 1}"
+            )
+        if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
+            raise ValueError(
+                f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} are {slots:,} slots; a cluster has at "
+                f"most {MAX_SLOTS:,}"
             )
         self._check_weights()
         return self
@@ -183,15 +198,18 @@ class RolloutSection(Section):
     vllm: VllmSection = _field(VllmSection(), "Where and how vLLM runs, with `engine: vllm`.")
     samples_per_prompt: int = _field(8, "Completions per prompt (group size).", ge=1)
     max_response_tokens: int = _field(8, "Longest completion, in tokens.", ge=1)
-    temperature: float = _field(1.0, "Sampling temperature.", gt=0)
+    temperature: float = _field(1.0, "Sampling temperature.", ge=0.001, le=100)
     top_p: float = _field(1.0, "Keep the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = _field(0, "Keep this many likeliest tokens; 0: all.", ge=0)
-    stop: list[str] = _field([], "Strings that end a completion; the text up to and with them is kept.")
+    stop: Annotated[list[str], AfterValidator(check_stops)] = _field(
+        [], "Strings that end a completion; the text up to and with them is kept."
+    )
     max_running: int = _field(512, "Most completions decoded at once.", ge=1)
     kv_tokens: int | None = _field(
         None,
-        "Room of the KV cache, in tokens; `null`: from `kv_memory_fraction` on CUDA, enough for `max_running` on CPU (vLLM: "
-        "at most 1 GiB).",
+        "Room of the KV cache, in tokens, at least the longest prompt and completion; `null`: from `kv_memory_fraction` on CUDA, "
+        "enough for `max_running` on CPU (vLLM: at most 1 GiB).",
+        ge=1,
     )
     kv_memory_fraction: float = _field(0.3, "Share of the CUDA card's memory for the KV cache.", gt=0, lt=1)
     compile: bool = _field(
@@ -213,7 +231,7 @@ class OptimizerChoice(Section):
 
 class OptimizerSection(Section):
     lr: float = _field(1e-6, "Peak learning rate.", gt=0)
-    betas: tuple[float, float] = _field((0.9, 0.999), "AdamW's betas.")
+    betas: tuple[Share, Share] = _field((0.9, 0.999), "AdamW's betas, each from 0 to below 1.")
     eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = _field(0.0, "AdamW's weight decay; norms and biases are exempt.", ge=0)
     optimizer: OptimizerChoice = _field(
@@ -271,7 +289,7 @@ class OptimizerSection(Section):
 
 class ElasticSection(Section):
     min_nodes: int = Field(description="Fewest nodes to go on with.", ge=1)
-    wait_s: float = _field(60.0, "Seconds to wait for a missing node before going on without it.", ge=0)
+    wait_s: float = _field(60.0, "Seconds to wait for a missing node before going on without it.", ge=0, le=LONGEST_S)
 
 
 class TrainerSection(Section):
@@ -296,11 +314,11 @@ class TrainerSection(Section):
     loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = _field(
         ["console", "tensorboard"], "Where metrics go; `metrics.jsonl` is always written."
     )
-    num_threads: int | None = _field(None, "CPU threads for torch; `null`: all cores.", ge=1)
+    num_threads: int | None = _field(None, "CPU threads for torch; `null`: all cores.", ge=1, le=1024)
     max_restarts: int = _field(
         10, "On a cluster, losses of processes or nodes that a run goes on after, within `restart_window_s`.", ge=0
     )
-    restart_window_s: float = _field(3600.0, "Seconds in which `max_restarts` losses are too many.", gt=0)
+    restart_window_s: float = _field(3600.0, "Seconds in which `max_restarts` losses are too many.", gt=0, le=LONGEST_S)
     elastic: ElasticSection | None = _field(
         None,
         "Go on with the nodes that are left when one stays away, such as `{min_nodes: 2}`; it is used again after the first "
@@ -309,9 +327,11 @@ class TrainerSection(Section):
 
 
 class EvalSection(Section):
-    temperature: float = _field(0.0, "Sampling temperature; 0: greedy.", ge=0)
-    samples_per_prompt: int = _field(1, "Completions per prompt; more than one gives pass@k.", ge=1)
-    max_prompts: int | None = _field(None, "Evaluate on the first so many rows; `null`: all.", ge=1)
+    temperature: float = _field(0.0, "Sampling temperature; 0: greedy.", ge=0, le=100)
+    samples_per_prompt: int = _field(
+        1, "Completions per prompt; more than one gives pass@k, and needs a temperature above 0.", ge=1
+    )
+    max_prompts: int | None = _field(None, "Evaluate on the first rows only, this many; `null`: all.", ge=1)
     threshold: float = _field(1.0, "A completion counts as correct from this reward (of the first reward) on.")
 
 
@@ -400,13 +420,46 @@ class Config(Section):
         return self.algorithm.rescores(self.actor)
 
 
-def load_config(path: Path | str | None = None, overrides: list[str] | None = None) -> Config:
-    """Run file (or the embedded default) plus ``a.b=value`` overrides, validated."""
-    raw = _read_yaml(path) if path is not None else default_run()
+def load_config(
+    path: Path | str | None = None,
+    overrides: list[str] | None = None,
+    *,
+    defaults: dict[str, Any] | None = None,
+    values: dict[str, Any] | None = None,
+) -> Config:
+    """Run file (or the embedded default) plus ``a.b=value`` overrides, validated.
+
+    ``defaults`` and ``values`` are by dotted key, as they are, not as text: the overrides stand above the first and below
+    the second.
+    """
+    raw = _read_sections(path, what="run file") if path is not None else default_run()
+    for key, value in (defaults or {}).items():
+        set_key(raw, key, value)
     for override in overrides or []:
         refuse_secret(override)
-        apply_override(raw, override)
-    return parse_config(raw)
+        apply_override(raw, override, root=Config)
+    for key, value in (values or {}).items():
+        set_key(raw, key, value)
+    try:
+        config = parse_config(raw)
+        check_ruin(config)
+    except ConfigError as error:
+        if path is None:
+            raise
+        rest = " and what the command line sets" if overrides else ""
+        raise ConfigError(f"run file {path}{rest}: {error}") from None
+    return config
+
+
+def load_saved_run(path: Path) -> Config:
+    """The run file that a run directory keeps: what the run was started with, by this version's rules or an earlier one's."""
+    try:
+        return parse_config(_read_sections(path, what="saved run file"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
+            "with --fresh (the old directory is moved aside)"
+        ) from None
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
@@ -414,7 +467,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(item, Config) for item in error.errors())) from None
+        raise ConfigError(explain_all(error, Config)) from None
 
 
 def dump_config(config: Config) -> str:
@@ -434,31 +487,10 @@ def default_run() -> dict[str, Any]:
     return yaml.safe_load((files("rollcall") / "default.yaml").read_text())
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """YAML's own loader takes the last of two equal keys without a word."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            line = node.start_mark.line + 1
-            raise ConfigError(
-                f"{twice[0]} stands twice in the mapping that begins in line {line}; write its keys in one place"
-            )
-        return node
-
-
-def _read_yaml(path: Path | str) -> dict[str, Any]:
-    try:
-        raw = yaml.load(Path(path).read_text(), Loader=_EachKeyOnce)
-    except FileNotFoundError:
-        raise ConfigError(f"run file {path} does not exist; `rollcall config` prints one to start from") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run file {path} cannot be read: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"run file {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"run file {path} is not YAML: {redact_source(str(error))}") from None
+def _read_sections(path: Path | str, *, what: str) -> dict[str, Any]:
+    raw = read_yaml(path, what=what)
     if not isinstance(raw, dict):
-        raise ConfigError(f"run file {path} must hold sections (run, model, data, ...), not {type(raw).__name__}")
+        raise ConfigError(f"{what} {path} must hold sections (run, model, data, ...), not {type(raw).__name__}")
+    if strange := [key for key in raw if not isinstance(key, str)]:
+        raise ConfigError(f"{what} {path}: {shown(strange[0])} is not the name of a section; those are text")
     return raw

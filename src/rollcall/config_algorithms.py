@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rollcall.config_base import Section
 from rollcall.config_base import field as _field
+
+
+def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = bounds
+    if not 0 <= low < 1 < high:
+        raise ValueError(
+            f"[{low:g}, {high:g}] leaves out the ratio 1 of a policy that has not moved, or has its ends in the wrong order; "
+            "use [low, high] with low below 1 and high above it, such as [0.5, 2]"
+        )
+    return bounds
 
 
 class AlgorithmBase(Section):
@@ -29,7 +39,7 @@ class AlgorithmBase(Section):
     tis_cap: float | None = _field(
         2.0, "Truncated importance sampling: the loss is weighted by min(old / behaviour, cap); `null`: off.", gt=0
     )
-    mismatch_mask: tuple[float, float] | None = _field(
+    mismatch_mask: Annotated[tuple[float, float], AfterValidator(_around_one)] | None = _field(
         None, "Tokens whose old / behaviour ratio is outside [low, high] are left out of the loss; `null`: none."
     )
     dynamic_sampling: bool = _field(

@@ -1,14 +1,95 @@
-"""What every section of the run file is: keys that are known, values that do not change, a meaning beside each default."""
+"""What every section of the run file is: keys that are known, values that do not change, a meaning beside each default.
+
+Every number is finite and small enough to be written and read back exactly, every text can be written to a file; so no
+section has to say it of each of its keys.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LARGEST_INT = 2**53  # beyond it a float, as JSON readers use, has no place for each
+LONGEST_S = 1e9  # seconds; a wait that the operating system still takes
+
+
+class KeyProblem(ValueError):
+    """Of one key of a section: its message follows the key's name."""
+
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(f"{key}{text}")
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_yes_for_a_number(cls, data: Any) -> Any:
+        """YAML reads `on` and `yes` as true, and true passes for 1."""
+        for key, info in cls.model_fields.items() if isinstance(data, dict) else ():
+            value = data.get(key)
+            given = value if isinstance(value, list) else [value]
+            if any(isinstance(each, bool) for each in given) and _takes_numbers_alone(info.annotation):
+                raise KeyProblem(key, f"={str(value).lower()} is yes or no, and a number belongs here")
+        return data
+
+    @model_validator(mode="after")
+    def _can_be_written(self) -> Any:
+        for key in type(self).model_fields:
+            for where, value in _leaves(getattr(self, key), key):
+                _check_leaf(where, value)
+        return self
+
+
+def _takes_numbers_alone(annotation: Any) -> bool:
+    kinds = set(_scalars(annotation))
+    return bool(kinds & {int, float}) and not kinds & {bool, str, Any}
+
+
+def _scalars(annotation: Any) -> Iterator[Any]:
+    if args := get_args(annotation):
+        for arg in args:
+            yield from _scalars(arg)
+    else:
+        yield annotation
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """The single values of a field, with their place; those of an inner section are that section's own."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield where, key
+            yield from _leaves(each, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{where}.{index}")
+    elif not isinstance(value, BaseModel):
+        yield where, value
+
+
+def _check_leaf(where: str, value: Any) -> None:
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise KeyProblem(where, f" is a number of {value.bit_length()} bits; the largest is {LARGEST_INT}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise KeyProblem(where, f"={value} is not a finite number; give one")
+    if isinstance(value, str) or hasattr(value, "__fspath__"):
+        text = str(value)
+        if "\0" in text or not _has_bytes(text):
+            raise KeyProblem(where, " holds a NUL or half a surrogate pair, which no file takes; leave it out")
+
+
+def _has_bytes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def field(default: Any, meaning: str, **kwargs: Any) -> Any:

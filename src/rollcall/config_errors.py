@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from rollcall.config_base import KeyProblem
+from rollcall.redact import redact_source, redact_value
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
 LIKELY = 0.5  # a name less alike than this is not worth suggesting
+LONGEST_NAME = 60  # characters; a longer key is nobody's misspelling
+MOST_ERRORS = 10  # told at once
+MOST_SHOWN = 300  # characters of what was given
 
 
 class ConfigError(ValueError):
     """The run file is wrong; the message says where and what to write instead."""
 
 
+def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
+    """A line for each of the first mistakes, and how many more there are."""
+    items = error.errors(include_url=False)
+    lines = [explain(item, root) for item in items[:MOST_ERRORS]]
+    return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
+
+
 def explain(item: Any, root: type[BaseModel]) -> str:
     """One of pydantic's errors about ``root`` as one line."""
     path, section = _locate(item["loc"], root)
+    path = redact_source(path)[:MOST_SHOWN]
+    given = _given(path, item["input"])
     match item["type"]:
         case "extra_forbidden":
             return _unknown_key(path, list(section.model_fields) if section else [], root)
@@ -34,14 +50,40 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             field = section.model_fields.get(path.rpartition(".")[2]) if section else None
             inner = _target(field.annotation)[0] if field else None
             keys = f"; its keys are {', '.join(inner.model_fields)}" if inner else ", such as {name: value}"
-            return f"{path}={item['input']!r} is not a map{keys}"
+            return f"{given} is not a map{keys}"
         case "value_error":
-            return f"{path + ': ' if path else ''}{item['ctx']['error']}"
-    return f"{path}={item['input']!r}: {item['msg'][0].lower() + item['msg'][1:]}"
+            error = item["ctx"]["error"]
+            joint = "." if isinstance(error, KeyProblem) else ": "
+            return f"{path + joint if path else ''}{error}"
+    return f"{given}: {item['msg'][0].lower() + item['msg'][1:]}"
+
+
+def _given(path: str, value: Any) -> str:
+    """``key=value`` as it was given, if it can be shown: variables hold secrets, under whatever name and in any shape."""
+    if {"env", "node_env"} & set(path.split(".")) or (path == "cluster" and not isinstance(value, int | float)):
+        return f"{path}=<{_KINDS.get(type(value), type(value).__name__)}, not shown>"
+    return f"{path}={shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, without secrets and not longer than a person reads."""
+    try:
+        text = _short.repr(redact_value(value))
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+_KINDS = {str: "text", list: "a list", dict: "a map", int: "a number", float: "a number", bool: "yes or no"}
+_short = reprlib.Repr()
+_short.maxdict = _short.maxlist = 12
+_short.maxstring = _short.maxother = 120
 
 
 def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     prefix, dot, given = path.rpartition(".")
+    if len(given) > LONGEST_NAME:
+        return f"{prefix}{dot}{shown(given)} is not a field; the fields are {', '.join(names)}"
     near = nearest(given, names)
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
@@ -65,7 +107,7 @@ def _unknown_tag(path: str, context: dict[str, Any]) -> str:
     tag, tags = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "").split(", ")
     near = nearest(context["tag"], tags)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(tags)}"
-    return f"{path}.{tag}={context['tag']!r} is not known; {hint}"
+    return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
 
 
 def _example(tag: str) -> str:
@@ -80,6 +122,8 @@ def nearest(given: str, names: list[str]) -> str | None:
     >>> nearest("learning_rate", ["min_lr_ratio", "lr"])
     'lr'
     """
+    if len(given) > LONGEST_NAME:
+        return None
     words = given.lower().split("_")
 
     def likeness(name: str) -> float:

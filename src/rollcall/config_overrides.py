@@ -2,57 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import yaml
+from pydantic import BaseModel
 
 from rollcall.config_base import read_number
-from rollcall.config_errors import ConfigError
+from rollcall.config_errors import ConfigError, shown
+from rollcall.config_yaml import parse_yaml
 from rollcall.redact import secrets_of_run
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel]) -> None:
+    """``root`` says which keys hold text: what is given for those is not read as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not key=value; write for example actor.lr=1e-5")
-    value = _parse_value(text)
+        raise ConfigError(f"override {shown(override)} is not key=value; write for example actor.lr=1e-5")
+    value = _parse_value(text, override, is_text=_is_text(key, root))
+    try:
+        set_key(raw, key, value)
+    except ConfigError as error:
+        raise ConfigError(f"override {shown(override)}: {error}") from None
+
+
+def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
+    """``key`` is dotted; sections that are not there are made."""
     node: Any = raw
     *parents, last = key.split(".")
     for parent in parents:
         if isinstance(node, list):
-            node = node[_list_index(node, parent, override)]
+            node = node[_list_index(node, parent)]
         else:
             if node.get(parent) is None:
                 node[parent] = {}
             node = node[parent]
         if not isinstance(node, dict | list):
-            raise ConfigError(f"override {override!r}: {parent} is a value, not a section")
+            raise ConfigError(f"{parent} is a value, not a section")
     if isinstance(node, list):
-        node[_list_index(node, last, override)] = value
+        node[_list_index(node, last)] = value
     else:
         node[last] = value
 
 
 def refuse_secret(override: str) -> None:
     """A command line is in the process list, in the shell's history and, of a driver, in Ray's records."""
-    if not override.startswith("cluster."):
+    key, _, text = override.partition("=")
+    section, *rest = key.split(".")
+    if section != "cluster":
         return
-    alone: dict[str, Any] = {}
-    apply_override(alone, override)
-    for name in secrets_of_run(alone):
+    value = _parse_value(text, override, is_text=False)
+    for part in reversed(rest):
+        value = {part: value}
+    # Once as it is read and once as it is written: what is no YAML is text to the reader.
+    for name in secrets_of_run({"cluster": value}) or secrets_of_run({"cluster": text}):
         raise ConfigError(
             f"{name} is a secret by its name, and others see a command line; export {name} and name it in cluster.env_pass"
         )
 
 
-def _parse_value(text: str) -> Any:
+def _is_text(key: str, root: type[BaseModel]) -> bool:
+    """Whether a key holds text, or text or nothing."""
+    section: Any = root
+    *parents, last = key.split(".")
+    for parent in parents:
+        info = section.model_fields.get(parent)
+        section = info and info.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return False
+    info = section.model_fields.get(last)
+    kinds = {info.annotation, *get_args(info.annotation)} if info else set()
+    return str in kinds and not kinds - {str, NoneType, str | None}
+
+
+def _parse_value(text: str, override: str, *, is_text: bool) -> Any:
     try:
-        return read_number(yaml.safe_load(text))
+        value = read_number(parse_yaml(text))
     except yaml.YAMLError:
         return text
+    except ConfigError as error:
+        raise ConfigError(f"override {shown(override)}: {error}") from None
+    # `run.name=1000` and `data.val=2024.jsonl: x` are texts; quotes and null are YAML's.
+    return text if is_text and not isinstance(value, str | NoneType) else value
 
 
-def _list_index(node: list[Any], text: str, override: str) -> int:
-    if not text.isdigit() or int(text) >= len(node):
-        raise ConfigError(f"override {override!r}: {text} is not an index into a list of {len(node)}")
+def _list_index(node: list[Any], text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) >= len(node):
+        raise ConfigError(f"{text} is not an index into a list of {len(node)}")
     return int(text)

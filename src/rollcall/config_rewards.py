@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Union
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from rollcall.config_base import Section
+from rollcall.config_base import LONGEST_S, Section
 from rollcall.config_base import field as _field
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{pattern[:80]!r} is not a Python regular expression: {error}") from None
+    if not pattern:
+        raise ValueError("an empty pattern is found in every completion; say what to look for")
+    return pattern
 
 
 class RewardBase(Section):
     weight: float = _field(1.0, "Factor in the weighted sum.")
-    timeout_s: float = _field(10.0, "Longest time for one completion, in seconds; past it the score is 0.", gt=0)
+    timeout_s: float = _field(
+        10.0, "Longest time for one completion, in seconds; past it the score is 0.", ge=0.001, le=LONGEST_S
+    )
 
 
 class ExactReward(RewardBase):
@@ -37,7 +50,9 @@ class RegexReward(RewardBase):
     """1 if the pattern is found in the completion (format rewards)."""
 
     type: Literal["regex"] = "regex"
-    pattern: str = Field(description="Python regular expression, searched with DOTALL.")
+    pattern: Annotated[str, AfterValidator(_check_pattern)] = Field(
+        description="Python regular expression, searched with DOTALL."
+    )
 
 
 class CountdownReward(RewardBase):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +90,33 @@ def plan_evaluation(
     max_prompts: int | None,
 ) -> EvalPlan:
     """Which model to evaluate, on what and how; refuses what cannot work before anything is loaded."""
-    flags = {"samples_per_prompt": samples, "temperature": temperature, "max_prompts": max_prompts}
-    overrides = [*overrides, *(f"eval.{key}={value}" for key, value in flags.items() if value is not None)]
-    overrides += [f"data.val={data}"] if data is not None else []
+    given = {
+        "data.val": data,
+        "eval.max_prompts": max_prompts,
+        "eval.samples_per_prompt": samples,
+        "eval.temperature": temperature,
+    }
+    values = {key: value for key, value in given.items() if value is not None}
     if _is_model_dir(target):
         if data is None:
             raise ConfigError(f"{target} is a model directory and says nothing about data; add --data FILE")
-        config, origin = _model_dir_config(target, data=data, overrides=overrides), "model directory"
-        path = config.model.path
+        file, defaults = None, _model_dir_values(target, data=data)
     else:
-        config = _run_config(target, overrides)
+        file, defaults = _run_file_of(target)
+    load = partial(load_config, file, overrides, defaults=defaults)
+    if samples is not None and temperature is None:
+        # Several greedy completions would all be the same one: without a temperature they are sampled as the run samples.
+        run = load(values=values | {"eval.samples_per_prompt": 1})
+        if samples > 1 and run.eval.temperature == 0:
+            values["eval.temperature"] = run.rollout.temperature
+    config = load(values=values)
+    if file is None:
+        path, origin = config.model.path, "model directory"
+    else:
         path, origin = _model_of(config, is_given=any(text.startswith("model.path=") for text in overrides))
     if config.data.val is None:
         raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
-    return EvalPlan(config=_with_temperature(config, given=temperature), model_path=path, origin=origin)
+    return EvalPlan(config=config, model_path=path, origin=origin)
 
 
 def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[str], None]) -> EvalReport:
@@ -139,26 +153,26 @@ def _is_model_dir(target: Path) -> bool:
     return target.is_dir() and not (target / RUN_FILE).exists() and (target / "config.json").exists()
 
 
-def _model_dir_config(target: Path, *, data: str, overrides: list[str]) -> Config:
-    """The embedded default with this model, these rows and room for an answer."""
-    own = [
-        f"run.name={target.name}",
-        f"model.path={target}",
-        f"data.train={data}",
-        f"data.max_prompt_tokens={DataSection.model_fields['max_prompt_tokens'].default}",
-        f"rollout.max_response_tokens={MODEL_DIR_RESPONSE_TOKENS}",
-    ]
-    return load_config(None, [*own, *overrides])
+def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
+    """What the embedded default has to be given: this model, these rows and room for an answer."""
+    return {
+        "run.name": target.name,
+        "model.path": str(target),
+        "data.train": data,
+        "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
+        "rollout.max_response_tokens": MODEL_DIR_RESPONSE_TOKENS,
+    }
 
 
-def _run_config(target: Path, overrides: list[str]) -> Config:
+def _run_file_of(target: Path) -> tuple[Path, dict[str, Any]]:
+    """The run file of a run file or run directory, and what stands in place of its own values."""
     if not target.is_dir():
-        return load_config(target, overrides)
+        return target, {}
     if not (target / RUN_FILE).exists():
         raise ConfigError(
             f"{target} has neither {RUN_FILE} nor config.json, so it is no run directory and no model directory"
         )
-    return load_config(target / RUN_FILE, [*overrides, f"run.dir={target}"])  # it may have been moved since
+    return target / RUN_FILE, {"run.dir": str(target)}  # it may have been moved since
 
 
 def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
@@ -173,20 +187,6 @@ def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
     if has_export:
         return str(exported), "trained model"
     return config.model.path, "not trained yet: the model the run starts from"
-
-
-def _with_temperature(config: Config, *, given: float | None) -> Config:
-    """Several greedy completions would all be the same one: sample them as the run does."""
-    section = config.eval
-    if section.samples_per_prompt == 1 or section.temperature > 0:
-        return config
-    if given == 0:
-        raise ConfigError(
-            f"{section.samples_per_prompt} completions per prompt at temperature 0 are all the same; "
-            "use --samples 1, or a temperature above 0"
-        )
-    section = section.model_copy(update={"temperature": config.rollout.temperature})
-    return config.model_copy(update={"eval": section})
 
 
 def _sampling(config: Config, prompts: PromptSet, *, engine: LocalEngine, stops: tuple[int, ...]) -> Sampling:

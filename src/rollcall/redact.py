@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TextIO
 
@@ -25,7 +25,9 @@ _NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a se
 # A variable with its value as a shell or `env` prints it, whoever's it is.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
 _EXAMPLE = re.compile(r"\.\.\.|VALUE(\]\.\.\.)?")  # what help writes for a value: TOKEN=... and [KEY=VALUE]...
-_YAML_ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)(['\"]?\s*[:=]\s*)([^\s,}]+)")
+# The same as YAML writes it, or as somebody who meant YAML did; the value goes to the next comma, bracket or line's end.
+_YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
+_PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
 
 _remembered: set[str] = set()
 
@@ -59,8 +61,23 @@ def redact(text: str) -> str:
 def redact_source(text: str) -> str:
     """The same for a piece of a run file that could not be read, so that nobody knows yet what is in it."""
     return _YAML_ASSIGNMENT.sub(
-        lambda match: f"{match[1]}{match[2]}{REDACTED}" if is_secret(match[1]) else match[0], redact(text)
+        lambda match: f"{match[1]}{match[2]}{REDACTED}" if _names_secret(match[1]) else match[0], redact(text)
     )
+
+
+def redact_value(value: Any) -> Any:
+    """The same for a value of a run file of any shape, whether or not it is where it belongs."""
+    if isinstance(value, str):
+        return redact_source(value)
+    if isinstance(value, list | tuple):
+        return [redact_value(each) for each in value]
+    if isinstance(value, dict):
+        return {key: REDACTED if _names_secret(str(key)) else redact_value(each) for key, each in value.items()}
+    return value
+
+
+def _names_secret(key: str) -> bool:
+    return is_secret(key) and key not in _PROMPT_KEYS
 
 
 def hides(name: str, value: str) -> bool:
@@ -83,16 +100,37 @@ def redact_run(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def secrets_of_run(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The secrets in a run file's sections, which need not be valid, by the name of their variable."""
+    """The secrets in the variables of a run file's cluster, by their name. The sections need not be valid: a map written as
+    text, as a list of ``NAME=value``, or in the wrong place holds the same secrets."""
     cluster = raw.get("cluster")
-    if not isinstance(cluster, dict):
-        return {}
-    nodes = cluster.get("node_env")
-    places = (cluster.get("env"), *(nodes.values() if isinstance(nodes, dict) else ()))
-    variables = (
-        (str(name), str(value)) for place in places if isinstance(place, dict) for name, value in place.items()
-    )
-    return {name: value for name, value in variables if is_secret(name)}
+    return {name: value for name, value in _assignments(cluster) if is_secret(name)} if cluster else {}
+
+
+def _assignments(value: Any) -> Iterator[tuple[str, str]]:
+    """Every ``name: value`` in a value of any shape, the parts of texts too."""
+    if isinstance(value, str):
+        for match in _YAML_ASSIGNMENT.finditer(value):
+            yield match[1], match[3].strip("'\" ")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _assignments(each)
+    elif isinstance(value, dict):
+        if isinstance(value.get("name"), str) and "value" in value:  # as Kubernetes writes a variable
+            yield value["name"], str(value["value"])
+        for name, each in value.items():
+            if not isinstance(each, list | tuple | dict):
+                yield str(name), str(each)
+            elif is_secret(str(name)):
+                yield from ((str(name), leaf) for leaf in _leaves(each))
+            yield from _assignments(each)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield str(value)
 
 
 def guard_streams() -> None:

@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollcall.attempts import Budget, closing, run_attempts
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
-from rollcall.config import Config, ConfigError, dump_config, parse_config
+from rollcall.config import Config, ConfigError, dump_config, load_saved_run
 from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
 from rollcall.lease import Lease, hold
@@ -168,7 +166,7 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
                 "move it aside with --fresh"
             )
         return
-    old = parse_config(yaml.safe_load(path.read_text()))
+    old = load_saved_run(path)
     for key in FIXED:
         before, now = _lookup(old, key), _lookup(config, key)
         if before != now:
@@ -188,6 +186,13 @@ def _check_lengths(config: Config, workers: Workers) -> None:
                 f"{prompts.source} has a prompt of {longest} tokens; with "
                 f"rollout.max_response_tokens={config.rollout.max_response_tokens} that makes {wanted} positions, and the model "
                 f"has {positions}: lower rollout.max_response_tokens, or data.max_prompt_tokens to leave such prompts out"
+            )
+        room = config.rollout.kv_tokens
+        if prompts and room is not None and wanted > room:
+            raise ConfigError(
+                f"{prompts.source} has a prompt of {longest} tokens; with "
+                f"rollout.max_response_tokens={config.rollout.max_response_tokens} that makes {wanted}, and the KV cache has room "
+                f"for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
             )
 
 

@@ -319,7 +319,7 @@ def _bucket(rows: int, most: int) -> int:
 
 def _num_blocks(decoder: Decoder, max_running: int, kv_tokens: int | None, kv_fraction: float) -> int:
     if kv_tokens is not None:
-        return max(1, kv_tokens // BLOCK)
+        return -(-kv_tokens // BLOCK)
     per_token = 2 * len(decoder.layers) * decoder.kv_width * decoder.embed.element_size()
     memory = torch.cuda.get_device_properties(decoder.device).total_memory * kv_fraction
     wanted = max_running * -(-decoder.max_positions // BLOCK)

@@ -1,0 +1,75 @@
+"""Values that a run file may hold and that would ruin a run: refused before anything starts, with what to use instead.
+
+What one key decides alone is checked where the key stands (``check_stops`` and the like); ``check_ruin`` looks at keys that
+ruin a run together. A run that an earlier version started is not held to the latter when it is resumed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollcall.config_errors import ConfigError
+
+COLDEST = 0.001  # temperature; below it the logits of ordinary models overflow when they are divided by it
+
+
+def check_stops(stops: list[str]) -> list[str]:
+    if "" in stops:
+        raise ValueError("an empty text ends every completion at its first token; leave it out")
+    return stops
+
+
+def check_directory(path: Path) -> Path:
+    """``~`` is the shell's word; in a file it would become a folder of that name."""
+    expanded = path.expanduser() if str(path).startswith("~") else path
+    if not expanded.name:
+        raise ValueError(f"{str(path)!r} is a directory of many things; name one of the run's own, such as runs/first")
+    return expanded
+
+
+def check_variables(variables: dict[str, str]) -> dict[str, str]:
+    for name in variables:
+        if not name or "=" in name:
+            raise ValueError("a variable's name is empty or has a '=' in it; write NAME: value")
+    return variables
+
+
+def check_ruin(config: Any) -> None:
+    """Of a new run."""
+    _check_group_size(config)
+    _check_evaluation(config.eval)
+    _check_decay(config)
+    if all(reward.weight == 0 for reward in config.reward):
+        raise ConfigError("every reward has weight 0, so there is nothing to learn; give one of them another weight")
+
+
+def _check_group_size(config: Any) -> None:
+    if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} every group is one; use 2 or more, or "
+            "algorithm.dynamic_sampling=false"
+        )
+
+
+def _check_evaluation(section: Any) -> None:
+    if section.samples_per_prompt > 1 and section.temperature == 0:
+        raise ConfigError(
+            f"eval.samples_per_prompt={section.samples_per_prompt} completions at eval.temperature=0 are all the same; use "
+            "eval.samples_per_prompt=1, or an eval.temperature above 0"
+        )
+    if 0 < section.temperature < COLDEST:
+        raise ConfigError(
+            f"eval.temperature={section.temperature:g} is too close to 0; use 0 (greedy), or {COLDEST} or more"
+        )
+
+
+def _check_decay(config: Any) -> None:
+    for name in ("actor", "critic"):
+        section = getattr(config, name)
+        if section.lr * section.weight_decay >= 1:
+            raise ConfigError(
+                f"{name}.lr={section.lr:g} x {name}.weight_decay={section.weight_decay:g} is 1 or more, so each update would "
+                f"take all of a weight away; lower one of them (0.01 is a usual {name}.weight_decay)"
+            )

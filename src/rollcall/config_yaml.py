@@ -1,0 +1,122 @@
+"""Reads YAML that a person, or whoever damaged a file, wrote: bounded in size, depth and aliases, each key once.
+
+Every refusal is a ``ConfigError`` that names the file and the line. Nothing that the text holds makes reading it slow: aliases
+count as what they stand for, so a small file cannot grow into a large one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcall.config_errors import MOST_SHOWN, ConfigError
+from rollcall.redact import redact_source
+
+MAX_BYTES = 1 << 20  # of a file; a run file has a few thousand
+MAX_DEPTH = 40  # of lists and maps in each other; a run file has 4
+MAX_VALUES = 100_000  # with every alias written out
+_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # as a shell passes `<(command)`: somebody writes there
+
+
+def read_yaml(path: Path | str, *, what: str) -> Any:
+    """What a YAML file holds. ``what`` it is, for messages: "run file"."""
+    try:
+        data = read_small(path, most=MAX_BYTES)
+        text = data.decode()
+    except FileNotFoundError:
+        hint = "; `rollcall config` prints one to start from" if what == "run file" else ""
+        raise ConfigError(f"{what} {path} does not exist{hint}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
+    try:
+        return parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{what} {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {path} is not YAML: {redact_source(str(error))[:MOST_SHOWN]}") from None
+
+
+def read_small(path: Path | str, *, most: int) -> bytes:
+    """A regular file of at most ``most`` bytes; ValueError for what is none, so that a pipe or a device is not waited for."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError("it is a directory; name a file")
+        raise ValueError("it is a pipe or a device; name a regular file")
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most:,} bytes; is it the right file?")
+    return data
+
+
+def parse_yaml(text: str) -> Any:
+    """ConfigError or YAMLError, and nothing else, where the text is wrong."""
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader recurses without a bound, writes out every alias, takes the last of two equal keys without a word and
+    lets the errors of its constructors through as they are."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._num_values: dict[int, int] = {}  # of a finished node, by its id: the node itself and all below it
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        line = self.peek_event().start_mark.line + 1
+        alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ConfigError(f"line {line}: lists and maps stand more than {MAX_DEPTH} deep in each other")
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias and id(node) not in self._num_values:
+            raise ConfigError(f"line {line}: an alias stands inside of what it is an alias for")
+        if not alias:
+            self._count(node, line)
+        return node
+
+    def _count(self, node: Any, line: int) -> None:
+        below: list[Any] = []
+        if isinstance(node, yaml.SequenceNode):
+            below = node.value
+        elif isinstance(node, yaml.MappingNode):
+            below = [each for pair in node.value for each in pair]
+        total = 1 + sum(self._num_values[id(each)] for each in below)
+        if total > MAX_VALUES:
+            raise ConfigError(
+                f"line {line}: more than {MAX_VALUES:,} values, counting each alias as what it stands for"
+            )
+        self._num_values[id(node)] = total
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    line = node.start_mark.line + 1
+                    raise ConfigError(
+                        f"{key.value[:60]} stands twice in the mapping that begins in line {line}; write its keys in one place"
+                    )
+                seen.add(key.value)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
+            # What PyYAML's constructors raise for `!!bool maybe`, `!!timestamp x`, `!!int ''`, 2024-13-41.
+            if isinstance(node, yaml.ScalarNode):
+                shown, kind = node.value[:60], node.tag.rpartition(":")[2]
+                raise ConfigError(
+                    f"line {node.start_mark.line + 1}: {redact_source(repr(shown))} is not a YAML {kind}; correct it, or put "
+                    "it in quotes if it is text"
+                ) from None
+            raise
