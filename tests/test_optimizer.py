@@ -287,3 +287,107 @@ def test_a_state_from_another_layout_is_laid_out_as_the_weights() -> None:
     run(second, seeds=range(2, 4))
     for name, weight in rows.items():
         torch.testing.assert_close(columns[name], weight)
+
+
+def saved(optimizer: Optimizer) -> dict[str, Any]:
+    """The state as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (dict(dtype=torch.float32), dict(dtype=torch.bfloat16)),
+        (dict(dtype=torch.bfloat16, master_weights=False), dict(dtype=torch.bfloat16)),
+        (dict(dtype=torch.bfloat16), dict(dtype=torch.bfloat16, master_weights=False)),
+        (dict(dtype=torch.bfloat16), dict(dtype=torch.float32)),
+        (dict(dtype=torch.bfloat16), dict(dtype=torch.bfloat16)),
+    ],
+)
+def test_a_state_with_or_without_masters_keeps_the_trained_weights(before: Any, after: Any) -> None:
+    """The weights that the optimizer steps on are the trained ones, whichever side keeps masters."""
+
+    def make(dtype: torch.dtype, **changes: Any) -> Optimizer:
+        return Optimizer(weights(dtype=dtype), section(lr=0.1, **changes), total_updates=10)
+
+    trained, resumed = make(**before), make(**after)
+    run(trained, seeds=range(4))
+    with torch.no_grad():
+        for name, weight in resumed.named.items():  # as a checkpoint's model directory has them
+            weight.copy_(trained.named[name])
+    resumed.load_state_dict(saved(trained))
+    for name, target in resumed.targets.items():
+        kept = resumed.named[name]
+        torch.testing.assert_close(kept, trained.targets[name].to(kept.dtype), atol=0, rtol=0)
+        torch.testing.assert_close(target.to(kept.dtype), kept, atol=0, rtol=0)
+        assert not torch.equal(kept, weights(dtype=kept.dtype)[name])
+    give(resumed, make_gradients(resumed.named, seed=9))
+    resumed.step()  # and its momentum fits
+
+
+def test_settings_changed_on_resume_reach_the_optimizer() -> None:
+    before = Optimizer(weights(), section(), total_updates=10)
+    run(before, seeds=range(3))
+    changed = section(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3, optimizer={"kwargs": {"foreach": True}})
+    resumed, reference = (Optimizer(copy.deepcopy(before.named), changed, total_updates=10) for _ in range(2))
+    resumed.load_state_dict(saved(before))
+    for index, decay in enumerate((0.3, 0.0)):
+        group = resumed.adamw.param_groups[index]
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.6), 1e-3, decay)
+        assert group["foreach"] is True
+    # The same update as by an optimizer that was made with the new settings and given the old momentum.
+    for name, target in reference.targets.items():
+        reference.adamw.state[target] = copy.deepcopy(before.adamw.state[before.targets[name]])
+    for optimizer in (resumed, reference):
+        give(optimizer, make_gradients(optimizer.named, seed=7))
+        optimizer.step()
+    for name, weight in resumed.named.items():
+        torch.testing.assert_close(weight, reference.named[name], atol=0, rtol=0)
+
+
+def test_a_state_of_another_optimizer_is_refused_by_both_names() -> None:
+    before = Optimizer(weights(), section(), total_updates=10)
+    run(before, seeds=range(1))
+    other = Optimizer(
+        weights(), section(optimizer={"name": "torch.optim.SGD", "kwargs": {"momentum": 0.9}}), total_updates=10
+    )
+    with pytest.raises(ValueError, match=r"state of torch\.optim\.AdamW, and optimizer\.name is torch\.optim\.SGD"):
+        other.load_state_dict(saved(before))
+
+
+def test_arguments_that_need_state_which_was_not_kept_are_refused() -> None:
+    before = Optimizer(weights(), section(), total_updates=10)
+    run(before, seeds=range(1))
+    other = Optimizer(weights(), section(optimizer={"kwargs": {"amsgrad": True}}), total_updates=10)
+    with pytest.raises(ValueError, match="max_exp_avg_sq.*amsgrad: False -> True"):
+        other.load_state_dict(saved(before))
+
+
+def test_a_first_momentum_begins_on_resume() -> None:
+    """SGD keeps no state without momentum, and begins it with the next gradient."""
+    before = Optimizer(weights(), section(optimizer={"name": "torch.optim.SGD"}), total_updates=10)
+    run(before, seeds=range(1))
+    kwargs = {"name": "torch.optim.SGD", "kwargs": {"momentum": 0.9}}
+    resumed = Optimizer(weights(), section(optimizer=kwargs), total_updates=10)
+    resumed.load_state_dict(saved(before))
+    run(resumed, seeds=range(2))
+
+
+def test_a_gradient_of_zero_moves_neither_weights_nor_momentum_nor_schedule() -> None:
+    optimizer = Optimizer(weights(), section(weight_decay=0.1, decay="linear"), total_updates=10)
+    run(optimizer, seeds=range(3))
+    before = copy.deepcopy((optimizer.named, optimizer.state_dict()))
+    give(optimizer, make_gradients(optimizer.named, seed=5, factor=0.0))
+    metrics = optimizer.step()
+    assert metrics["skipped_updates"] == 1.0 and metrics["grad_norm"] == 0.0
+    named, state = before
+    for name, weight in optimizer.named.items():
+        assert torch.equal(weight, named[name])
+    now = optimizer.state_dict()
+    assert now["num_updates"] == state["num_updates"] == 3
+    for index, entry in state["adamw"]["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(now["adamw"]["state"][index][key], value)
+    assert run(optimizer, seeds=range(3, 4))[0]["skipped_updates"] == 0.0

@@ -31,8 +31,9 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
 def read_learner(learner: Learner, directory: Path) -> None:
     """Into the tensors that are there: engine and graphs keep reading the same addresses. (The engine beside a learner
     that is in parts gets the weights with the next version.)"""
-    learner.body.load(_Stored(directory / "model"))
-    _read_state(learner, directory / "actor.pt")
+    weights = _Stored(directory / "model")
+    learner.body.load(weights)
+    _read_state(learner, directory / "actor.pt", weights=weights)
     learner.refresh()
 
 
@@ -68,8 +69,9 @@ def write_critic(critic: Critic, directory: Path) -> None:
 
 
 def read_critic(critic: Critic, directory: Path) -> None:
-    critic.body.load(load_file(directory / "critic.safetensors"))
-    _read_state(critic, directory / "critic.pt")
+    weights = load_file(directory / "critic.safetensors")
+    critic.body.load(weights)
+    _read_state(critic, directory / "critic.pt", weights=weights)
 
 
 def _save(state: Any, path: Path) -> None:
@@ -78,7 +80,9 @@ def _save(state: Any, path: Path) -> None:
         torch.save(state, file)
 
 
-def _read_state(model: Learner | Critic, path: Path) -> None:
-    """Mapped where a rank needs but its part of it."""
+def _read_state(model: Learner | Critic, path: Path, *, weights: Mapping[str, torch.Tensor]) -> None:
+    """Mapped where a rank needs but its part of it. ``weights`` are the checkpoint's, at the precision they have there."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=model.body.in_parts)
+    if model.optimizer.uses_masters and not state["masters"]:
+        state["masters"] = weights  # written where the weights were trained without: they are what was trained
     model.body.load_state(model.optimizer, state)

@@ -80,15 +80,19 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip, update, clear. Raises NonFiniteError before anything is changed."""
+        """Clip, update, clear. A gradient of zero changes nothing; a non-finite one raises before anything is changed."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
+        lr = self.learning_rate(self.num_updates)
+        if grad_norm == 0:
+            # Nothing to learn: momentum and decay alone must not move the weights, nor the schedule go on.
+            self.discard()
+            return {"grad_norm": 0.0, "lr": lr, "skipped_updates": 1.0}
         clip = self.section.grad_clip
         if clip and grad_norm > clip:
             torch._foreach_mul_(list(self._sums.values()), clip / (grad_norm + 1e-6))
-        lr = self.learning_rate(self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         for name, target in self.targets.items():
@@ -100,7 +104,7 @@ class Optimizer:
         if self.uses_masters:
             self._publish_masters()
         self.num_updates += 1
-        return {"grad_norm": grad_norm, "lr": lr}
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
 
     def learning_rate(self, update: int) -> float:
         """Warm-up to the peak, then the decay that the section names."""
@@ -115,16 +119,52 @@ class Optimizer:
         return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
 
     def state_dict(self) -> dict[str, Any]:
-        masters = dict(self.targets) if self.uses_masters else {}
-        return {"adamw": self.adamw.state_dict(), "num_updates": self.num_updates, "masters": masters}
+        return {
+            "optimizer": self.section.optimizer.name,
+            "adamw": self.adamw.state_dict(),
+            "num_updates": self.num_updates,
+            "masters": dict(self.targets) if self.uses_masters else {},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
+        """Momentum, masters and the number of updates are the saved ones; the settings are those of the section.
+
+        The weights must be loaded before: they stand for masters that the state does not have.
+        """
+        self.adamw.load_state_dict({**state["adamw"], "param_groups": self._groups_for(state)})
         self._lay_out_states()
         self.num_updates = state["num_updates"]
+        self._take_masters(state["masters"])
+
+    def _groups_for(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Our own groups, with what the saved ones count up themselves (no argument of the optimizer)."""
+        name = self.section.optimizer.name
+        saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
+        if (before := state.get("optimizer", name)) != name:
+            raise ValueError(
+                f"the checkpoint has the state of {before}, and optimizer.name is {name}, which cannot go on with it; set "
+                f"optimizer.name={before}, or start over with --fresh"
+            )
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+            raise ValueError(
+                f"the checkpoint has optimizer state of {_count(saved)} weights, and the model has {_count(own)}; restore the "
+                "model.path that the run began with, or start over with --fresh"
+            )
+        arguments = inspect.signature(type(self.adamw)).parameters
+        groups = [
+            {**mine, **{key: value for key, value in theirs.items() if key not in arguments}}
+            for mine, theirs in zip(own, saved, strict=True)
+        ]
+        if name in ELEMENTWISE:
+            _refuse_missing_state(self.adamw, before=saved[0], after=groups[0])
+        return groups
+
+    @torch.no_grad()
+    def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """What the optimizer steps on: saved masters at the precision kept here, else the parameters as they are."""
+        for name, target in self.targets.items():
+            target.copy_(masters.get(name, self.named[name]))
         if self.uses_masters:
-            for name, master in state["masters"].items():
-                self.targets[name].copy_(master)
             self._publish_masters()
 
     @torch.no_grad()
@@ -138,6 +178,45 @@ class Optimizer:
     @torch.no_grad()
     def _publish_masters(self) -> None:
         torch._foreach_copy_([self.named[name] for name in self.targets], list(self.targets.values()))
+
+
+def _count(groups: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(group["params"]) for group in groups)
+
+
+def _refuse_missing_state(
+    optimizer: torch.optim.Optimizer, *, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> None:
+    """Refuse settings that need state which an optimizer of the settings before does not keep, such as ``amsgrad``.
+
+    Tried on one small weight: no list says which arguments of an optimizer do.
+    """
+    known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    arguments = sorted(key for key in known if key in before and key in after)
+    meaning = [key for key in arguments if key not in ("lr", "foreach", "fused", "capturable")]
+    changed = [key for key in meaning if before[key] != after[key]]
+    if not changed:
+        return
+    like = optimizer.param_groups[0]["params"][0]
+    weight = torch.zeros(2, 2, dtype=like.dtype, device=like.device, requires_grad=True)
+
+    def step(settings: Mapping[str, Any], state: dict[str, Any] | None) -> dict[str, Any]:
+        made: Any = type(optimizer)([weight], **{key: settings[key] for key in arguments})  # type: ignore[call-arg]
+        if state is not None:
+            made.load_state_dict({**state, "param_groups": made.state_dict()["param_groups"]})
+        weight.grad = torch.zeros_like(weight)
+        made.step()
+        return made.state_dict()
+
+    state = step({**after, **{key: before[key] for key in meaning}}, None)
+    try:
+        step(after, state)
+    except KeyError as error:
+        shown = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in changed)
+        raise ValueError(
+            f"the checkpoint's optimizer state lacks {error}, which the optimizer needs with {shown}; keep what it was, or "
+            "start over with --fresh"
+        ) from error
 
 
 def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -467,8 +467,8 @@ class Sharded:
             index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
             for index, entry in state["adamw"]["state"].items()
         }
-        optimizer.load_state_dict({**state, "adamw": {**state["adamw"], "state": parts}})
-        if self._has_masters and state["masters"]:
+        optimizer.load_state_dict({**state, "adamw": {**state["adamw"], "state": parts}, "masters": {}})
+        if state["masters"]:  # the weights themselves, at the precision that is kept here
             self.load(state["masters"])
 
     @property
