@@ -38,7 +38,7 @@ from rollcall.controller import RunError
 from rollcall.data.load import DataError
 from rollcall.engine.native import engine as native_engine
 from rollcall.journal import Journal, JournalError
-from rollcall.learner.learner import Learner
+from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.model import ModelError
 from rollcall.types import Completion
 
@@ -263,6 +263,38 @@ def test_a_nan_loss_stops_the_run_with_everything_before_it_on_disk(
     finish(whole)
     for name, tensor in weights(config).items():
         assert tensor.tobytes() == weights(whole)[name].tobytes(), "the poisoned update left a trace"
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, steps: int
+) -> None:
+    trained: Any = Learner if role == "actor" else Critic
+    original, calls = trained.update, 0
+
+    def update(self: Any, samples: Any) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        metrics = original(self, samples)
+        if calls == steps:
+            with torch.no_grad():
+                self.body.named["norm"][3] = float("inf")
+        return metrics
+
+    name = "grpo" if role == "actor" else "ppo"
+    config = make_run(tmp_path, f"algorithm.name={name}", f"trainer.steps={steps}", "trainer.save_every=1")
+    where = r"goes on from .*step-000001" if steps == 2 else "begins at step 1"
+    tensor = r"actor's model\.norm\.weight" if role == "actor" else r"critic's norm"
+    with monkeypatch.context() as patch:
+        patch.setattr(trained, "update", update)
+        with pytest.raises(
+            RunError, match=rf"step {steps}: the {tensor} .*this step was not saved.*Lower actor\.lr.*{where}"
+        ):
+            finish(config)
+    latest = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1).latest()
+    assert (latest.step if latest else 0) == steps - 1 and not (config.run.dir / "model").exists()
+    assert finish(config)["steps"] == steps
 
 
 def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,7 @@ def test_a_gradient_of_zero_moves_neither_weights_nor_momentum_nor_schedule() ->
     before = copy.deepcopy((optimizer.named, optimizer.state_dict()))
     give(optimizer, make_gradients(optimizer.named, seed=5, factor=0.0))
     metrics = optimizer.step()
-    assert metrics["skipped_updates"] == 1.0 and metrics["grad_norm"] == 0.0
+    assert metrics["skipped_fraction"] == 1.0 and metrics["grad_norm"] == 0.0
     named, state = before
     for name, weight in optimizer.named.items():
         assert torch.equal(weight, named[name])
@@ -390,4 +390,4 @@ def test_a_gradient_of_zero_moves_neither_weights_nor_momentum_nor_schedule() ->
     for index, entry in state["adamw"]["state"].items():
         for key, value in entry.items():
             assert torch.equal(now["adamw"]["state"][index][key], value)
-    assert run(optimizer, seeds=range(3, 4))[0]["skipped_updates"] == 0.0
+    assert run(optimizer, seeds=range(3, 4))[0]["skipped_fraction"] == 0.0

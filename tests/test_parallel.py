@@ -249,6 +249,29 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing(ran
     assert ranks.run(break_down, BOTH, size=4) == [("the loss is nan", True)] * 4
 
 
+def no_signal(gang: Gang, changes: dict[str, Any]) -> tuple[list[float], bool]:
+    """The share of skipped updates of steps with and without a signal, and whether the latter changed anything."""
+    learner = Learner(
+        trainable(), section(weight_decay=0.1, decay="linear", minibatches=2, **changes), algorithm=Grpo(),
+        temperature=TEMPERATURE, max_response_tokens=LONGEST, total_updates=10, gang=gang,
+    )  # fmt: skip
+    samples = make_samples(make_model())
+    flat = [sample.with_(advantages=sample.advantages * 0) for sample in samples]
+    half = [sample.with_(advantages=sample.advantages * (sample.draw == samples[0].draw)) for sample in samples]
+    skipped = [learner.update(samples)["skipped_fraction"]]
+    before = {name: tensor.detach().clone() for name, tensor in learner.body.whole_tensors()}
+    count = learner.optimizer.num_updates
+    skipped.append(learner.update(flat)["skipped_fraction"])
+    same = all(torch.equal(tensor, before[name]) for name, tensor in learner.body.whole_tensors())
+    same = same and learner.optimizer.num_updates == count
+    return [*skipped, learner.update(half)["skipped_fraction"]], same
+
+
+@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, {}), (2, dict(sharding="fsdp"))])
+def test_an_update_without_signal_changes_nothing_on_any_rank(ranks: Ranks, size: int, changes: dict[str, Any]) -> None:
+    assert ranks.run(no_signal, changes, size=size) == [([0.0, 1.0, 0.5], True)] * size
+
+
 def bfloat16_learner(gang: Gang, **changes: Any) -> Learner:
     model = trainable("qwen2-tied").to(torch.bfloat16)
     fuse_parameters(model)

@@ -562,7 +562,7 @@ def test_a_classifier_with_two_labels_or_without_any_padding_is_refused(tmp_path
         RewardModel(a_reward_model(tmp_path / "two", num_labels=2), device="cpu", max_tokens=8)
     with pytest.raises(ValueError, match="no padding token"):
         RewardModel(a_reward_model(tmp_path / "pad", eos=None), device="cpu", max_tokens=8)
-    with pytest.raises(ValueError, match="cannot be opened"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         RewardModel(str(tmp_path / "nowhere"), device="cpu", max_tokens=8)
 
 

@@ -106,14 +106,15 @@ def closing(workers: Closable, *, say: Callable[[str], None]) -> Iterator[None]:
 
 def loss_of(error: BaseException) -> BaseException | None:
     """The loss that this error tells of, alone or among others; None: it is no loss, and trying again would not help."""
-    return next((one for one in _chain(error) if isinstance(one, WorkerLostError | NoRoomError)), None)
+    return next((one for one in causes(error) if isinstance(one, WorkerLostError | NoRoomError)), None)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from, those of a group too."""
     while error is not None:
         if isinstance(error, BaseExceptionGroup):
             for one in error.exceptions:
-                yield from _chain(one)
+                yield from causes(one)
         yield error
         error = error.__cause__
 

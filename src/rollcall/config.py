@@ -160,6 +160,9 @@ class ModelSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "Where to train; `auto` takes CUDA when there is one.")
     chat_template: str | None = _field(None, "Jinja chat template that replaces the tokenizer's own.")
+    trust_remote_code: bool = _field(
+        False, "Run Python code that comes with the model, its tokenizer or a reward model; false: it is refused."
+    )
 
     @model_validator(mode="before")
     @classmethod

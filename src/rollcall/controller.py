@@ -35,7 +35,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rollcall.aside import in_thread
-from rollcall.attempts import Regrow
+from rollcall.attempts import Regrow, causes
 from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
@@ -392,11 +392,9 @@ class Controller:
         try:
             critic = workers.critic.update(samples) if workers.critic else {}
             learner = workers.learner.update(samples)
-        except NonFiniteError as error:
-            raise RunError(
-                f"step {batch.step}: {error}; this update was not applied and nothing on disk is lost. Lower actor.lr, "
-                "set actor.grad_clip, or look at the step's groups in the journal; then run the same command again"
-            ) from error
+        except Exception as error:
+            self._tell_divergence(error, step=batch.step, lost="this update was not applied")
+            raise
         return _Update(
             samples=samples,
             metrics={**learner, **critic},
@@ -469,17 +467,37 @@ class Controller:
 
     def _write_checkpoint(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
         cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
-        self.store.save(
-            step,
-            write=self.workers.write_checkpoint,
-            state={"step": step, **cursor, "version": self.version, "data": self.data_mark},
-            score=evaluation.accuracy if evaluation else None,
-        )
+        try:
+            self.store.save(
+                step,
+                write=self.workers.write_checkpoint,
+                state={"step": step, **cursor, "version": self.version, "data": self.data_mark},
+                score=evaluation.accuracy if evaluation else None,
+            )
+        except Exception as error:
+            self._tell_divergence(error, step=step, lost="this step was not saved")
+            raise
         self._write_samples(step, "train", batch.groups[:8])
 
     def _export(self) -> None:
         target = self.run_dir / "model"
-        persist(lambda: self.workers.export(target), path=target, what="the trained model", refuse=CheckpointError)
+        try:
+            persist(lambda: self.workers.export(target), path=target, what="the trained model", refuse=CheckpointError)
+        except Exception as error:
+            self._tell_divergence(error, step=self.version, lost="no model was exported")
+            raise
+
+    def _tell_divergence(self, error: Exception, *, step: int, lost: str) -> None:
+        """Raise what to do if the error says that weights, loss or gradients have diverged, here or in a worker."""
+        found = next((one for one in causes(error) if isinstance(one, NonFiniteError)), None)
+        if found is None:
+            return
+        newest = self.store.latest()
+        where = f"goes on from {newest.path}" if newest else "begins at step 1, with the groups that the journal has"
+        raise RunError(
+            f"step {step}: {found}; {lost}, and nothing on disk is lost. Lower actor.lr, set actor.grad_clip, or look at the "
+            f"step's groups in the journal; then run the same command again: it {where}"
+        ) from error
 
     def _sampling(self, *, temperature: float | None = None) -> Sampling:
         rollout = self.config.rollout

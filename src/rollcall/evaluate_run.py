@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cluster.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine
+from rollcall.cluster.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
 from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
@@ -126,12 +126,14 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
     path = resolve_model(plan.model_path, say=say)
-    tokenizer = load_tokenizer(path, chat_template=config.model.chat_template)
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, chat_template=config.model.chat_template, trust_remote_code=trust)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=config.eval.max_prompts
     )
-    model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.model.dtype, device))
+    dtype = resolve_dtype(config.model.dtype, device)
+    model = load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust)
     engine = build_engine(config.rollout, model, tokenizer, say=say)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
@@ -211,9 +213,8 @@ def _scorer(config: Config, device: torch.device) -> Scorer:
     functions = {}
     for index, reward in enumerate(rewards):
         if reward.type == "model":
-            from rollcall.reward.model import RewardModel
-
-            functions[index] = RewardModel(reward.path, device=device, max_tokens=reward.max_tokens)
+            trust = config.model.trust_remote_code
+            functions[index] = load_reward_model(reward, device=device, trust_remote_code=trust)
     return Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=functions)
 
 

@@ -17,10 +17,13 @@ from safetensors.torch import load_file, save_file
 from rollcall.checkpoint.export import export_model
 from rollcall.decoder import module_names
 from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.model import refuse_other_tensors
+from rollcall.learner.optimizer import NonFiniteError
 from rollcall.patience import plain_disk_errors
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
+    refuse_non_finite(learner, name="actor")
     state = learner.body.whole_state(learner.optimizer)
     model = learner.whole_model()
     if model is not None:
@@ -28,10 +31,27 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
         _save(state, directory / "actor.pt")
 
 
+def export_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
+    """The model directory alone, from the gang's first rank."""
+    refuse_non_finite(learner, name="actor")
+    model = learner.whole_model()
+    if model is not None:
+        export_model(model, tokenizer, directory, dtype=None)
+
+
+def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
+    """Raise, on all ranks alike, where the weights have diverged: what is written must be good to go on from."""
+    if bad := model.body.non_finite():
+        first = module_names(bad[0])[0] if name == "actor" else bad[0]
+        others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
+        raise NonFiniteError(f"the {name}'s {first}{others} hold NaN or infinite values")
+
+
 def read_learner(learner: Learner, directory: Path) -> None:
     """Into the tensors that are there: engine and graphs keep reading the same addresses. (The engine beside a learner
     that is in parts gets the weights with the next version.)"""
     weights = _Stored(directory / "model")
+    weights.refuse_others(learner.body.shapes)
     learner.body.load(weights)
     _read_state(learner, directory / "actor.pt", weights=weights)
     learner.refresh()
@@ -41,9 +61,31 @@ class _Stored(Mapping[str, torch.Tensor]):
     """The weights of a model directory under the decoder's names, each read when it is asked for."""
 
     def __init__(self, directory: Path):
+        self._directory = directory
         self._files: dict[str, Path] = {}
         for path in sorted(directory.glob("*.safetensors")):
             self._files |= dict.fromkeys(safe_open(path, "pt").keys(), path)
+
+    def refuse_others(self, wanted: Mapping[str, torch.Size]) -> None:
+        """Unless the stored tensors are those of the model, under the names and in the shapes of ``wanted``."""
+        parts = {part: name for name in wanted for part in module_names(name)}
+        known = [part for part in parts if part in self._files]
+        shapes = {part: safe_open(self._files[part], "pt").get_slice(part).get_shape() for part in known}
+        whole = {name: [shapes[part] for part in module_names(name) if part in shapes] for name in wanted}
+        fused = {name: [sum(shape[0] for shape in own), *own[0][1:]] for name, own in whole.items() if own}
+        missing = [part for part in parts if part not in self._files]
+        short = {parts[part] for part in missing}
+        refuse_other_tensors(
+            f"checkpoint {self._directory}",
+            missing=missing,
+            # A head that is stored beside the embeddings it is tied to holds the same numbers.
+            unexpected=[part for part in self._files if part not in parts and part != "lm_head.weight"],
+            misshaped={
+                name: (fused[name], shape)
+                for name, shape in wanted.items()
+                if name in fused and name not in short and fused[name] != list(shape)
+            },
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         parts = [safe_open(self._files[part], "pt").get_tensor(part) for part in module_names(name)]
@@ -57,6 +99,7 @@ class _Stored(Mapping[str, torch.Tensor]):
 
 
 def write_critic(critic: Critic, directory: Path) -> None:
+    refuse_non_finite(critic, name="critic")
     first = critic.gang.rank == 0
     weights = {
         name: tensor.detach().cpu().contiguous() if first else None for name, tensor in critic.body.whole_tensors()
@@ -69,7 +112,18 @@ def write_critic(critic: Critic, directory: Path) -> None:
 
 
 def read_critic(critic: Critic, directory: Path) -> None:
-    weights = load_file(directory / "critic.safetensors")
+    path = directory / "critic.safetensors"
+    weights, wanted = load_file(path), critic.body.shapes
+    refuse_other_tensors(
+        f"checkpoint {path}",
+        missing=wanted.keys() - weights.keys(),
+        unexpected=weights.keys() - wanted.keys(),
+        misshaped={
+            name: (tensor.shape, wanted[name])
+            for name, tensor in weights.items()
+            if name in wanted and tensor.shape != wanted[name]
+        },
+    )
     critic.body.load(weights)
     _read_state(critic, directory / "critic.pt", weights=weights)
 

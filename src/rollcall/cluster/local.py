@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rollcall.checkpoint.export import export_model
-from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
+from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, ConfigError, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.decoder import has_compiler
@@ -86,7 +85,7 @@ class Workers:
             read_critic(self.critic, directory)
 
     def export(self, directory: Path) -> None:
-        export_model(self.learner.model, self.tokenizer, directory, dtype=None)
+        export_learner(self.learner, self.tokenizer, directory)
 
     @property
     def max_positions(self) -> int:
@@ -111,7 +110,9 @@ class Inputs:
 
 def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
     path = resolve_model(config.model.path, say=say)
-    tokenizer = load_tokenizer(path, chat_template=config.model.chat_template)
+    tokenizer = load_tokenizer(
+        path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
+    )
     train = load_prompts(config.data.train, data=config.data, tokenizer=tokenizer, split="train")
     val = None
     if config.data.val is not None:
@@ -132,11 +133,13 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
     inputs = load_inputs(config, say=say)
-    load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype)
+    trust = config.model.trust_remote_code
+    load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
     engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
-    rewards = model_rewards(config, score=learner.score, load_reward_model=partial(load_reward_model, device=device))
+    load_reward = partial(load_reward_model, device=device, trust_remote_code=trust)
+    rewards = model_rewards(config, score=learner.score, load_reward_model=load_reward)
     scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
     return Workers(
         tokenizer=inputs.tokenizer,
@@ -262,10 +265,12 @@ def model_rewards(
     return functions
 
 
-def load_reward_model(reward: ModelReward, *, device: torch.device) -> ModelRewardFunction:
+def load_reward_model(
+    reward: ModelReward, *, device: torch.device, trust_remote_code: bool = False
+) -> ModelRewardFunction:
     from rollcall.reward.model import RewardModel
 
-    return RewardModel(reward.path, device=device, max_tokens=reward.max_tokens)
+    return RewardModel(reward.path, device=device, max_tokens=reward.max_tokens, trust_remote_code=trust_remote_code)
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from rollcall.checkpoint.export import export_model
-from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
+from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.cluster.address import interface_of, own_address
 from rollcall.cluster.engine_seat import EngineSeat, Progress
 from rollcall.cluster.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
@@ -88,7 +87,10 @@ class RoleWorker:
         torch.set_num_threads(config.trainer.num_threads or max(1, (os.cpu_count() or 1) // local_size))
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
-        self.tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
+        self.trust = config.model.trust_remote_code
+        self.tokenizer = load_tokenizer(
+            model_path, chat_template=config.model.chat_template, trust_remote_code=self.trust
+        )
         self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
         self._served: int | None = None  # the version that the engine was last given
@@ -104,7 +106,7 @@ class RoleWorker:
         roles = set(seating.ranks)
         gang = self._join(seating)
         if roles.isdisjoint(POLICY):
-            model = outline_causal_lm(self.model_path, dtype=self.dtype)
+            model = self._outline()
         else:
             # Of a model that is in parts only the parts go to the device, unless an engine here reads all of it.
             model = self._load(gang, in_parts=Role.ACTOR in seating.in_parts and Role.ROLLOUT not in roles)
@@ -125,7 +127,7 @@ class RoleWorker:
                 self.config, self._load(gang, in_parts=in_parts), gang=gang if in_parts else None, device=self.device
             )
         self.reward_models = {
-            index: load_reward_model(reward, device=self.device)
+            index: load_reward_model(reward, device=self.device, trust_remote_code=self.trust)
             for index, reward in enumerate(self.config.reward)
             if Role.REWARD in roles and isinstance(reward, ModelReward)
         }
@@ -139,11 +141,13 @@ class RoleWorker:
 
     def _load(self, gang: Gang, *, in_parts: bool) -> Any:
         """Of a model that is in parts, the gang's first process loads the weights and gives the others theirs."""
-        if not in_parts:
-            return load_causal_lm(self.model_path, device=self.device, dtype=self.dtype)
-        if gang.rank == 0:
-            return load_causal_lm(self.model_path, device=torch.device("cpu"), dtype=self.dtype)
-        return outline_causal_lm(self.model_path, dtype=self.dtype)
+        if in_parts and gang.rank != 0:
+            return self._outline()
+        device = torch.device("cpu") if in_parts else self.device
+        return load_causal_lm(self.model_path, device=device, dtype=self.dtype, trust_remote_code=self.trust)
+
+    def _outline(self) -> Any:
+        return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
 
     def _join(self, seating: Seating) -> Gang:
         trained = [role for role in TRAINED if role in seating.ranks]
@@ -219,9 +223,7 @@ class RoleWorker:
 
     def export(self, directory: Path) -> None:
         assert self.learner is not None
-        model = self.learner.whole_model()
-        if model is not None:
-            export_model(model, self.tokenizer, directory, dtype=None)
+        export_learner(self.learner, self.tokenizer, directory)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
         """Where a model is in parts all its processes have all results: one of them tells."""

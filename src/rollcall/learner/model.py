@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +44,129 @@ def has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> Any:
+def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used."""
     from transformers import AutoModelForCausalLM
 
     check_model_path(path)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except Exception as error:
-        raise ModelError(f"model.path={path} cannot be loaded: {_first_line(error)}") from error
+    with loading(f"model.path={path}"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
+    model, info = loaded
+    refuse_other_tensors(
+        f"model.path={path}",
+        missing=info["missing_keys"],
+        unexpected=info["unexpected_keys"],
+        misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
+    )
     model = model.to(device).eval().requires_grad_(False)
+    if bad := non_finite_of(dict(model.named_parameters()), dtype=dtype):
+        raise ModelError(
+            f"model.path={path}: {_tensors(len(bad))} not finite ({_first_few(bad)}), so the model has diverged; give "
+            "another, such as an older checkpoint"
+        )
     fuse_parameters(model)
     return model
 
 
-def outline_causal_lm(path: str, *, dtype: torch.dtype) -> Any:
+def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """What ``load_causal_lm`` gives, without the weights: they are on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     check_model_path(path)
-    try:
-        config = AutoConfig.from_pretrained(path)
+    with loading(f"model.path={path}"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:
-        raise ModelError(f"model.path={path} cannot be loaded: {_first_line(error)}") from error
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     with suppress(OSError):  # most small models have none
         model.generation_config = GenerationConfig.from_pretrained(path)
     model = model.eval().requires_grad_(False)
     fuse_parameters(model)
     return model
+
+
+@contextmanager
+def loading(what: str, *, part: str = "it") -> Iterator[None]:
+    """Errors of transformers as one of ours. ``what`` names the key and its value."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" not in str(error):
+            whole = "cannot be loaded" if part == "it" else f"has no {part} that transformers can load"
+            raise ModelError(f"{what} {whole}: {_first_line(error)}") from error
+        wanted = ", ".join(own_code(what.partition("=")[2])) or "see its files on the hub"
+        raise ModelError(
+            f"{what} wants to run code that comes with it ({wanted}), and nothing of it was run. Read that code; if you trust "
+            "it, set model.trust_remote_code=true. Else use a model of an architecture that transformers has"
+        ) from error
+
+
+def own_code(path: str) -> list[str]:
+    """The Python files of a model directory that its configs ask to be run."""
+    files: set[str] = set()
+    for name in ("config.json", "tokenizer_config.json"):
+        with suppress(OSError, ValueError):  # transformers has said what is wrong with it
+            text = (Path(path) / name).read_text()
+            classes = json.loads(text).get("auto_map", {}).values()
+            flat = [one for entry in classes for one in (entry if isinstance(entry, list) else [entry]) if one]
+            files |= {f"{one.rpartition('.')[0]}.py" for one in flat}
+    return sorted(files)
+
+
+def refuse_other_tensors(
+    what: str,
+    *,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    misshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+) -> None:
+    """Refuse weights that are not those of the model: what is missing would be random, and what is left over is lost.
+
+    >>> refuse_other_tensors("model.path=m", missing=["norm"], unexpected=[], misshaped={"head": ((7,), (9,))})
+    Traceback (most recent call last):
+    rollcall.learner.model.ModelError: model.path=m does not hold the weights of the model: 1 tensor is missing (norm); ...
+    """
+    shapes = [f"{name} is {list(stored)}, not {list(wanted)}" for name, (stored, wanted) in sorted(misshaped.items())]
+    faults = [
+        ("missing", sorted(missing)),
+        ("left over, with no place in the model", sorted(unexpected)),
+        ("of another shape", shapes),
+    ]
+    told = [f"{_tensors(len(names))} {fault} ({_first_few(names)})" for fault, names in faults if names]
+    if told:
+        raise ModelError(
+            f"{what} does not hold the weights of the model: {'; '.join(told)}. Give the weights that belong to the model's "
+            "config.json"
+        )
+
+
+@torch.no_grad()
+def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[str]:
+    """Names of those that would not be finite in ``dtype``: one reduction each, and one wait for the device.
+
+    >>> non_finite_of({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, dtype=torch.float32)
+    ['b']
+    """
+    some = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not some:
+        return []
+    # The smallest and the largest: both are NaN where any is, and rounding keeps their order.
+    ends = torch.stack([torch.stack(tensor.aminmax()).to(dtype) for tensor in some.values()])
+    good = ends.isfinite().all(dim=1).tolist()
+    return [name for name, fine in zip(some, good, strict=True) if not fine]
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor is" if count == 1 else f"{count:,} tensors are"
+
+
+def _first_few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def empty_copy(model: Any) -> Any:
@@ -85,17 +180,13 @@ def empty_copy(model: Any) -> Any:
     return copy
 
 
-def load_tokenizer(path: str, *, chat_template: str | None) -> Any:
+def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:
     """The tokenizer, with an eos token (needed to stop) and a pad token (taken from eos when absent)."""
     from transformers import AutoTokenizer
 
     check_model_path(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise ModelError(
-            f"model.path={path} has no tokenizer that transformers can load: {_first_line(error)}"
-        ) from error
+    with loading(f"model.path={path}", part="tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {path} has no eos token, so no completion could ever stop; set eos_token in its "

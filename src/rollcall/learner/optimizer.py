@@ -89,7 +89,7 @@ class Optimizer:
         if grad_norm == 0:
             # Nothing to learn: momentum and decay alone must not move the weights, nor the schedule go on.
             self.discard()
-            return {"grad_norm": 0.0, "lr": lr, "skipped_updates": 1.0}
+            return {"grad_norm": 0.0, "lr": lr, "skipped_fraction": 1.0}
         clip = self.section.grad_clip
         if clip and grad_norm > clip:
             torch._foreach_mul_(list(self._sums.values()), clip / (grad_norm + 1e-6))
@@ -97,14 +97,19 @@ class Optimizer:
             group["lr"] = lr
         for name, target in self.targets.items():
             target.grad = self._sums[name].to(target.dtype) if name in self._sums else None
-        self.adamw.step()
+        try:
+            self.adamw.step()
+        except RuntimeError as error:
+            if "without overflow" not in str(error):
+                raise
+            raise NonFiniteError(f"with a learning rate of {lr:g} the update is too large for float32") from error
         for target in self.targets.values():
             target.grad = None
         self._sums.clear()
         if self.uses_masters:
             self._publish_masters()
         self.num_updates += 1
-        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": 0.0}
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_fraction": 0.0}
 
     def learning_rate(self, update: int) -> float:
         """Warm-up to the peak, then the decay that the section names."""

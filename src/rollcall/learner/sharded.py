@@ -39,9 +39,10 @@ from rollcall.decoder import (
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.mesh import Meshes, Split, make_meshes
+from rollcall.learner.model import non_finite_of
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, run_layer, split_order
-from rollcall.learner.whole import LossOf
+from rollcall.learner.whole import LossOf, everyones
 from rollcall.types import MicroBatch
 
 LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name != "window")
@@ -205,6 +206,11 @@ class Sharded:
         self.windows = [layer.window for layer in decoder.layers]
         self.rotary = own_rotary(decoder).to(device)
         self._first_gives = any(gang.gather(decoder.device.type == "meta"))
+        if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
+            raise ValueError(
+                "the processes of this model do not agree on its weights: its config.json says that the output head is that of "
+                "the embeddings, and its file has another; set tie_word_embeddings to false there"
+            )
         self.cos = self.sin = torch.empty(0)
         group = TensorGroup(
             group=self.meshes.tensor_group,
@@ -434,6 +440,13 @@ class Sharded:
         rank = self.split.rank % size if piece.is_root else self.split.shard_rank
         rows = -(-len(part) // size)
         return part[rank * rows : (rank + 1) * rows]
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        return {name: piece.shape for name, piece in self.pieces.items()}
+
+    def non_finite(self) -> list[str]:
+        return everyones(self.gang, non_finite_of(self.named, dtype=self.dtype))
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """In the dtype that the model computes in."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollcall.decoder import Decoder
 from rollcall.learner.gang import Gang
 from rollcall.learner.logprobs import TokenStats, token_stats
-from rollcall.learner.model import packed_hidden
+from rollcall.learner.model import non_finite_of, packed_hidden
 from rollcall.learner.optimizer import Optimizer, norm_of
 from rollcall.types import MicroBatch
 
@@ -38,6 +38,15 @@ class Body(Protocol):
     ) -> list[dict[str, Tensor]]: ...
     def sum_gradients(self, optimizer: Optimizer) -> None: ...
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor: ...
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Of the whole weights."""
+        ...
+
+    def non_finite(self) -> list[str]:
+        """Weights with a NaN or an infinity in them, on any rank."""
+        ...
+
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
     def load(self, weights: Mapping[str, Tensor]) -> None: ...
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]: ...
@@ -105,6 +114,13 @@ class Whole:
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return norm_of(tensors)
 
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.named.items()}
+
+    def non_finite(self) -> list[str]:
+        return everyones(self.gang, non_finite_of(self.named, dtype=self.decoder.dtype))
+
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named.items()
 
@@ -118,3 +134,8 @@ class Whole:
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
+
+
+def everyones(gang: Gang, names: list[str]) -> list[str]:
+    """The names that any member of the gang has, the same on all, so that all of them go on or none."""
+    return list(dict.fromkeys(name for own in gang.gather(names) for name in own))

@@ -30,6 +30,9 @@ METRICS: dict[str, Metric] = {
     ),
     "train/grad_norm": Metric("", "Global gradient norm before clipping; mean over updates."),
     "train/lr": Metric("", "Learning rate of the step's last update."),
+    "train/skipped_fraction": Metric(
+        "share", "Updates of the step whose gradient was zero: they moved neither weights, momentum nor schedule."
+    ),
     "train/tis_weight_mean": Metric("", "Mean truncated importance weight (old / behaviour)."),
     "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
     "train/advantage_abs_mean": Metric("", "Mean absolute advantage; near 0 means nothing to learn from."),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rollcall.learner.model import loading, refuse_other_tensors
 from rollcall.types import Completion, Prompt
 
 _ROWS_PER_FORWARD = 16
@@ -19,12 +20,13 @@ _ROWS_PER_FORWARD = 16
 class RewardModel:
     """Callable as a ``model`` reward of the Scorer; texts are cut to ``max_tokens`` from the left."""
 
-    def __init__(self, path: str, *, device: str | torch.device, max_tokens: int) -> None:
-        try:
-            config = AutoConfig.from_pretrained(path)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"reward model {path!r} cannot be opened: {error}") from None
+    def __init__(
+        self, path: str, *, device: str | torch.device, max_tokens: int, trust_remote_code: bool = False
+    ) -> None:
+        trust = {"trust_remote_code": trust_remote_code}
+        with loading(f"reward.path={path}"):
+            config = AutoConfig.from_pretrained(path, **trust)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **trust)
         if config.num_labels != 1:
             raise ValueError(
                 f"reward model {path!r} has {config.num_labels} labels; a reward is one number: "
@@ -34,14 +36,21 @@ class RewardModel:
         config.pad_token_id = self._pad_id  # the classifier reads the last token that is not padding
         self._device = torch.device(device)
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True
-        )
-        if loading["missing_keys"]:
-            missing = ", ".join(sorted(loading["missing_keys"])[:3])
-            raise ValueError(
-                f"reward model {path!r} holds no trained {missing}; give a sequence classifier, not a language model"
+        with loading(f"reward.path={path}"):
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **trust
             )
+        if "score.weight" in info["missing_keys"]:
+            raise ValueError(
+                f"reward model {path!r} holds no trained score.weight; give a sequence classifier, not a language model"
+            )
+        refuse_other_tensors(
+            f"reward.path={path}",
+            missing=info["missing_keys"],
+            # A language model's head that was left in the file: a classifier has none.
+            unexpected=[name for name in info["unexpected_keys"] if not name.startswith("lm_head.")],
+            misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
+        )
         self._model: Any = model.to(self._device).eval()
         self._max_tokens = max_tokens
 

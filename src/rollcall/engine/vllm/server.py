@@ -150,6 +150,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         skip_tokenizer_init=True,  # token ids in and out: there is no second tokenizer to disagree
         generation_config="vllm",  # sampling is what each request says, and nothing else
         load_format="dummy",
+        trust_remote_code=False,  # its own class of this architecture runs; a model's code is the learner's business
         dtype=spec["dtype"],
         max_model_len=spec["max_positions"],
         max_num_seqs=spec["max_running"],

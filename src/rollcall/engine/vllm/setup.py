@@ -90,9 +90,10 @@ def make_spec(
 
 
 def config_fields(model: nn.Module) -> dict[str, Any]:
-    """The model's config.json; its weights come later."""
+    """The model's config.json, without code of its own to run; its weights come later."""
     config: Any = model.config
-    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return {name: value for name, value in fields.items() if name != "auto_map"}
 
 
 def _kv_token_bytes(config: Any, dtype: torch.dtype, tensor_parallel_size: int) -> int:

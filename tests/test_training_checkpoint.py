@@ -1,0 +1,151 @@
+"""What a checkpoint gives back to learners: the trained weights, or a refusal that names what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file, save_file
+from test_learner import LONGEST, TEMPERATURE, section
+from tiny import make_model, make_tokenizer
+
+from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
+from rollcall.config import Grpo, Ppo
+from rollcall.decoder import fuse_parameters
+from rollcall.learner.gang import Gang
+from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.model import ModelError
+from rollcall.learner.optimizer import NonFiniteError
+
+FLOAT: dict[str, Any] = dict(dtype=torch.float32)
+MASTERS: dict[str, Any] = dict(dtype=torch.bfloat16)
+PLAIN: dict[str, Any] = dict(dtype=torch.bfloat16, master_weights=False)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(most=2)
+    yield ranks
+    ranks.close()
+
+
+def learner_of(gang: Gang, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Learner:
+    model = make_model().to(dtype).requires_grad_(False)
+    fuse_parameters(model)
+    return Learner(
+        model, section(lr=0.1, **changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST,
+        total_updates=10, gang=gang,
+    )  # fmt: skip
+
+
+def critic_of(gang: Gang, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Critic:
+    model = make_model().to(dtype).requires_grad_(False)
+    fuse_parameters(model)
+    return Critic(model, section(lr=0.1, **changes), algorithm=Ppo(), total_updates=10, gang=gang)
+
+
+def step(trained: Learner | Critic, seed: int) -> None:
+    """Along a made-up gradient: a CPU need not compute in bfloat16 for it."""
+    body: Any = trained.body
+    generator = torch.Generator().manual_seed(seed)
+    whole = {name: torch.randn(shape, generator=generator) for name, shape in body.shapes.items()}
+    trained.optimizer.accumulate([body.cut(name, whole[name]) if body.in_parts else whole[name] for name in whole])
+    trained.optimizer.step()
+
+
+def write(gang: Gang, changes: dict[str, Any], directory: Path) -> dict[str, torch.Tensor]:
+    """The whole weights of a trained learner, which are in the checkpoint, with a critic beside it."""
+    learner, critic = learner_of(gang, **changes), critic_of(gang, **changes)
+    for seed in (1, 2):
+        step(learner, seed)
+        step(critic, seed)
+    write_learner(learner, make_tokenizer(), directory)
+    write_critic(critic, directory)
+    return {name: tensor.detach().clone() for name, tensor in learner.body.whole_tensors()}
+
+
+def read(
+    gang: Gang, changes: dict[str, Any], directory: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of policy and critic after the checkpoint was read, and that they can be stepped on."""
+    learner, critic = learner_of(gang, **changes), critic_of(gang, **changes)
+    read_learner(learner, directory)
+    read_critic(critic, directory)
+    found = tuple(
+        {name: tensor.detach().clone() for name, tensor in one.body.whole_tensors()} for one in (learner, critic)
+    )
+    step(learner, 3)
+    step(critic, 3)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations((FLOAT, MASTERS, PLAIN), 2)))
+@pytest.mark.parametrize("sharded", [(False, False), (True, False), (False, True)])
+def test_a_resume_with_or_without_masters_has_the_trained_policy(
+    ranks: Ranks, tmp_path: Path, before: Any, after: Any, sharded: tuple[bool, bool]
+) -> None:
+    writer, reader = ({**one, **(dict(sharding="fsdp") if split else {})}
+                      for one, split in zip((before, after), sharded, strict=True))  # fmt: skip
+    trained = ranks.run(write, writer, tmp_path, size=2 if sharded[0] else 1)[0]
+    policy, critic = ranks.run(read, reader, tmp_path, size=2 if sharded[1] else 1)[0]
+    base = dict(learner_of(Gang.alone(), **after).body.whole_tensors())
+    dtype, stored = after["dtype"], load_file(tmp_path / "critic.safetensors")
+    masters = torch.load(tmp_path / "critic.pt", weights_only=True)["masters"]
+    for name, tensor in policy.items():
+        torch.testing.assert_close(tensor, trained[name].to(dtype), rtol=1e-2, atol=1e-3)
+        assert not torch.equal(tensor, base[name]), f"{name} is the base model's"
+    for name, tensor in critic.items():
+        assert torch.equal(tensor, masters.get(name, stored[name]).to(dtype)), name
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    write(Gang.alone(), {}, tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    whole = load_file(file)
+    others = {name: tensor for name, tensor in whole.items() if name != "model.norm.weight"}
+    for change, message in (
+        (others, r"1 tensor is missing \(model\.norm\.weight\)"),
+        ({**whole, "model.layers.2.mlp.up_proj.weight": torch.ones(1)}, r"left over.*model\.layers\.2\.mlp\.up_proj"),
+        ({**whole, "model.norm.weight": torch.ones(1)}, r"of another shape \(norm is \[1\], not \[64\]\)"),
+    ):
+        save_file(change, file)
+        with pytest.raises(ModelError, match=message):
+            read_learner(learner_of(Gang.alone()), tmp_path)
+    stored = load_file(tmp_path / "critic.safetensors")
+    save_file({name: tensor for name, tensor in stored.items() if name != "head"}, tmp_path / "critic.safetensors")
+    with pytest.raises(ModelError, match=r"1 tensor is missing \(head\)"):
+        read_critic(critic_of(Gang.alone()), tmp_path)
+
+
+def refused(gang: Gang, changes: dict[str, Any], directory: Path) -> list[str]:
+    """What is said when the weights of the last rank have diverged, and something is to be written."""
+    learner, critic = learner_of(gang, **changes), critic_of(gang, **changes)
+    with torch.no_grad():
+        for one in (learner, critic) if gang.rank == gang.size - 1 else ():
+            one.body.named["layers.1.qkv"][-1] = float("inf")
+    said = []
+    for write in (
+        lambda: write_learner(learner, make_tokenizer(), directory),
+        lambda: export_learner(learner, make_tokenizer(), directory / "model"),
+        lambda: write_critic(critic, directory),
+    ):
+        try:
+            write()
+        except NonFiniteError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, {}), (2, dict(sharding="fsdp"))])
+def test_diverged_weights_are_refused_on_all_ranks_before_anything_is_written(
+    ranks: Ranks, tmp_path: Path, size: int, changes: dict[str, Any]
+) -> None:
+    actor = "the actor's model.layers.1.self_attn.q_proj.weight hold NaN or infinite values"
+    critic = "the critic's layers.1.qkv hold NaN or infinite values"
+    assert ranks.run(refused, changes, tmp_path, size=size) == [[actor, actor, critic]] * size
+    assert list(tmp_path.iterdir()) == []
