@@ -29,6 +29,7 @@ from transformers import (
 from rollcall.checkpoint import CheckpointError, CheckpointStore
 from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.store import write_atomic
+from rollcall.observe.headline import ACCURACY, REWARD
 
 
 def make_store(dir: Path, *, keep_last: int = 2, keep_best: int = 1) -> CheckpointStore:
@@ -72,6 +73,32 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step, score in ((10, 0.2), (20, 0.9), (30, 0.3), (40, None), (50, float("nan"))):
         save(store, step, score=score)
     assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
+
+
+def test_the_best_are_those_by_the_number_that_ranks_at_the_time(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep_last=1, keep_best=1)
+    for step, accuracy, reward, best_by in (
+        (1, 0.0, 0.4, ACCURACY),
+        (2, 0.5, 0.5, ACCURACY),
+        (3, 0.2, 0.9, REWARD),
+        (4, 0.1, 0.3, REWARD),
+    ):
+        scores = {ACCURACY.metric: accuracy, REWARD.metric: reward}
+        store.save(
+            step, write=writer("x"), state={}, score=scores[best_by.metric], scores=scores, best_by=best_by.metric
+        )
+    assert [path.name for path in sorted(store.dir.iterdir())] == ["step-000003", "step-000004"]
+
+
+def test_a_checkpoint_of_a_version_that_knew_accuracy_alone_is_ranked_by_it(tmp_path: Path) -> None:
+    store = make_store(tmp_path, keep_last=1, keep_best=1)
+    old = save(store, 1, score=0.9)
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["scores"]
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    for step in (2, 3):
+        store.save(step, write=writer("x"), state={}, score=0.1, scores={ACCURACY.metric: 0.1}, best_by=ACCURACY.metric)
+    assert [path.name for path in sorted(store.dir.iterdir())] == ["step-000001", "step-000003"]
 
 
 def test_of_equal_scores_the_newer_is_best_and_none_is_kept_without_keep_best(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
 import os
 import pty
-import signal
+import re
 import subprocess
 import sys
+import termios
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,14 @@ import pytest
 from test_journal import make_group
 
 from rollcall.config import Config, parse_config
-from rollcall.observe.console import LineConsole, Progress, QuietConsole, format_duration, make_console
+from rollcall.observe.console import LineConsole, QuietConsole, make_console
+from rollcall.observe.headline import ACCURACY, GRADED, headline_of, is_graded
 from rollcall.observe.metrics import METRICS, check_names
 from rollcall.observe.plot import learning_curve, smooth
+from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, sample_rows, write_samples, write_summary
+from rollcall.types import Score
 
 
 def make_config(*loggers: str) -> Config:
@@ -206,6 +212,44 @@ def test_progress_shows_first_and_last_accuracy_and_the_time_left() -> None:
     }  # fmt: skip
 
 
+def test_a_restart_goes_back_to_its_step_and_measures_the_pace_again() -> None:
+    clock = Clock()
+    progress = Progress(name="demo", num_steps=100, clock=clock)
+    progress.update(0, {"eval/accuracy": 0.1})
+    for step in range(1, 80):
+        clock.now += 1.0
+        progress.update(step, {"time/step_s": 1.0, "train/reward_mean": 0.5})
+    progress.update(79, {"eval/accuracy": 0.9})
+    progress.restart(6)
+    clock.now += 600.0  # new processes
+    assert dict(progress.fields()) == {"step": "6/100", "accuracy": "0.100 → 0.100", "elapsed": "11m 19s"}
+    clock.now += 900.0  # the first step compiles
+    progress.update(7, {"time/step_s": 900.0})
+    assert progress.left_s is None and dict(progress.fields())["step"] == "7/100"
+    clock.now += 2.0
+    progress.update(8, {"time/step_s": 2.0})
+    assert progress.left_s == 2.0 * 92
+
+
+def test_graded_rewards_show_the_held_out_reward_from_the_first_evaluation_that_has_one() -> None:
+    rows = [{"step": 0, "eval/accuracy": 0.0, "eval/reward_mean": 0.0, GRADED: 0.0}]
+    progress = Progress(name="demo", num_steps=40, rows=rows)
+    assert dict(progress.fields())["accuracy"] == "0.000 → 0.000"
+    progress.update(20, {"eval/accuracy": 0.0, "eval/reward_mean": 0.3, GRADED: 0.8})
+    progress.update(40, {"eval/accuracy": 0.0, "eval/reward_mean": 1.0, GRADED: 0.0})
+    assert dict(progress.fields())["held-out reward"] == "0.000 → 1.000"
+    assert headline_of(rows) is ACCURACY
+
+
+@pytest.mark.parametrize(
+    ("value", "parts", "graded"),
+    [(1.0, {"a": 1.0}, False), (0.5, {"a": 1.0}, False), (0.5, {"a": 0.5}, True), (1.1, {"a": 1.0, "b": 0.1}, True),
+     (1.0, {"a": 0.0, "b": 1.0}, False)],
+)  # fmt: skip
+def test_a_reward_is_graded_if_it_is_neither_0_nor_1(value: float, parts: dict[str, float], graded: bool) -> None:
+    assert is_graded(Score(value=value, parts=parts, errors={})) is graded
+
+
 def test_lines_come_every_few_seconds_and_for_evaluations_and_the_last_step() -> None:
     clock, out = Clock(), io.StringIO()
     console = LineConsole(Progress(name="demo", num_steps=40, clock=clock), file=out)
@@ -215,6 +259,38 @@ def test_lines_come_every_few_seconds_and_for_evaluations_and_the_last_step() ->
     console.close()
     steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
     assert steps == [0, 5, 8, 13, 18, 23, 28, 33, 38, 40]
+
+
+def test_the_last_step_is_one_line_with_its_evaluation_and_above_its_samples() -> None:
+    out = io.StringIO()
+    with LineConsole(Progress(name="demo", num_steps=2), file=out) as console:
+        console.log(2, {"train/reward_mean": 0.5, "time/step_s": 1.0})
+        console.log(2, {"eval/accuracy": 0.75})
+        console.show_samples("answers", [("2+3=", "5", "5", 1.0)])
+        console.log(2, {"time/save_s": 1.0})
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("step", "answers"))]
+    assert len(lines) == 2 and "0.750" in lines[0] and lines[1] == "answers"
+
+
+def test_a_log_says_what_takes_long_and_not_what_is_soon_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = Clock(), io.StringIO()
+    console = LineConsole(Progress(name="demo", num_steps=2, clock=clock), file=out)
+    asked: list[str] = []
+
+    def tick(timeout: float) -> bool:  # in place of the watcher's half second
+        if not asked:
+            console.progress.phase("loading")
+        elif len(asked) == 1:
+            clock.now += 3.0
+        elif len(asked) == 3:
+            console.progress.phase("rollout of step 1")
+            clock.now += 1.0
+        asked.append(out.getvalue())
+        return len(asked) > 6
+
+    monkeypatch.setattr(console._closed, "wait", tick)
+    console._watch()
+    assert out.getvalue() == "loading\n"
 
 
 def test_a_file_gets_plain_lines_and_samples_without_escape_codes() -> None:
@@ -249,14 +325,18 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 LIVE = """
-import signal, sys, time
+import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from rollcall.observe.console import LiveConsole, make_console
+from rollcall.observe.prints import child_output
 try:
     with make_console(name="demo", num_steps=50) as console:
         assert isinstance(console, LiveConsole)
         console.log(7, {"train/reward_mean": 0.5, "eval/accuracy": 0.25})
         console.show_samples("some answers", [("2+3=", "5", "5", 1.0)])
+        print("a print of a library")
+        fd = child_output()
+        subprocess.run([sys.executable, "-S", "-c", "print('a print of a reward')"], stdout=fd, stderr=fd)
         time.sleep(0.6)
         print("READY", flush=True)
         time.sleep(60)
@@ -269,18 +349,46 @@ except KeyboardInterrupt:
 def test_the_live_panel_passes_ctrl_c_on_and_gives_the_terminal_back() -> None:
     main, other = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    process = subprocess.Popen([sys.executable, "-c", LIVE], stdin=other, stdout=other, stderr=other, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE], stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+    )  # fmt: skip
     os.close(other)
     seen = b""
     while b"READY" not in seen:
         seen += os.read(main, 4096)
-    process.send_signal(signal.SIGINT)
+    while seen.count("╰".encode(), seen.index(b"READY")) < 2:  # the panel below it, and once more: the child sleeps
+        seen += os.read(main, 4096)
+    os.write(main, b"\x03")  # as the keyboard does it
     while b"INTERRUPTED" not in seen:
         seen += os.read(main, 4096)
     assert process.wait(timeout=30) == 7
     os.close(main)
-    assert b"7/50" in seen and b"some answers" in seen
+    assert b"7/50" in seen and b"some answers" in seen and b"^C" not in seen
+    screen = _screen(seen.decode(), height=30)
+    assert screen[-4:] == [
+        "a print of a library", "a print of a reward", "READY", "INTERRUPTED",
+    ]  # fmt: skip
+    assert not any(set(line) & set("╭╮╰╯│") for line in screen), "a piece of the panel is left"
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is shown again
+
+
+def _screen(text: str, *, height: int) -> list[str]:
+    """What a terminal shows after this: enough of one for what rich writes."""
+    lines, row, column = [""] * height * 10, 0, 0
+    for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[^\x1b]", text):
+        if part == "\n":
+            row += 1
+        elif part == "\r":
+            column = 0
+        elif part.endswith("A") and len(part) > 1:
+            row -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif len(part) == 1:
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +405,8 @@ def test_durations_read_naturally(seconds: float, text: str) -> None:
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_the_curve_is_a_png_of_the_expected_size(tmp_path: Path, scale: float, num_steps: int) -> None:
     rows = [{"step": step, "train/reward_mean": scale * step / num_steps} for step in range(1, num_steps + 1)]
-    path = write_rows(tmp_path / "metrics.jsonl", [{"step": 0, "eval/accuracy": 0.2}, *rows])
+    first = {"step": 0, "eval/accuracy": 0.0, "eval/reward_mean": 0.2, GRADED: 0.5 if scale > 1 else 0.0}
+    path = write_rows(tmp_path / "metrics.jsonl", [first, *rows])
     out = learning_curve(path, tmp_path / "plots" / "curve.png")
     assert out is not None
     data = out.read_bytes()
@@ -311,7 +420,8 @@ def test_the_curve_shows_the_data(tmp_path: Path) -> None:
     from rollcall.observe.plot import _draw
 
     figure = Figure(layout="constrained")
-    _draw(figure, accuracy=([0, 20], [0.25, 0.75]), reward=([1, 2], [0.1, 0.3]), name="demo")
+    held_out, reward = ([0, 20], [0.25, 0.75]), ([1, 2], [0.1, 0.3])
+    _draw(figure, held_out=held_out, reward=reward, name="demo", words=ACCURACY.words)
     (axes,) = figure.axes
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.lines}  # type: ignore[union-attr]
     assert lines["held-out accuracy"] == [[0, 0.25], [20, 0.75]]
@@ -329,7 +439,7 @@ def test_without_matplotlib_or_without_data_there_is_a_warning_and_no_file(
         write_rows(path, [{"step": 1, "train/reward_mean": 0.5}])
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert learning_curve(path, tmp_path / "curve.png") is None
-    assert "no accuracy and no reward yet" in caplog.text and "pip install matplotlib" in caplog.text
+    assert "no evaluation and no reward yet" in caplog.text and "pip install matplotlib" in caplog.text
     assert not (tmp_path / "curve.png").exists()
 
 
@@ -365,6 +475,7 @@ def test_the_summary_covers_the_whole_run_also_before_a_resume(tmp_path: Path) -
     assert summary["steps"] == 4
     assert summary["seconds"] == 1.0 + 4.0 + 2.0 + 0.5 + 10.0
     assert summary["eval"]["accuracy"] == {"first": 0.2, "last": 0.8, "best": 0.9}
+    assert summary["headline"] == "eval/accuracy"
     assert (summary["tokens_generated"], summary["tokens_trained"]) == (400, 600)
     assert summary["rollout_tokens_per_s"] == 20.0 and summary["step_s"] == 3.0
     assert summary["train_tokens_per_s"] == 50.0
@@ -400,3 +511,14 @@ def test_samples_are_readable_text(tmp_path: Path) -> None:
     assert rows[1]["completion"].startswith("answer 1 é") and rows[1]["errors"] == {"regex": "timed out"}
     assert rows[1]["finish"] == "length" and rows[1]["num_tokens"] == 5
     assert sample_rows(groups, limit=1) == [("2+3=", groups[0].completions[0].text, "5", 0.1)]
+
+
+def test_a_sample_shows_what_the_user_says_and_not_the_chat_template() -> None:
+    said = [
+        {"role": "system", "content": "You add."}, {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 2+3?"},
+    ]  # fmt: skip
+    group = make_group(0, num_completions=1)
+    prompt = replace(group.prompt, text="<|im_start|>system\nYou add.<|im_end|>...", metadata={"prompt_messages": said})
+    ((shown, *_),) = sample_rows([replace(group, prompt=prompt)], limit=1)
+    assert shown == "And 2+3?"

@@ -47,7 +47,8 @@ from rollcall.learner.optimizer import NonFiniteError
 from rollcall.lease import Lease
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
-from rollcall.observe.sinks import Sink
+from rollcall.observe.headline import ACCURACY, REWARD, headline_of
+from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.step_metrics import batch_metrics
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
 from rollcall.patience import persist
@@ -215,7 +216,8 @@ class Controller:
             await self._evaluate(0, title="before training")
         await _together(self._train() if self.bounds.trains else self._fill(), background=[self.supply.run()])
         if self.bounds.trains and self.version == self.config.trainer.steps:
-            await self._call(self._export)
+            with self.events.phase(StepPhase.EXPORT, self.version):
+                await self._call(self._export)
 
     async def _fill(self) -> None:
         """Rollout alone: the groups of all steps that may be sampled from these weights, into the journal."""
@@ -467,12 +469,16 @@ class Controller:
 
     def _write_checkpoint(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
         cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
+        headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
+        scores = {one.metric: evaluation.metrics()[one.metric] for one in (ACCURACY, REWARD)} if evaluation else {}
         try:
             self.store.save(
                 step,
                 write=self.workers.write_checkpoint,
                 state={"step": step, **cursor, "version": self.version, "data": self.data_mark},
-                score=evaluation.accuracy if evaluation else None,
+                score=scores.get(headline.metric),
+                scores=scores,
+                best_by=headline.metric,
             )
         except Exception as error:
             self._tell_divergence(error, step=step, lost="this step was not saved")

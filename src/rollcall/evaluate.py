@@ -11,6 +11,7 @@ import numpy as np
 
 from rollcall.config import EvalSection
 from rollcall.engine.protocol import Sampling
+from rollcall.observe.headline import GRADED, is_graded
 from rollcall.reward.scorer import Scorer
 from rollcall.rollout import Rollouts, sampling_seeds
 from rollcall.types import FinishReason, Group, Prompt
@@ -23,6 +24,7 @@ class Evaluation:
     reward_mean: float
     response_length_mean: float
     truncated_fraction: float
+    graded_fraction: float  # of completions: those with a reward other than 0 or 1
     groups: list[Group]
 
     def metrics(self) -> dict[str, float]:
@@ -32,6 +34,7 @@ class Evaluation:
             "eval/reward_mean": self.reward_mean,
             "eval/response_length_mean": self.response_length_mean,
             "eval/truncated_fraction": self.truncated_fraction,
+            GRADED: self.graded_fraction,
         }
 
 
@@ -78,6 +81,7 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
         reward_mean=float(np.mean([score.value for group in groups for score in group.scores])),
         response_length_mean=float(np.mean([len(completion.token_ids) for completion in completions])),
         truncated_fraction=float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),
+        graded_fraction=float(np.mean([is_graded(score) for group in groups for score in group.scores])),
         groups=groups,
     )
 

@@ -12,20 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.attempts import Budget, closing, run_attempts
+from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
+from rollcall.cluster.memory import SizesUnknown, element_size, read_sizes
 from rollcall.config import Config, ConfigError, dump_config, load_saved_run
 from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
+from rollcall.learner.model import resolve_device, resolve_dtype
 from rollcall.lease import Lease, hold
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
+from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
-from rollcall.observe.sinks import make_sinks, read_rows
+from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
 from rollcall.patience import persist
 from rollcall.phases import Bounds, Split
 from rollcall.reward.scorer import Scorer
+from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
 
 RUN_FILE = "run.yaml"
 # What must not change between a run and its resumption: with another value the journal would not fit.
@@ -39,15 +44,19 @@ def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: B
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
     with hold(config.run.dir, say=lambda text: print(text, file=sys.stderr, flush=True)) as lease:
-        return _train(config, fresh=fresh, quiet=quiet, bounds=bounds or Bounds(), lease=lease)
+        old = move_aside(config.run.dir) if fresh else None
+        if old is not None and not quiet:
+            print(f"the run that was in {config.run.dir} is now in {old}", flush=True)
+        with unless_begun(config.run.dir, old=old):
+            return _train(config, quiet=quiet, bounds=bounds or Bounds(), lease=lease)
 
 
-def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: Lease) -> dict[str, Any]:
+def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease) -> dict[str, Any]:
     started = time.perf_counter()
     run_dir = config.run.dir
-    if fresh:
-        move_aside(run_dir)
-    _check_same_run(config, run_dir)
+    check_loggers(config)
+    if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed lays claim to nothing
+        _check_same_run(config, run_dir)
     trainer = config.trainer
     store = CheckpointStore(
         run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=lease.check
@@ -55,13 +64,14 @@ def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: L
     resume = store.latest()
     continued = (run_dir / "journal").exists()
     start_step = resume.step if resume else 0
-    before = (row["eval/accuracy"] for row in read_rows(run_dir / "metrics.jsonl") if "eval/accuracy" in row)
+    summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if bounds.trains else None
+    if summary is not None:
+        if not quiet:
+            print(_finished(run_dir, summary), flush=True)
+        return summary
+    before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
     with make_console(
-        name=config.run.name,
-        num_steps=trainer.steps,
-        start_step=start_step,
-        first_accuracy=next(before, None) if resume else None,
-        quiet=quiet,
+        name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before, quiet=quiet
     ) as console:
         controller, number = run_attempts(
             lambda number: (_attempt(config, store=store, console=console, bounds=bounds, lease=lease), number),
@@ -85,6 +95,7 @@ def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: L
         persist(lambda: write_summary(path, summary), path=path, what="the summary")
         draw = partial(learning_curve, run_dir / "metrics.jsonl", picture, name=config.run.name)
         curve = persist(draw, path=picture, what="the learning curve")
+        console.close()  # what follows stands below the last picture
         _say_result(console, run_dir, summary, curve)
     return summary
 
@@ -92,19 +103,24 @@ def _train(config: Config, *, fresh: bool, quiet: bool, bounds: Bounds, lease: L
 def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds: Bounds, lease: Lease) -> Controller:
     """Build the workers and train from where the run directory stands to the end."""
     run_dir, resume = config.run.dir, store.latest()
+    console.restart(resume.step if resume else 0)
+    console.phase("loading the model and the data")
     workers = _build(config, say=console.note)
     with closing(workers, say=console.note), ExitStack() as opened:
         _check_lengths(config, workers)
+        _say_size(config, say=console.note)
         # Not before: a run file that is refused must not lay claim to the directory.
         _claim(config, run_dir, continued=(run_dir / "journal").exists())
         sinks = make_sinks(config, run_dir, resume.step if resume else None)
         for sink in sinks:
             opened.callback(sink.close)
         journal = opened.enter_context(Journal(run_dir / "journal", guard=lease.check))
-        events = Events(run_dir)
+        events = Events(run_dir, show=console.phase)
         opened.callback(events.close)
         if resume:
+            console.phase(f"reading the checkpoint of step {resume.step}")
             workers.read_checkpoint(resume.path)
+        console.phase(None)
         _say_where(console, run_dir, resume.step if resume else 0, journal)
         controller = Controller(
             config,
@@ -135,16 +151,6 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
         persist(write, path=run_dir / RUN_FILE, what="the run file")
     else:
         write()
-
-
-def move_aside(run_dir: Path) -> None:
-    """``runs/x`` becomes ``runs/x.old-1`` (or the next free number)."""
-    if not run_dir.exists():
-        return
-    number = 1
-    while (target := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
-        number += 1
-    run_dir.rename(target)
 
 
 def _build(config: Config, *, say: Callable[[str], None]) -> Workers:
@@ -196,6 +202,24 @@ def _check_lengths(config: Config, workers: Workers) -> None:
             )
 
 
+def _say_size(config: Config, *, say: Callable[[str], None]) -> None:
+    try:
+        sizes = read_sizes(config.model.path)
+    except SizesUnknown:
+        return  # of an architecture that is refused by name elsewhere
+    alone = config.cluster is None or config.cluster.num_slots == 1
+    width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize if alone else None
+    size = run_size(
+        config,
+        num_parameters=sizes.num_parameters,
+        critic_parameters=sizes.body_parameters if config.algorithm.name == "ppo" else 0,
+        width=width or element_size(config),
+        run_dir=config.run.dir,
+    )
+    if words := size.words(config.run.dir):
+        say(words)
+
+
 def _lookup(config: Config, key: str) -> Any:
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
@@ -241,9 +265,12 @@ def _say_rollout(console: Console, run_dir: Path, controller: Controller, summar
     """Of a command that only generated."""
     done = {"run": summary["run"], "step": controller.start_step}
     if controller.bounds.split is Split.EVAL:
-        accuracy = summary["eval"]["accuracy"]["last"]
-        console.note(f"accuracy of step {controller.start_step}: {accuracy:.3f}; {run_dir / 'samples'} has the answers")
-        return {**done, "eval": {"accuracy": accuracy}}
+        headline = BY_METRIC[summary["headline"]]
+        last = {key: course["last"] for key, course in summary["eval"].items()}
+        console.note(
+            f"{headline.words} of step {controller.start_step}: {last[headline.key]:.3f}; {run_dir / 'samples'} has the answers"
+        )
+        return {**done, "headline": headline.metric, "eval": last}
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
     ready = (
         ", ".join(f"step {step}: {count} groups" for step, count in counts.items()) or "nothing: all steps are trained"
@@ -252,11 +279,28 @@ def _say_rollout(console: Console, run_dir: Path, controller: Controller, summar
     return {**done, "groups": counts}
 
 
+def _course(summary: dict[str, Any]) -> str | None:
+    """The headline, from the first evaluation to the last; None: there was none."""
+    headline = BY_METRIC[summary["headline"]]
+    course = summary["eval"][headline.key]
+    if course["first"] is None:
+        return None
+    return f"{headline.words} {course['first']:.3f} -> {course['last']:.3f}"
+
+
+def _finished(run_dir: Path, summary: dict[str, Any]) -> str:
+    course = _course(summary)
+    return (
+        f"{run_dir} is finished: all {summary['steps']} steps are trained{f', {course}' if course else ''}, and the model is in "
+        f"{run_dir / 'model'}\nto train further: rollcall train {run_dir} trainer.steps={2 * summary['steps']}; to start over: "
+        "the same command with --fresh"
+    )
+
+
 def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
     say: Callable[[str], None] = console.note
-    accuracy = summary["eval"]["accuracy"]
-    if accuracy["first"] is not None:
-        say(f"held-out accuracy {accuracy['first']:.3f} -> {accuracy['last']:.3f} in {summary['seconds']:.0f} s")
+    if course := _course(summary):
+        say(f"{course} in {summary['seconds']:.0f} s")
     if summary["reward_errors"]:
         say(f"{summary['reward_errors']} completions could not be scored and counted as 0; the first ones:")
         for failure in summary["reward_failures"][:3]:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,8 +82,21 @@ class CheckpointStore:
         self.keep_best = keep_best
         self._guard = guard
 
-    def save(self, step: int, *, write: Callable[[Path], None], state: dict[str, Any], score: float | None) -> Path:
-        """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step."""
+    def save(
+        self,
+        step: int,
+        *,
+        write: Callable[[Path], None],
+        state: dict[str, Any],
+        score: float | None,
+        scores: Mapping[str, float] | None = None,
+        best_by: str | None = None,
+    ) -> Path:
+        """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step.
+
+        The best are those with the highest ``score``; or, where what ranks them may change from one save to another, with the
+        highest of their ``scores`` that ``best_by`` names.
+        """
         self.clean()  # each time: a worker that was lost may have written into a folder that its failed save removed
         if score is not None and math.isnan(score):
             score = None
@@ -97,7 +110,7 @@ class CheckpointStore:
             with staging(final) as tmp:
                 write(tmp)
                 (tmp / STATE).write_text(json.dumps(state, indent=1))
-                manifest = {"step": step, "score": score, "files": _describe_files(tmp)}
+                manifest = {"step": step, "score": score, "scores": dict(scores or {}), "files": _describe_files(tmp)}
                 (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 fsync_tree(tmp)
                 self._guard()
@@ -106,7 +119,7 @@ class CheckpointStore:
         persist(attempt, path=final, what="the checkpoint; earlier ones are untouched", refuse=CheckpointError)
         if tries > 1:  # a folder that cannot be written keeps what was begun in it
             self.clean()
-        self._prune(just_saved=final)
+        self._prune(just_saved=final, best_by=best_by)
         return final
 
     def latest(self) -> Checkpoint | None:
@@ -154,10 +167,10 @@ class CheckpointStore:
                     found[int(match.group(1))] = path
         return [_read_entry(found[step], step=step) for step in sorted(found)]
 
-    def _prune(self, *, just_saved: Path) -> None:
+    def _prune(self, *, just_saved: Path, best_by: str | None) -> None:
         entries = self._entries()
         valid = [entry for entry in entries if entry.manifest is not None]
-        scored = [(entry.manifest["score"], entry.step, entry.path) for entry in valid if entry.manifest]
+        scored = [(_score(entry.manifest, best_by), entry.step, entry.path) for entry in valid if entry.manifest]
         best = sorted(item for item in scored if item[0] is not None)[::-1][: self.keep_best]
         keep = {just_saved, *(entry.path for entry in valid[-self.keep_last :]), *(path for _, _, path in best)}
         step = next(entry.step for entry in entries if entry.path == just_saved)
@@ -170,6 +183,13 @@ class CheckpointStore:
                 shutil.rmtree(trash)
             except OSError as error:
                 log.warning("old checkpoint %s cannot be removed: %s", entry.path, error)
+
+
+def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
+    """A manifest without ``scores`` is of a version that ranked by accuracy alone."""
+    if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):
+        return manifest["score"]
+    return manifest.get("scores", {}).get(best_by)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

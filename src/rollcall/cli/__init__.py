@@ -58,7 +58,7 @@ def complain(text: str) -> None:
 
 def calm_libraries() -> None:
     """Warnings of ours as plain lines on stderr; transformers' bars and advice, which speak to others, not at all."""
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     ours = logging.getLogger("rollcall")
     ours.handlers = [handler]
@@ -70,6 +70,18 @@ def calm_libraries() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     enable_progress_bars()  # the line above turns these off too, and a download takes minutes
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stderr`` is at that moment: a live panel puts itself under it."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        return None
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -10,13 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.cli import INTERRUPTED, Debug, Json, Overrides, RunFile, calm_libraries, complain, split_arguments
+from rollcall.cli import INTERRUPTED, Debug, Json, Overrides, calm_libraries, complain, split_arguments
 from rollcall.importing import uncollected
 from rollcall.phases import Bounds, Phase, Split
 
 
 def train(
-    file: RunFile = None,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE|RUN_DIR", help="Run file, or a run directory to go on with; none: the embedded default."
+        ),
+    ] = None,
     overrides: Overrides = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, not deleted.")
@@ -65,6 +70,8 @@ def train(
     \b
     Examples:
       rollcall train
+      rollcall train runs/arithmetic                go on with that run
+      rollcall train runs/arithmetic trainer.steps=600
       rollcall train --fresh trainer.steps=50 run.dir=runs/short
       rollcall train examples/gsm8k.yaml model.path=MODEL actor.lr=2e-6
       rollcall train examples/arithmetic.yaml algorithm.name=dapo --json
@@ -84,6 +91,8 @@ def train(
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
+    if path is not None and path.is_dir():
+        path, changes = _in_run_dir(path, changes)
     config = load_config(path, changes)
     run = _on_a_folder(
         master=master,
@@ -95,6 +104,8 @@ def train(
         bounds=bounds,
     )
     try:
+        if not as_json:
+            print("loading torch and transformers", flush=True)
         calm_libraries()
         if run is None:
             with uncollected():
@@ -106,6 +117,24 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     if as_json and summary is not None:
         print(json.dumps(summary, default=str))
+
+
+def _in_run_dir(run_dir: Path, changes: list[str]) -> tuple[Path, list[str]]:
+    """The run file that a run keeps, for that directory, wherever it has been moved to."""
+    from rollcall.config import ConfigError
+    from rollcall.redact import REDACTED
+
+    path = run_dir / "run.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"{run_dir} is a directory without run.yaml, so it is not a run; give a run file or a run directory"
+        )
+    if REDACTED in path.read_text(errors="replace"):
+        raise ConfigError(
+            f"{path} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
+            "was started with"
+        )
+    return path, [f"run.dir={json.dumps(str(run_dir))}", *changes]
 
 
 def _on_a_folder(
@@ -143,8 +172,11 @@ def _standing(run_dir: Path, *, num_steps: int) -> str:
     from rollcall.observe.sinks import read_rows
 
     done = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "time/step_s" in row), default=0)
-    saved = max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=0)
+    if not run_dir.exists():
+        return f"stopped by Ctrl-C before anything was trained; {run_dir} was not made"
+    saved = max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=None)
+    checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
     return (
-        f"stopped by Ctrl-C after step {done} of {num_steps}; {run_dir} has a checkpoint of step {saved} and every group "
-        "finished since: the same command continues (leave out --fresh)"
+        f"stopped by Ctrl-C after step {done} of {num_steps}; {run_dir} has {checkpoint} and every group finished since: "
+        f"`rollcall train {run_dir}` goes on"
     )

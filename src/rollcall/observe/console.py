@@ -1,15 +1,14 @@
 """What `rollcall train` shows while it runs: a live panel on a terminal, plain lines in a log, nothing with `--json`.
 
-A console takes metrics like any other sink. It holds no signal handlers: an interrupt passes through, and ``close`` (or
-leaving the ``with`` block) gives the terminal back.
+A console takes metrics like any other sink, and is told what the run does. It holds no signal handlers: an interrupt passes
+through, and ``close`` (or leaving the ``with`` block) gives the terminal back. Any thread may call it.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Protocol, Self, TextIO
 
 from rich import box
@@ -20,8 +19,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollcall.observe.headline import ACCURACY
+from rollcall.observe.prints import ChildPrints
+from rollcall.observe.progress import Progress, format_duration
+from rollcall.observe.terminal import QuietKeys
+
 SampleRow = tuple[str, str, str, float]  # prompt, completion, answer, reward
 _LINE_EVERY_S = 5.0
+_PHASE_AFTER_S = 2.0  # a phase that is over sooner is not worth a line
 _PLAIN_WIDTH = 110
 _MAX_CELL = 400
 
@@ -29,11 +34,21 @@ _MAX_CELL = 400
 class Console(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def restart(self, step: int) -> None:
+        """An attempt at the run begins at this step; what came after it is done again."""
+        ...
+
+    def phase(self, text: str | None) -> None:
+        """What the run does from now on; None: nothing that has a name."""
+        ...
+
     def note(self, text: str) -> None: ...
 
     def show_samples(self, title: str, rows: Sequence[SampleRow]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The last picture stays; notes may still come, below it."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -45,93 +60,39 @@ def make_console(
     name: str,
     num_steps: int,
     start_step: int = 0,
-    first_accuracy: float | None = None,
+    rows: Sequence[Mapping[str, float]] = (),
     quiet: bool = False,
     file: TextIO | None = None,
 ) -> Console:
-    """``start_step`` is the step resumed from, ``first_accuracy`` the run's; ``quiet`` is the `--json` mode."""
+    """``start_step`` is the step resumed from, ``rows`` those of the metrics so far; ``quiet`` is the `--json` mode."""
     if quiet:
         return QuietConsole()
     rich = RichConsole(file=file, highlight=False)
-    progress = Progress(name=name, num_steps=num_steps, start_step=start_step)
-    progress.first_accuracy = first_accuracy
+    progress = Progress(name=name, num_steps=num_steps, start_step=start_step, rows=rows)
     if rich.is_terminal and not rich.is_dumb_terminal:
         return LiveConsole(progress, rich=rich)
     return LineConsole(progress, file=file)
 
 
-class Progress:
-    """The numbers on display; knows nothing of how they are drawn."""
-
-    def __init__(
-        self, *, name: str, num_steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.name = name
-        self.num_steps = num_steps
-        self.step = start_step
-        self.first_accuracy: float | None = None
-        self.last_accuracy: float | None = None
-        self.metrics: dict[str, float] = {}
-        self._clock = clock
-        self._started = clock()
-        # Recent steps only: the first ones compile and warm up, and lengths drift.
-        self._marks: deque[tuple[int, float]] = deque([(start_step, self._started)], maxlen=21)
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self.step:
-            self._marks.append((step, self._clock()))
-        elif len(self._marks) == 1:
-            self._marks[0] = (step, self._clock())  # loading and the first evaluation are no part of the pace
-        self.step = max(step, self.step)
-        self.metrics.update(metrics)
-        accuracy = metrics.get("eval/accuracy")
-        if accuracy is not None:
-            self.first_accuracy = accuracy if self.first_accuracy is None else self.first_accuracy
-            self.last_accuracy = accuracy
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._clock() - self._started
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds to the last step at the recent pace; None before the first step."""
-        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
-        if last_step == first_step:
-            return None
-        since = self._clock() - last_s
-        return max(0.0, (last_s - first_s) / (last_step - first_step) * (self.num_steps - self.step) - since)
-
-    def fields(self) -> list[tuple[str, str]]:
-        """Label and value of each number there is."""
-        found = [("step", f"{self.step}/{self.num_steps}")]
-        if self.first_accuracy is not None and self.last_accuracy is not None:
-            found.append(("accuracy", f"{self.first_accuracy:.3f} → {self.last_accuracy:.3f}"))
-        for label, key, form in (
-            ("reward", "train/reward_mean", "{:.3f}"),
-            ("tok/s", "rollout/tokens_per_s", "{:,.0f}"),
-            ("s/step", "time/step_s", "{:.2f}"),
-        ):
-            if key in self.metrics:
-                found.append((label, form.format(self.metrics[key])))
-        if self.left_s is not None and self.step < self.num_steps:
-            found.append(("left", format_duration(self.left_s)))
-        else:
-            found.append(("elapsed", format_duration(self.elapsed_s)))
-        return found
-
-
 class LiveConsole:
-    """One panel that redraws itself in place."""
+    """One panel that redraws itself in place. What anyone prints meanwhile, children too, stands above it."""
 
     def __init__(self, progress: Progress, *, rich: RichConsole) -> None:
         self.progress = progress
         self._rich = rich
+        self._keys = QuietKeys()
+        self._prints: ChildPrints | None = ChildPrints()
         self._live = Live(console=rich, get_renderable=self._draw, refresh_per_second=4)
         self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.progress.update(step, metrics)
+
+    def restart(self, step: int) -> None:
+        self.progress.restart(step)
+
+    def phase(self, text: str | None) -> None:
+        self.progress.phase(text)
 
     def note(self, text: str) -> None:
         self._rich.print(Text(text))
@@ -140,12 +101,19 @@ class LiveConsole:
         self._rich.print(samples_table(title, rows))
 
     def close(self) -> None:
+        prints, self._prints = self._prints, None
+        if prints is not None:
+            prints.close()
+        self.progress.phase(None)
         self._live.stop()
+        self._keys.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object = None, *exc: object) -> None:
+        if kind is not None:
+            self._live.transient = True  # what follows says how the run stands; a panel half-way would say it otherwise
         self.close()
 
     def _draw(self) -> Panel:
@@ -160,31 +128,54 @@ class LiveConsole:
         body = Table.grid(expand=True)
         body.add_row(bar)
         body.add_row(line)
+        if self._prints is not None:  # or this is the last picture
+            now = progress.current
+            shown = "" if now is None or now.seconds < 1 else f"{now.text}, {format_duration(now.seconds)}"
+            body.add_row(Text(shown, style="dim"))
         return Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
 
 
 class LineConsole:
-    """A line every few seconds, and for each evaluation: what a log file wants."""
+    """A line every few seconds, and for each evaluation: what a log file wants. A thread adds what takes long."""
 
     def __init__(self, progress: Progress, *, file: TextIO | None) -> None:
         self.progress = progress
         self._rich = RichConsole(file=file, width=_PLAIN_WIDTH, highlight=False)
         self._file = file
         self._printed_s: float | None = None
+        self._holds_last = False  # the last step's line waits for its evaluation
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.progress.update(step, metrics)
-        now = self.progress.elapsed_s
-        due = self._printed_s is None or now - self._printed_s >= _LINE_EVERY_S
-        if due or "eval/accuracy" in metrics or step >= self.progress.num_steps:
-            self._printed_s = now
-            self.note("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
+        with self._lock:
+            self.progress.update(step, metrics)
+            is_step, is_evaluation = "train/reward_mean" in metrics, ACCURACY.metric in metrics  # or a save
+            if step >= self.progress.num_steps:
+                self._holds_last = self._holds_last or is_step or is_evaluation
+                return
+            now = self.progress.elapsed_s
+            due = self._printed_s is None or now - self._printed_s >= _LINE_EVERY_S
+            if is_evaluation or (is_step and due):
+                self._print_step()
+
+    def restart(self, step: int) -> None:
+        with self._lock:
+            self._flush_last()
+            self.progress.restart(step)
+
+    def phase(self, text: str | None) -> None:
+        with self._lock:
+            self.progress.phase(text)
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="phases", daemon=True)
+                self._watcher.start()
 
     def note(self, text: str) -> None:
-        file = self._file or sys.stdout
-        encoding = getattr(file, "encoding", None) or "utf-8"
-        # A log on a machine without a UTF-8 locale must not end the run.
-        print(text.encode(encoding, errors="replace").decode(encoding), file=file, flush=True)
+        with self._lock:
+            self._flush_last()
+            self._print(text)
 
     def show_samples(self, title: str, rows: Sequence[SampleRow]) -> None:
         with self._rich.capture() as capture:
@@ -192,7 +183,10 @@ class LineConsole:
         self.note("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
     def close(self) -> None:
-        return None
+        self._closed.set()
+        with self._lock:
+            self.progress.phase(None)
+            self._flush_last()
 
     def __enter__(self) -> Self:
         return self
@@ -200,11 +194,44 @@ class LineConsole:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _flush_last(self) -> None:
+        if self._holds_last:
+            self._holds_last = False
+            self._print_step()
+
+    def _print_step(self) -> None:
+        self._printed_s = self.progress.elapsed_s
+        self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
+
+    def _watch(self) -> None:
+        """Say what takes long: each such phase until the first step is done, later only where the log is silent."""
+        said = None
+        while not self._closed.wait(0.5):
+            with self._lock:
+                now, silent_s = self.progress.current, self.progress.elapsed_s - (self._printed_s or 0.0)
+                quiet_s = _LINE_EVERY_S if self.progress.has_stepped else 0.0
+                if now is None or now is said or now.seconds < _PHASE_AFTER_S or silent_s < quiet_s:
+                    continue
+                said, self._printed_s = now, self.progress.elapsed_s
+                self._print(now.text)
+
+    def _print(self, text: str) -> None:
+        file = self._file or sys.stdout
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        # A log on a machine without a UTF-8 locale must not end the run.
+        print(text.encode(encoding, errors="replace").decode(encoding), file=file, flush=True)
+
 
 class QuietConsole:
     """Prints nothing; for `--json`, whose only output is the summary."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        return None
+
+    def restart(self, step: int) -> None:
+        return None
+
+    def phase(self, text: str | None) -> None:
         return None
 
     def note(self, text: str) -> None:
@@ -236,18 +263,6 @@ def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
         cells = [Text(_shown(text)) for text in (prompt, completion, answer)]
         table.add_row(*cells, Text(f"{reward:.2f}", style="green" if reward > 0 else "red"))
     return table
-
-
-def format_duration(seconds: float) -> str:
-    """42s, 3m 05s, 2h 10m, 3d 04h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
 def _shown(text: str) -> str:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +37,7 @@ class StepPhase(StrEnum):
     CHECKPOINT = "checkpoint"
     ENGINE_RESTORE = "engine restore"  # engines get requests again
     FINAL_SYNC = "final sync"  # the last step's weights
+    EXPORT = "export"  # the trained model is written
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,10 +60,11 @@ class PhaseEvent:
 
 
 class Events:
-    """The controller's side. Any thread may write."""
+    """The controller's side. Any thread may write. ``show`` is told what begins, and None when it has ended."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, show: Callable[[str | None], None] = lambda text: None) -> None:
         self.path = Path(run_dir) / EVENTS
+        self._show = show
         self._lock = threading.Lock()
         self._file: AppendFile | None = None
         self._backlog: deque[bytes] = deque()
@@ -75,12 +77,14 @@ class Events:
         begun = {"phase": phase.value, "step": step, "start_s": round(time.time(), 3)}
         started, outcome = time.perf_counter(), Outcome()
         self.write(begun)
+        self._show(f"{phase.value} of step {step}")
         try:
             yield outcome
         except BaseException as error:
             outcome.result = f"failed: {type(error).__name__}"
             raise
         finally:
+            self._show(None)
             end = {"end_s": round(time.time(), 3), "duration_s": round(time.perf_counter() - started, 6)}
             self.write(begun | end | {"waited_for": outcome.waited_for, "result": outcome.result})
 

@@ -64,6 +64,11 @@ METRICS: dict[str, Metric] = {
         "count", "Completions that this reward could not score (raised, hung, NaN); scored 0."
     ),
     "eval/accuracy": Metric("share", "Held-out completions whose first reward reaches `eval.threshold`."),
+    "eval/graded_fraction": Metric(
+        "share",
+        "Held-out completions whose reward is neither 0 nor 1. Once an evaluation has any, the run's headline is "
+        "`eval/reward_mean`, else `eval/accuracy`.",
+    ),
     "eval/pass_at_k": Metric("share", "Held-out prompts with a correct completion among `eval.samples_per_prompt`."),
     "eval/reward_mean": Metric("", "Mean reward on the held-out prompts."),
     "eval/response_length_mean": Metric("tokens", "Mean length of a held-out completion."),

@@ -1,4 +1,4 @@
-"""The learning curve as a picture: held-out accuracy and training reward over steps."""
+"""The learning curve as a picture: the run's headline (held-out accuracy or reward) and training reward over steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import write_atomic
+from rollcall.observe.headline import headline_of
 from rollcall.observe.sinks import read_rows
 
 log = logging.getLogger(__name__)
 
 _SMOOTH_FROM = 10  # fewer points are shown as they are
-_ACCURACY, _REWARD, _INK, _GRID = "#1f5fa8", "#d9822b", "#333333", "#e4e4e4"
+_HELD_OUT, _REWARD, _INK, _GRID = "#1f5fa8", "#d9822b", "#333333", "#e4e4e4"
 
 
 def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) -> Path | None:
@@ -22,9 +23,10 @@ def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) ->
     ``name`` is the run's name in the title; the run directory's by default.
     """
     rows = read_rows(metrics_path)
-    accuracy, reward = _series(rows, "eval/accuracy"), _series(rows, "train/reward_mean")
-    if not accuracy[0] and not reward[0]:
-        log.warning("no learning curve: %s has no accuracy and no reward yet", metrics_path)
+    headline = headline_of(rows)
+    held_out, reward = _series(rows, headline.metric), _series(rows, "train/reward_mean")
+    if not held_out[0] and not reward[0]:
+        log.warning("no learning curve: %s has no evaluation and no reward yet", metrics_path)
         return None
     try:
         import matplotlib
@@ -37,7 +39,8 @@ def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) ->
     with matplotlib.rc_context({"font.size": 11, "font.family": "DejaVu Sans", "text.color": _INK}):
         figure = Figure(figsize=(9, 5), dpi=150, facecolor="white", layout="constrained")
         FigureCanvasAgg(figure)
-        _draw(figure, accuracy=accuracy, reward=reward, name=name or metrics_path.resolve().parent.name)
+        title = name or metrics_path.resolve().parent.name
+        _draw(figure, held_out=held_out, reward=reward, name=title, words=headline.words)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -48,24 +51,24 @@ def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) ->
 Series = tuple[list[int], list[float]]
 
 
-def _draw(figure: Any, *, accuracy: Series, reward: Series, name: str) -> None:
+def _draw(figure: Any, *, held_out: Series, reward: Series, name: str, words: str) -> None:
     figure.get_layout_engine().set(w_pad=0.16, h_pad=0.12, hspace=0.04)
-    # Rewards on a scale of their own would flatten the accuracy, so they get a panel of their own.
-    apart = bool(accuracy[0] and reward[0]) and not _within_unit(reward[1])
+    # Rewards on a scale of their own would flatten what is between 0 and 1, so they get a panel of their own.
+    apart = bool(held_out[0] and reward[0]) and _within_unit(held_out[1]) != _within_unit(reward[1])
     panels = figure.subplots(2 if apart else 1, 1, sharex=True, squeeze=False)[:, 0]
     for axes in panels:
         _style(axes)
     top, bottom = panels[0], panels[-1]
-    if accuracy[0]:
-        _draw_accuracy(top, accuracy)
+    if held_out[0]:
+        _draw_held_out(top, held_out, words=words)
     if reward[0]:
         _draw_reward(bottom, reward)
-    for axes, values in ((top, accuracy[1]), (bottom, reward[1])):
+    for axes, values in ((top, held_out[1]), (bottom, reward[1])):
         if values and _within_unit(values):
             axes.set_ylim(0, 1.03)
-    steps = [*accuracy[0], *reward[0]]
+    steps = [*held_out[0], *reward[0]]
     span = max(max(steps) - min(steps), 1)
-    bottom.set_xlim(min(steps) - (0.075 if accuracy[0] else 0.015) * span, max(steps) + 0.015 * span)
+    bottom.set_xlim(min(steps) - (0.075 if held_out[0] else 0.015) * span, max(steps) + 0.015 * span)
     top.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=30)
     bottom.set_xlabel("training step", color=_INK)
     for axes in panels:
@@ -86,10 +89,10 @@ def _style(axes: Any) -> None:
     axes.tick_params(colors=_INK, length=0)
 
 
-def _draw_accuracy(axes: Any, series: Series) -> None:
+def _draw_held_out(axes: Any, series: Series, *, words: str) -> None:
     from matplotlib.patheffects import withStroke
 
-    axes.plot(*series, color=_ACCURACY, linewidth=2.2, marker="o", markersize=5, label="held-out accuracy", zorder=4)
+    axes.plot(*series, color=_HELD_OUT, linewidth=2.2, marker="o", markersize=5, label=words, zorder=4)
     # The first and last value as numbers: what a reader looks for first.
     for index, place in (
         (0, {"xytext": (-9, 0), "va": "center", "ha": "right"}),
@@ -99,7 +102,7 @@ def _draw_accuracy(axes: Any, series: Series) -> None:
             continue
         axes.annotate(
             f"{series[1][index]:.3f}", (series[0][index], series[1][index]), textcoords="offset points",
-            color=_ACCURACY, fontweight="bold", fontsize=10.5, zorder=5,
+            color=_HELD_OUT, fontweight="bold", fontsize=10.5, zorder=5,
             path_effects=[withStroke(linewidth=3, foreground="white")], **place,
         )  # fmt: skip
 

@@ -98,10 +98,7 @@ class WandbSink:
     """Weights & Biases. The run id lives in the run directory, so a resumed run continues the same page."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError:
-            raise ValueError("trainer.loggers has wandb, which is not installed; run: pip install wandb") from None
+        wandb = _wandb()
         try:
             self._run = wandb.init(
                 project="rollcall", name=config.run.name, id=_wandb_id(run_dir), resume="allow", dir=str(run_dir),
@@ -136,6 +133,21 @@ class _Checked:
 
     def close(self) -> None:
         self._sink.close()
+
+
+def check_loggers(config: Config) -> None:
+    """Refuse a logger that is not installed, before anything is loaded or written for the run."""
+    if "wandb" in config.trainer.loggers:
+        _wandb()
+
+
+def _wandb() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise ValueError(
+            "trainer.loggers has wandb, which is not installed; run: pip install wandb, or take it out of trainer.loggers"
+        ) from None
 
 
 def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[Sink]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import write_atomic
+from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import read_rows
-from rollcall.types import Group
+from rollcall.types import Group, Prompt
 
 GIB = 2**30
 
@@ -28,7 +29,6 @@ def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None
     rows = read_rows(metrics_path)
     earlier = [row for row in rows if resume_step is not None and row["step"] <= resume_step]
     before_s = sum(_sum(earlier, name) for name in ("time/step_s", "time/eval_s", "time/save_s"))
-    accuracy = _values(rows, "eval/accuracy")
     # A replayed step generates little or nothing, so its speed says nothing.
     generated = [row for row in rows if not row.get("rollout/groups_from_journal")]
     errors = sum(
@@ -37,13 +37,8 @@ def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None
     return {
         "steps": max((row["step"] for row in rows if "time/step_s" in row), default=0),
         "seconds": round(before_s + seconds, 3),
-        "eval": {
-            "accuracy": {
-                "first": accuracy[0] if accuracy else None,
-                "last": accuracy[-1] if accuracy else None,
-                "best": max(accuracy, default=None),
-            }
-        },
+        "headline": headline_of(rows).metric,
+        "eval": {one.key: _course(one.values(rows)) for one in (ACCURACY, REWARD)},
         "reward_mean": {"first": _first(rows, "train/reward_mean"), "last": _last(rows, "train/reward_mean")},
         "tokens_generated": int(_sum(rows, "rollout/tokens")),
         "tokens_trained": int(_sum(rows, "train/tokens")),
@@ -102,11 +97,25 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
     """(prompt, completion, answer, reward) of the first completion of the first groups, for the console."""
     rows = [
-        (group.prompt.text, group.completions[0].text, group.prompt.answer, group.scores[0].value)
+        (_asked(group.prompt), group.completions[0].text, group.prompt.answer, group.scores[0].value)
         for group in groups
         if group.completions
     ]
     return rows[:limit]
+
+
+def _asked(prompt: Prompt) -> str:
+    """What the user says, without the chat template around it and without the system message."""
+    said = [message["content"] for message in prompt.metadata.get("prompt_messages", ()) if message["role"] == "user"]
+    return said[-1] if said else prompt.text
+
+
+def _course(values: list[float]) -> dict[str, float | None]:
+    return {
+        "first": values[0] if values else None,
+        "last": values[-1] if values else None,
+        "best": max(values, default=None),
+    }
 
 
 def _values(rows: list[dict[str, Any]], name: str) -> list[float]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import rollcall
+from rollcall.observe.prints import child_output
 from rollcall.reward.functions import RewardLoadError
 from rollcall.reward.worker import LENGTH, STACK_SIGNAL, Answer, Item, Ready, Refused, Setup, frame
 
@@ -221,7 +222,8 @@ class _Worker:
                 [sys.executable, "-m", "rollcall.reward.worker", *map(str, child_fds)],
                 pass_fds=child_fds,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what user code prints is for reading; this process's stdout may be somebody's JSON
+                stdout=child_output(),
+                stderr=child_output(),
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for this process, and killing the group ends what user code started
             )

@@ -1,0 +1,89 @@
+"""How much of the disk a run directory takes, by arithmetic: known before the first step, not after a night."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.config import Config, OptimizerSection, TrainerSection
+
+GIB = 1 << 30
+LARGE = GIB  # below, nobody needs to be told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSize:
+    """Bytes. ``free`` is what the disk has for the run, what the run already holds there included."""
+
+    checkpoint: int
+    num_checkpoints: int  # kept at the end
+    most_checkpoints: int  # at once: a new one is whole before an old one goes
+    model: int
+    free: int
+
+    @property
+    def end(self) -> int:
+        return self.num_checkpoints * self.checkpoint + self.model
+
+    @property
+    def peak(self) -> int:
+        return max(self.most_checkpoints * self.checkpoint, self.end)
+
+    def words(self, run_dir: Path) -> str | None:
+        """What to tell the user; None where it is little and fits."""
+        fits = self.peak <= self.free
+        if fits and self.end < LARGE:
+            return None
+        count = "1 checkpoint" if self.num_checkpoints == 1 else f"{self.num_checkpoints} checkpoints"
+        held = f"{run_dir} will hold {count} of {_gib(self.checkpoint)} and a model of {_gib(self.model)}"
+        room = f"{_gib(self.end)} in all, up to {_gib(self.peak)} while it saves; the disk has {_gib(self.free)} for it"
+        if fits:
+            return f"{held}: {room}"
+        return (
+            f"warning: {held}: {room}, which is too little. Lower trainer.keep_last or trainer.keep_best, free space, or "
+            "choose a run.dir on another disk; a save that finds no room waits for it"
+        )
+
+
+def run_size(config: Config, *, num_parameters: int, critic_parameters: int, width: int, run_dir: Path) -> RunSize:
+    """``width`` is the bytes of a weight; ``critic_parameters`` is 0 where the algorithm has no critic."""
+    checkpoint = _trained(num_parameters, config.actor, width=width)
+    if critic_parameters:
+        checkpoint += _trained(critic_parameters, config.critic, width=width)
+    saves = _num_saves(config.trainer)
+    kept = config.trainer.keep_last + (config.trainer.keep_best if config.data.val is not None else 0)
+    return RunSize(
+        checkpoint=checkpoint,
+        num_checkpoints=min(saves, kept),
+        most_checkpoints=min(saves, kept + 1),
+        model=num_parameters * width,
+        free=_free(run_dir) + _held(run_dir / "checkpoints") + _held(run_dir / "model"),
+    )
+
+
+def _trained(num_parameters: int, section: OptimizerSection, *, width: int) -> int:
+    """Weights, two moments, and float32 masters where the weights are narrower. Other optimizers than Adam's keep less."""
+    masters = width < 4 and section.master_weights
+    return num_parameters * (width + (4 + 8 if masters else 2 * width))
+
+
+def _num_saves(trainer: TrainerSection) -> int:
+    """Every ``save_every`` steps, and after the last."""
+    every = trainer.save_every
+    return -(-trainer.steps // every) if every else 1
+
+
+def _free(path: Path) -> int:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _held(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB"

@@ -1,0 +1,53 @@
+"""The one number that says how good a run is: held-out accuracy, or the mean held-out reward.
+
+Accuracy counts the completions whose first reward reaches ``eval.threshold``, which says it all only where a reward is
+right or wrong. Once an evaluation of a run has given a reward other than 0 or 1, the run's headline is the mean reward.
+The rows of metrics.jsonl decide, so console, curve, summary, ``keep_best`` and `rollcall status` agree, also after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollcall.types import Score
+
+GRADED = "eval/graded_fraction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    metric: str  # its name in metrics.jsonl
+    label: str  # where space is short
+    words: str
+
+    @property
+    def key(self) -> str:
+        """Its name in a summary."""
+        return self.metric.removeprefix("eval/")
+
+    def values(self, rows: Iterable[Mapping[str, Any]]) -> list[float]:
+        """Of each evaluation in turn."""
+        return [row[self.metric] for row in rows if row.get(self.metric) is not None]
+
+
+ACCURACY = Headline(metric="eval/accuracy", label="accuracy", words="held-out accuracy")
+REWARD = Headline(metric="eval/reward_mean", label="held-out reward", words="held-out reward")
+BY_METRIC = {one.metric: one for one in (ACCURACY, REWARD)}
+
+
+def headline_of(rows: Iterable[Mapping[str, Any]]) -> Headline:
+    """Of a run with these rows; any part of a row will do that has its ``eval/`` metrics.
+
+    >>> headline_of([{"step": 0, GRADED: 0.0}, {"step": 20, GRADED: 0.1}]).label
+    'held-out reward'
+    """
+    return REWARD if any(row.get(GRADED) for row in rows) else ACCURACY
+
+
+def is_graded(score: Score) -> bool:
+    """Whether a completion's reward is neither 0 nor 1. The weight of a reward that stands alone does not count."""
+    value = next(iter(score.parts.values())) if len(score.parts) == 1 else score.value
+    return value not in (0.0, 1.0)

@@ -1,0 +1,128 @@
+"""How far a run is and how long it still takes: numbers, and nothing of how they are drawn."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollcall.observe.headline import headline_of
+
+STEPS_COUNTED = 20  # recent ones: lengths drift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Doing:
+    """What a run does, since when."""
+
+    text: str
+    since_s: float
+    clock: Callable[[], float]
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self.since_s
+
+
+class Progress:
+    """The numbers on display. ``rows`` are the metrics of steps that earlier processes have trained."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_steps: int,
+        start_step: int = 0,
+        rows: Iterable[Mapping[str, float]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.num_steps = num_steps
+        self.step = start_step
+        self.metrics: dict[str, float] = {}
+        self.current: Doing | None = None
+        self._clock = clock
+        self._started = clock()
+        self._evaluations = {int(row["step"]): dict(row) for row in rows if "eval/accuracy" in row}
+        self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_COUNTED + 1)
+
+    def restart(self, step: int) -> None:
+        """The run goes on from ``step``: what came after it has not happened, and the pace is measured again."""
+        self.step = step
+        self.metrics.clear()
+        self._marks.clear()
+        self._evaluations = {at: row for at, row in self._evaluations.items() if at <= step}
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "time/step_s" in metrics:
+            self._marks.append((step, self._clock()))
+        self.step = step
+        self.metrics.update(metrics)
+        if "eval/accuracy" in metrics:
+            self._evaluations[step] = dict(metrics)
+
+    def phase(self, text: str | None) -> None:
+        self.current = None if text is None else Doing(text=text, since_s=self._clock(), clock=self._clock)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._started
+
+    @property
+    def has_stepped(self) -> bool:
+        """A step has ended since the start or the last restart."""
+        return bool(self._marks)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the recent pace."""
+        pace = pace_s(self._marks)
+        if pace is None:
+            return None
+        return max(0.0, pace * (self.num_steps - self.step) - (self._clock() - self._marks[-1][1]))
+
+    def fields(self) -> list[tuple[str, str]]:
+        """Label and value of each number there is."""
+        found = [("step", f"{self.step}/{self.num_steps}")]
+        evaluations = [self._evaluations[at] for at in sorted(self._evaluations)]
+        headline = headline_of(evaluations)
+        if values := headline.values(evaluations):
+            found.append((headline.label, f"{values[0]:.3f} → {values[-1]:.3f}"))
+        for label, key, form in (
+            ("reward", "train/reward_mean", "{:.3f}"),
+            ("tok/s", "rollout/tokens_per_s", "{:,.0f}"),
+            ("s/step", "time/step_s", "{:.2f}"),
+        ):
+            if key in self.metrics:
+                found.append((label, form.format(self.metrics[key])))
+        if self.left_s is not None and self.step < self.num_steps:
+            found.append(("left", format_duration(self.left_s)))
+        else:
+            found.append(("elapsed", format_duration(self.elapsed_s)))
+        return found
+
+
+def pace_s(marks: Sequence[tuple[int, float]]) -> float | None:
+    """Seconds a step, evaluations and saves between steps included, from the (step, time) at which steps ended.
+
+    None before a whole step lies between two of them: the first one after a start also loads, compiles and warms up.
+
+    >>> pace_s([(21, 100.0), (22, 103.0), (23, 106.0)]), pace_s([(21, 100.0)])
+    (3.0, None)
+    """
+    if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
+        return None
+    return (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
+
+
+def format_duration(seconds: float) -> str:
+    """42s, 3m 05s, 2h 10m, 3d 04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"

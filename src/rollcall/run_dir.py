@@ -1,0 +1,67 @@
+"""What a run directory is to the next start: new, begun or finished."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.store import Checkpoint
+
+log = logging.getLogger(__name__)
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether there is something that another start must fit: a checkpoint or a journaled group."""
+    saved = any((run_dir / "checkpoints").glob("*step-*"))
+    return saved or any(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
+
+
+def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
+    """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
+    model = run_dir / "model"
+    if last is None or last.step != num_steps or not (model / "config.json").exists():
+        return None
+    if model.stat().st_mtime < last.path.stat().st_mtime:
+        return None  # of fewer steps
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        return summary if summary["steps"] == num_steps and "headline" in summary else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def move_aside(run_dir: Path) -> Path | None:
+    """``runs/x`` becomes ``runs/x.old-1`` (or the next free number); None if there is no ``runs/x``."""
+    if not run_dir.exists():
+        return None
+    number = 1
+    while (target := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
+        number += 1
+    run_dir.rename(target)
+    return target
+
+
+@contextmanager
+def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
+    """If the block raises before anything was trained or measured, all is as before: a directory that was not there is
+    gone, and the ``old`` run that made room for it is back in its place."""
+    was_there = run_dir.exists()
+    try:
+        yield
+    except BaseException:
+        if not was_there and not has_begun(run_dir) and not _has_rows(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+            if old is not None and not run_dir.exists():
+                old.rename(run_dir)
+                log.warning("nothing was trained, so the old run is back in %s", run_dir)
+        raise
+
+
+def _has_rows(run_dir: Path) -> bool:
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0

@@ -1,0 +1,105 @@
+"""What a run directory is to the next start: a failed start leaves none, a finished run says so, an old one makes room."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from runs import finish, letter_rows, make_run
+
+from rollcall.checkpoint.size import GIB, RunSize, run_size
+from rollcall.config import ConfigError
+from rollcall.train import train
+
+
+def test_a_start_without_its_logger_leaves_nothing_and_the_next_one_may_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = make_run(tmp_path, "trainer.loggers=[wandb]", "trainer.steps=1")
+    with pytest.raises(ValueError, match="pip install wandb"):
+        finish(config)
+    assert not config.run.dir.exists()
+
+
+def test_a_start_that_fails_after_the_directory_was_made_takes_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("wandb could not start")
+
+    config = make_run(tmp_path, "trainer.steps=1")
+    with monkeypatch.context() as patch:
+        patch.setattr("rollcall.train.make_sinks", fail)
+        with pytest.raises(ValueError, match="could not start"):
+            finish(config)
+        assert not config.run.dir.exists()
+        config.run.dir.mkdir()
+        (config.run.dir / "run.yaml").write_text(json.dumps({"run": {"seed": 99}}))  # of a start that was killed there
+        with pytest.raises(ValueError, match="could not start"):
+            finish(config)
+    assert finish(config)["steps"] == 1, "a start before which nothing was trained is no other run"
+
+
+def test_fresh_says_where_the_old_run_went_and_puts_it_back_if_nothing_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_run(tmp_path, "trainer.steps=1")
+    finish(config)
+    mark = config.run.dir / "mark"
+    mark.touch()
+    broken = make_run(tmp_path, "trainer.steps=1", "model.path=/no/such/model")
+    with pytest.raises(ValueError, match="/no/such/model"):
+        train(broken, fresh=True, quiet=True)
+    assert mark.exists()
+    train(config, fresh=True)
+    assert f"the run that was in {config.run.dir} is now in {config.run.dir}.old-1" in capsys.readouterr().out
+    assert not mark.exists() and Path(f"{config.run.dir}.old-1/mark").exists()
+
+
+def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_run(tmp_path, "trainer.steps=2", "trainer.eval_every=1", val=letter_rows(4))
+    first = finish(config)
+    before = {path: path.stat().st_mtime_ns for path in config.run.dir.rglob("*")}
+    assert train(config) == first
+    said = capsys.readouterr().out
+    assert "is finished: all 2 steps are trained, held-out" in said
+    assert f"rollcall train {config.run.dir} trainer.steps=4" in said
+    assert {path: path.stat().st_mtime_ns for path in config.run.dir.rglob("*")} == before
+    assert finish(make_run(tmp_path, "trainer.steps=3", "trainer.eval_every=1", val=letter_rows(4)))["steps"] == 3
+
+
+def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> None:
+    finish(make_run(tmp_path, "trainer.steps=1"))
+    with pytest.raises(ConfigError, match="run.seed"):
+        finish(make_run(tmp_path, "trainer.steps=2", "run.seed=8"))
+
+
+def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "trainer.steps=4", "trainer.save_every=1", "trainer.keep_last=2", "trainer.keep_best=0")
+    finish(config)
+    num_parameters = _num_parameters(tmp_path / "model")
+    size = run_size(config, num_parameters=num_parameters, critic_parameters=0, width=4, run_dir=config.run.dir)
+    (*_, last) = sorted((config.run.dir / "checkpoints").iterdir())
+    held = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+    assert size.num_checkpoints == len(list((config.run.dir / "checkpoints").iterdir())) == 2
+    assert size.most_checkpoints == 3 and size.checkpoint == pytest.approx(held, rel=0.1)
+    assert size.words(config.run.dir) is None, "a small run is not worth a word"
+
+
+def test_a_large_run_is_told_before_it_fills_the_disk() -> None:
+    size = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=100 * GIB)
+    assert size.words(Path("runs/x")) == (
+        "runs/x will hold 3 checkpoints of 2.0 GiB and a model of 0.5 GiB: 6.5 GiB in all, up to 8.0 GiB while it saves; the "
+        "disk has 100.0 GiB for it"
+    )
+    small_disk = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=7 * GIB)
+    assert "too little. Lower trainer.keep_last" in str(small_disk.words(Path("runs/x")))
+
+
+def _num_parameters(model: Path) -> int:
+    from safetensors.numpy import load_file
+
+    return sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
