@@ -35,23 +35,24 @@ SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
 
 
 def make_engine(
-    model: Any, tokenizer: Any, *, max_running: int = 16, kv_tokens: int | None = None, compile: bool = False
+    model: Any, tokenizer: Any, *, max_running: int = 16, kv_tokens: int | None = None, **settings: Any
 ) -> NativeEngine:
     fuse_parameters(model)
-    return NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, compile=compile)
+    return NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
 
 
-def native(device: str, tight: Tight, *, compile: bool = False) -> EngineKind:
+def native(device: str, tight: Tight, **settings: Any) -> EngineKind:
     return EngineKind(
         device=device,
-        make=partial(make_engine, compile=compile),
+        make=partial(make_engine, **settings),
         push_weights=lambda engine, model, version: engine.update_weights(version),
         num_preemptions=lambda engine: engine.num_preemptions,
         tight=tight,
     )
 
 
-CPU = native("cpu", Tight(kv_tokens=120, prompt_lengths=(3, 12), max_tokens=24))
+CPU = native("cpu", Tight(kv_tokens=120, prompt_lengths=(3, 12), max_tokens=24), attention="products")
+FUSED = native("cpu", CPU.tight, attention="fused")
 COMPILED = native("cpu", CPU.tight, compile=True)
 # KV blocks hold 64 tokens there: eight completions start in one block each and all need a second one.
 CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_tokens=60))
@@ -59,7 +60,8 @@ CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_token
 
 @pytest.fixture(
     params=[
-        pytest.param(CPU, id="cpu"),
+        pytest.param(CPU, id="products"),
+        pytest.param(FUSED, id="fused"),
         pytest.param(COMPILED, id="compiled", marks=[pytest.mark.slow, needs_compiler]),
         pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
     ]

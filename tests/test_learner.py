@@ -162,8 +162,15 @@ def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[s
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.fixture(params=["products", "fused"])
+def cpu_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of a CPU's two ways to attend, whichever is this machine's own."""
+    monkeypatch.setattr("rollcall.attention.cpu_way", lambda: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scores_equal_transformers(architecture: str) -> None:
+def test_scores_equal_transformers(architecture: str, cpu_way: str) -> None:
     model = trainable(architecture)
     samples = make_samples(make_model(architecture))
     scores = make_learner(model, tokens_per_microbatch=40).score(samples)
@@ -179,12 +186,19 @@ def test_scores_equal_transformers(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_gradient_equals_that_of_transformers(architecture: str) -> None:
+def test_the_gradient_equals_that_of_transformers(architecture: str, cpu_way: str) -> None:
     algorithm = Grpo(kl_coef=0.1, entropy_coef=0.05)
     samples = make_samples(make_model(architecture))
     expected = naive_gradients(make_model(architecture), algorithm, samples)
     packed = gradients(make_learner(trainable(architecture), algorithm, tokens_per_microbatch=60), samples)
     assert_same_gradient(packed, expected, tolerance=1e-4)
+
+
+def test_segments_too_large_to_group_have_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = make_samples(make_model("qwen2-sliding"))
+    grouped = gradients(make_learner(trainable("qwen2-sliding")), samples)
+    monkeypatch.setattr("rollcall.attention.GROUPED_SCORES", 0)
+    assert_same_gradient(gradients(make_learner(trainable("qwen2-sliding")), samples), grouped)
 
 
 @needs_compiler

@@ -2,13 +2,16 @@
 
 In half precision on CUDA it is one variable-length flash call; elsewhere (flash has no float32) segments of equal shape
 are batched into one call each. Neither pads.
+
+A CPU has two ways to attend, with the same result: batched products with the scores in memory, and torch's fused kernel.
+``cpu_way`` says which of them is the fast one on this machine, for the learner here and for the native engine.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +20,20 @@ from torch import Tensor
 
 from rollcall.types import MicroBatch
 
-# Scores (segments x heads x queries x keys) up to which a CPU attends by plain batched products, a third faster than
-# torch's fused kernel but with the scores in memory.
-PRODUCT_SCORES = 1 << 25
+# Scores (segments x heads x queries x keys) up to which a CPU attends to all query heads of a KV head at once: with
+# products the scores are in memory, with the fused kernel the mask is repeated for each of those heads.
+GROUPED_SCORES = 1 << 25
+
+Way = Literal["products", "fused"]
+
+
+def cpu_way() -> Way:
+    """Products where torch has MKL, which multiplies a batch of small matrices in one call and is a third faster than the
+    fused kernel. Without it, as on ARM, ``bmm`` is one product per matrix: there the fused kernel is several times faster.
+
+    A fact of the build and not a measurement, so that a run that is started again computes the same numbers.
+    """
+    return "products" if torch.backends.mkl.is_available() else "fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +129,8 @@ def flash(
 
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:
     most = max(bucket.count * bucket.q_length * bucket.k_length for bucket in layout.buckets)
-    if not q.is_cuda and most * q.shape[1] <= PRODUCT_SCORES:
-        out = _ProductAttention.apply(q.float(), k.float(), v.float(), layout, scale, window)
+    if not q.is_cuda and most * q.shape[1] <= GROUPED_SCORES:
+        out = _GroupedAttention.apply(q.float(), k.float(), v.float(), layout, scale, window)
         assert isinstance(out, Tensor)
         return out.to(q.dtype)
     outs: list[Tensor] = []
@@ -133,14 +147,15 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, win
     return torch.cat(outs).index_select(0, layout.restore)
 
 
-class _ProductAttention(torch.autograd.Function):
-    """All buckets by batched products, in float32. The query heads of one KV head stand in the query axis, so keys are
-    never repeated; every token is a query once, so its gradient is put in its place and not added up."""
+class _GroupedAttention(torch.autograd.Function):
+    """All buckets on a CPU, in float32. The query heads of one KV head stand in the query axis, so keys are never repeated;
+    every token is a query once, so its gradient is put in its place and not added up."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:  # type: ignore[override]
         out = torch.empty(q.shape, dtype=q.dtype)
         flat_q, flat_k, flat_v, flat_out = (x.reshape(-1, x.shape[2]) for x in (q, k, v, out))
+        attend = _by_products if cpu_way() == "products" else _by_fused_kernel
         saved: list[Tensor] = []
         places: list[tuple[Tensor, Tensor]] = []
         kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
@@ -153,11 +168,12 @@ class _ProductAttention(torch.autograd.Function):
             )
             mask = _end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
             hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).repeat(groups, 1)
-            probs = torch.softmax(torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
-            flat_out.index_copy_(0, q_places, torch.bmm(probs, values).flatten(0, 1))
-            saved += (queries, keys, values, probs)
+            attended, kept = attend(queries, keys, values, hidden, scale)
+            flat_out.index_copy_(0, q_places, attended.flatten(0, 1))
+            saved += (queries, keys, values, *kept)
             places.append((q_places, k_places))
         ctx.save_for_backward(*saved)
+        ctx.backward_of = _products_backward if attend is _by_products else _fused_kernel_backward
         ctx.places, ctx.scale, ctx.shapes = places, scale, (q.shape, k.shape)
         return out
 
@@ -167,16 +183,65 @@ class _ProductAttention(torch.autograd.Function):
         flat = grad.reshape(-1, q_shape[2])
         grad_q = torch.empty(flat.shape, dtype=grad.dtype)
         grad_k, grad_v = (torch.zeros(k_shape, dtype=grad.dtype).flatten(0, 1) for _ in range(2))
-        saved = iter(ctx.saved_tensors)
-        for q_places, k_places in ctx.places:
-            queries, keys, values, probs = (next(saved) for _ in range(4))
-            grad_out = flat.index_select(0, q_places).view(queries.shape)
-            grad_probs = torch.bmm(grad_out, values.transpose(1, 2))
-            grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype).mul_(ctx.scale)
-            grad_q.index_copy_(0, q_places, torch.bmm(grad_scores, keys).flatten(0, 1))
-            grad_k.index_add_(0, k_places, torch.bmm(grad_scores.transpose(1, 2), queries).flatten(0, 1))
-            grad_v.index_add_(0, k_places, torch.bmm(probs.transpose(1, 2), grad_out).flatten(0, 1))
+        saved = ctx.saved_tensors
+        each = len(saved) // len(ctx.places)
+        for number, (q_places, k_places) in enumerate(ctx.places):
+            of_bucket = saved[number * each : (number + 1) * each]
+            grad_out = flat.index_select(0, q_places).view(of_bucket[0].shape)
+            grad_queries, grad_keys, grad_values = ctx.backward_of(grad_out, *of_bucket, scale=ctx.scale)
+            grad_q.index_copy_(0, q_places, grad_queries.flatten(0, 1))
+            grad_k.index_add_(0, k_places, grad_keys.flatten(0, 1))
+            grad_v.index_add_(0, k_places, grad_values.flatten(0, 1))
         return grad_q.view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape), None, None, None
+
+
+Kept = tuple[Tensor, ...]  # what the backward needs beside queries, keys and values
+
+
+def _by_products(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Kept]:
+    """[B, queries, D] against [B, keys, D], with ``hidden`` added to the scores of each."""
+    probs = torch.softmax(torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale), dim=-1)
+    return torch.bmm(probs, values), (probs,)
+
+
+def _products_backward(
+    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, probs: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_probs = torch.bmm(grad, values.transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype).mul_(scale)
+    return (
+        torch.bmm(grad_scores, keys),
+        torch.bmm(grad_scores.transpose(1, 2), queries),
+        torch.bmm(probs.transpose(1, 2), grad),
+    )
+
+
+def _by_fused_kernel(
+    queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float
+) -> tuple[Tensor, Kept]:
+    """``_by_products`` without the scores in memory. The backward makes them again from each row's log-sum-exp."""
+    hidden = hidden[None, None]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries[:, None], keys[:, None], values[:, None], attn_mask=hidden, scale=scale
+    )
+    return out[:, 0], (out, lse, hidden)
+
+
+def _fused_kernel_backward(
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    hidden: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad[:, None], queries[:, None], keys[:, None], values[:, None], out, lse, 0.0, False, attn_mask=hidden, scale=scale
+    )  # fmt: skip
+    return tuple(part[:, 0] for part in grads)  # type: ignore[return-value]
 
 
 def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from rollcall.attention import Way
 from rollcall.decoder import Decoder
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Finished, Request
@@ -30,11 +31,18 @@ class NativeEngine:
         kv_tokens: int | None,
         kv_fraction: float = 0.3,
         compile: bool = False,
+        attention: Way | None = None,
     ):
+        """``attention`` forces one of a CPU's two ways, which is otherwise chosen for this machine."""
         decoder = Decoder.of(model)
         self.tokenizer = tokenizer
         self.runner = make_runner(
-            decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction, compile=compile
+            decoder,
+            max_running=max_running,
+            kv_tokens=kv_tokens,
+            kv_fraction=kv_fraction,
+            compile=compile,
+            attention=attention,
         )
         self.max_positions = decoder.max_positions
         self.version = 0
@@ -137,7 +145,13 @@ class NativeEngine:
 
 
 def make_runner(
-    decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float, compile: bool
+    decoder: Decoder,
+    *,
+    max_running: int,
+    kv_tokens: int | None,
+    kv_fraction: float,
+    compile: bool,
+    attention: Way | None = None,
 ) -> Runner:
     if decoder.device.type == "cuda":
         from rollcall.engine.native.paged import PagedRunner
@@ -145,7 +159,7 @@ def make_runner(
         return PagedRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
     from rollcall.engine.native.rows import RowRunner
 
-    return RowRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile)
+    return RowRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile, attention=attention)
 
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:

@@ -1,10 +1,10 @@
 """The CPU runner: one dense row of KV per running sequence, decoded step by step.
 
 Rows are kept compact (0..n-1) and end together: the token of a step goes into one column for all rows, and a row that
-came later starts further right. So a step writes one plain slice, and attention is two batched products over plain
-slices: keys lie transposed for the first, values as they are for the second. With one query per sequence that is three
-times as fast as the fused attention of torch 2.13. Room is rows x columns, which is what the memory really is. It is
-float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
+came later starts further right. So a step writes one plain slice, and attention reads plain slices. Where products are
+the fast way (``attention.cpu_way``), it is two batched products, and keys lie transposed in memory for the first; else it
+is torch's fused kernel, and keys lie as values do. Both keep keys under the same shape. Room is rows x columns, which is
+what the memory really is. It is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.attention import Way, cpu_way
 from rollcall.decoder import Decoder
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
@@ -28,8 +30,18 @@ COLUMN_STEP = 32  # rows grow by this many columns
 
 
 class RowRunner:
-    def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, compile: bool = False):
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_running: int,
+        kv_tokens: int | None,
+        compile: bool = False,
+        attention: Way | None = None,
+    ):
+        """``attention`` is this machine's own way unless one is given."""
         self.decoder = decoder
+        self._attend = attend_by_products if (attention or cpu_way()) == "products" else attend_fused
         self._logits = compiled_logits if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
@@ -132,8 +144,10 @@ class RowRunner:
         new, old = slice(lead - kept, lead), slice(self._column - kept, self._column)
         for index, (old_keys, old_values) in enumerate(zip(self._keys, self._values, strict=True)):
             # Zeros, not leftovers: what a mask hides still takes part in products, and zero times NaN is NaN.
-            keys = torch.zeros(rows * heads, dim, num_columns)
             values = torch.zeros(rows * heads, num_columns, dim)
+            keys = torch.zeros_like(values).transpose(1, 2)
+            if self._attend is attend_by_products:
+                keys = torch.zeros(rows * heads, dim, num_columns)
             if seats and kept:
                 keys[:seats, :, new] = old_keys[:seats, :, old]
                 values[:seats, new] = old_values[:seats, old]
@@ -171,6 +185,7 @@ class RowRunner:
             keys=[keys[seats, :, live] for keys in self._keys],
             values=[values[seats, live] for values in self._values],
             masks=[masks[layer.window] for layer in decoder.layers],
+            attend=self._attend,
         )
         sampled = self._sample(self._logits(decoder, step), rows)
         self._next[:rows] = sampled[0]
@@ -229,6 +244,10 @@ class RowRunner:
         return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(q [rows * Hkv, heads of one KV head, D], keys and values and mask of a layer of ``Step``) -> as q"""
+
+
 class Step(NamedTuple):
     """What one more token of every row needs; keys and values of each layer end with its column, still to be written."""
 
@@ -237,23 +256,35 @@ class Step(NamedTuple):
     keys: list[Tensor]  # of each layer [rows * Hkv, D, columns]
     values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
     masks: list[Tensor | None]  # of each layer, additive [rows * Hkv, 1, columns]; None: every row sees every column
+    attend: Attend
 
 
 def next_logits(decoder: Decoder, step: Step) -> Tensor:
     """float32 logits [rows, V] behind the step's tokens, whose keys and values are written on the way."""
-    dim = decoder.head_dim
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values, mask = step.keys[index], step.values[index], step.masks[index]
+        keys, values = step.keys[index], step.values[index]
         keys[:, :, -1].view(k.shape).copy_(k)
         values[:, -1].view(v.shape).copy_(v)
         # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
-        scores = torch.bmm(q.reshape(len(keys), -1, dim).float() * dim**-0.5, keys)
-        if mask is not None:
-            scores.add_(mask)
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1).to(q.dtype)
+        grouped = q.reshape(len(keys), -1, decoder.head_dim).float()
+        return step.attend(grouped, keys, values, step.masks[index]).reshape(len(q), -1).to(q.dtype)
 
     return decoder.logits(decoder.forward(step.token_ids, step.positions, attend))
+
+
+def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    scores = torch.bmm(q * q.shape[-1] ** -0.5, keys)
+    if mask is not None:
+        scores.add_(mask)
+    return torch.bmm(torch.softmax(scores, dim=-1), values)
+
+
+def attend_fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    mask = None if mask is None else mask[:, None]
+    return F.scaled_dot_product_attention(q[:, None], keys.transpose(1, 2)[:, None], values[:, None], attn_mask=mask)[
+        :, 0
+    ]
 
 
 def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
