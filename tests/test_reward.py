@@ -25,7 +25,8 @@ from rollcall.config import (
     RegexReward,
     SelfCertaintyReward,
 )
-from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_boxed, last_number
+from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_number
+from rollcall.reward.math_answer import last_boxed
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Item
@@ -180,6 +181,66 @@ def test_number_round_trips_any_integer_with_separators() -> None:
 )
 def test_math_reads_plain_boxed_and_hash_answers(completion: str, answer: str, expected: float) -> None:
     assert score_one({"type": "math"}, completion=completion, answer=answer) == expected
+
+
+PLAIN_ANSWERS = [r"x^2+1", r"2\sqrt{3}", "(1,2)", r"\pi", "A", "[0,1)", r"\text{even}", "5", r"\frac{1}{2}"]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{}", "#### {}", "<answer>{}</answer>", r"so \boxed{{{}}}", "I tried 7 and 8.\n{}", "so ${}$", "The answer is {}.",
+        "Therefore the final answer is ${}$.", "#### ${}$", "**{}**", "Final Answer: {}", "\\[{}\\]",
+        r"<answer>\boxed{{{}}}</answer>", "## Answer:\n\n{}\n",
+    ],
+)  # fmt: skip
+def test_math_reads_an_answer_however_it_is_written(written: str) -> None:
+    missed = [a for a in PLAIN_ANSWERS if score_one({"type": "math"}, completion=written.format(a), answer=a) != 1]
+    assert missed == []
+    assert score_one({"type": "math"}, completion=written.format("41"), answer="14") == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"#### \$5", "5", 1),
+        ("it costs $18.", "18", 1),
+        ("#### 72 apples", "72", 1),
+        ("so the length is 2\\sqrt{3}", "2\\sqrt{3}", 1),
+        ("Answer: 46 dollars.\nI hope this helps", "46", 1),
+        ("No solution", r"\text{no solution}", 1),
+        ("x = 5 or x = 6", "x=5, x=6", 1),
+        ("2 sqrt(3)", r"2\sqrt{3}", 1),
+        (r"2\sqrt{3}", "2", 0),
+        ("so the length is 2\\sqrt{3}", "2", 0),
+        (r"72 and so \boxed{71}", "72", 0),
+        ("#### 71, not\n72", "72", 0),
+        ("<answer>5</answer> or 6", "6", 0),
+        ("the answer is 72. Wait, #### 71", "72", 0),
+        ("5 or 6", "6", 0),
+        ("(0,1]", "[0,1)", 0),
+        ("B", "A", 0),
+        ("veen", r"\text{even}", 0),
+        ("Pairs", "Paris", 0),
+        (r"\boxed{}", "72", 0),
+        ("2 + 3i", "3", 0),
+    ],
+)
+def test_math_takes_the_final_answer_and_nothing_before_it(completion: str, answer: str, expected: float) -> None:
+    assert score_one({"type": "math"}, completion=completion, answer=answer) == expected
+
+
+def test_math_is_as_generous_as_math_verify_on_what_that_reads() -> None:
+    from math_verify import parse, verify
+
+    rows = [
+        (r"so $\frac{6}{8}$", r"$\frac{3}{4}$"), (r"The final answer is $x+1$. I hope it is correct.", "$1+x$"),
+        ("the answer is 1,200", "$1200$"), (r"\boxed{\{1,2\}}", r"$\{2,1\}$"), (r"$x=3$", "$3$"), ("it is 0.5", r"$\frac12$"),
+        (r"\boxed{10\%}", r"$10\%$"),
+    ]  # fmt: skip
+    for completion, answer in rows:
+        assert verify(parse(answer), parse(completion)), completion
+        assert score_one({"type": "math"}, completion=completion, answer=answer) == 1, completion
 
 
 def test_the_last_complete_box_counts() -> None:
@@ -506,7 +567,12 @@ def a_tokenizer(*, eos: str | None = "<eos>", chat_template: str | None = None) 
 
 
 def a_reward_model(
-    path: Path, *, num_labels: int = 1, eos: str | None = "<eos>", chat_template: str | None = None
+    path: Path,
+    *,
+    num_labels: int = 1,
+    eos: str | None = "<eos>",
+    chat_template: str | None = None,
+    pad_token_id: int | None = None,
 ) -> str:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -515,7 +581,7 @@ def a_reward_model(
     tokenizer = a_tokenizer(eos=eos, chat_template=chat_template)
     config = LlamaConfig(
         vocab_size=len(tokenizer) + 1, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, pad_token_id=None, bos_token_id=None,
+        num_key_value_heads=1, pad_token_id=pad_token_id, bos_token_id=None,
         eos_token_id=0 if eos else None,
     )  # fmt: skip
     config.num_labels = num_labels
@@ -555,13 +621,51 @@ def test_a_reward_model_with_a_chat_template_reads_the_messages(tmp_path: Path) 
     assert chat_score == pytest.approx(plain_score)
 
 
-def test_a_classifier_with_two_labels_or_without_any_padding_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pad_token_id", [None, 0], ids=["no padding token", "end-of-text as padding token"])
+def test_a_text_that_ends_with_end_of_text_is_scored_at_that_token(tmp_path: Path, pad_token_id: int | None) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from rollcall.reward.model import RewardModel
+
+    template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    path = a_reward_model(tmp_path, chat_template=template, pad_token_id=pad_token_id)
+    texts = [f"{'x' * (1 + 5 * index % 11)}{index}" for index in range(6)]
+    scores = RewardModel(path, device="cpu", max_tokens=64)(a_prompt(), completions_of(*texts))
+    plain: Any = AutoModelForSequenceClassification.from_pretrained(path)
+    tokenizer = a_tokenizer()
+    for text, score in zip(texts, scores, strict=True):
+        ids = tokenizer(f"{a_prompt().text}<eos>{text}<eos>", return_tensors="pt").input_ids
+        assert ids[0, -1] == tokenizer.eos_token_id
+        with torch.no_grad():
+            hidden = plain.model(input_ids=ids).last_hidden_state
+            assert score == pytest.approx(plain.score(hidden)[0, -1].item(), abs=1e-5)
+
+
+def test_rows_that_use_the_whole_vocabulary_are_scored_without_padding(tmp_path: Path) -> None:
+    from rollcall.reward.model import RewardModel
+
+    model = RewardModel(a_reward_model(tmp_path, eos=None), device="cpu", max_tokens=64)
+    completions = completions_of("a", "bbb", "")
+    some = model(a_prompt(), completions)
+    model._text_config.vocab_size = 1  # as if every token were in use
+    assert model(a_prompt(), completions) == pytest.approx(some, abs=1e-5)
+
+
+def test_a_classifier_with_two_labels_or_an_encoder_without_padding_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
     from rollcall.reward.model import RewardModel
 
     with pytest.raises(ValueError, match="2 labels"):
         RewardModel(a_reward_model(tmp_path / "two", num_labels=2), device="cpu", max_tokens=8)
+    tiny = BertConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                      pad_token_id=None)  # fmt: skip
+    tiny.num_labels = 1
+    BertForSequenceClassification(tiny).save_pretrained(tmp_path / "pad")
+    a_tokenizer().save_pretrained(tmp_path / "pad")
     with pytest.raises(ValueError, match="no padding token"):
-        RewardModel(a_reward_model(tmp_path / "pad", eos=None), device="cpu", max_tokens=8)
+        RewardModel(str(tmp_path / "pad"), device="cpu", max_tokens=8)
     with pytest.raises(ValueError, match="cannot be loaded"):
         RewardModel(str(tmp_path / "nowhere"), device="cpu", max_tokens=8)
 

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field
 from rollcall.config_base import LONGEST_S, Section
 from rollcall.config_base import field as _field
 
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
 
 def _check_pattern(pattern: str) -> str:
     try:
@@ -73,6 +75,17 @@ class FunctionReward(RewardBase):
 
     type: Literal["function"] = "function"
     path: str = Field(description="`module:function`, importable from the working directory.")
+    env: list[VariableName] = _field(
+        [],
+        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`; it gets no others, but for `PATH`, "
+        "`HOME`, the language and the like. On a cluster their values come from whoever submits.",
+    )
+    network: bool = _field(True, "Whether the function may use the network.")
+    memory_mb: int = _field(16384, "Memory that each of its processes may use, in MB.", ge=256)
+    file_mb: int = _field(1024, "Largest file that it may write, in MB.", ge=1)
+    processes: int = _field(
+        4096, "Processes and threads that it may start; 0: no process. The kernel does not count those of root.", ge=0
+    )
 
 
 class SelfCertaintyReward(RewardBase):

@@ -116,10 +116,14 @@ def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dic
     return found
 
 
-def job_env(section: ClusterSection | None, *, environ: Mapping[str, str], token: str | None) -> dict[str, str]:
-    """The variables of a job: all that is declared for every node, as Ray may show it."""
+def job_env(
+    section: ClusterSection | None, *, environ: Mapping[str, str], token: str | None, rewards: Sequence[str] = ()
+) -> dict[str, str]:
+    """The variables of a job, as Ray may show them: all that is declared for every node, and those that the reward
+    functions get by name, which run where the job's driver does."""
+    named = _named_by_rewards(rewards, section, environ=environ)
     if section is None:
-        return {}
+        return for_ray(named, token=token)
     check_environment(section)
     submitted = passed(section, environ=environ)
     everywhere = section.model_copy(update={"node_env": {}})
@@ -127,7 +131,23 @@ def job_env(section: ClusterSection | None, *, environ: Mapping[str, str], token
     # What the driver cannot read in its run file: the submitter's values, and the secrets, which are redacted there.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set even if it is empty: the head's own variables are not the submitter's.
-    return {**for_ray(values, token=token), SUBMITTED: ",".join(names)}
+    return {**for_ray({**named, **values}, token=token), SUBMITTED: ",".join(names)}
+
+
+def _named_by_rewards(
+    names: Sequence[str], section: ClusterSection | None, *, environ: Mapping[str, str]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        if section is not None and name in section.env:
+            continue  # the run file has its value
+        _check_name(name, "reward.*.env")
+        if name not in environ:
+            raise ClusterError(
+                f"a reward function's env names {name}, which is not set here; export {name}, or take it out of reward.*.env"
+            )
+        found[name] = environ[name]
+    return found
 
 
 def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:

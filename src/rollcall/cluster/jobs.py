@@ -83,7 +83,8 @@ class Jobs:
 
     def submit(self, config: Config, *, folder: Path, record: NodeRecord | None, environ: Mapping[str, str]) -> Job:
         """Send the run's code and start its driver; returns as soon as Ray has it."""
-        environment = job_env(config.cluster, environ=environ, token=self._token)
+        named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
+        environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         config = resolve_paths(config, folder=folder, record=record)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         job_id = _new_id(config.run.name)

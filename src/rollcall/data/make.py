@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollcall.data.load import Row, read_rows
-from rollcall.reward.functions import decode_entry, encode_entry, last_boxed
+from rollcall.reward.functions import decode_entry, encode_entry
+from rollcall.reward.math_answer import last_boxed
 
 RowDict = dict[str, Any]
 

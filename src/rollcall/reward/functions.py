@@ -21,6 +21,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, cast
 
+from rollcall.reward.eval_guard import guarded
+from rollcall.reward.math_answer import math_equal
+
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
 PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
@@ -30,7 +33,6 @@ _NUMBER = re.compile(
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))"
     r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
 _MAX_EXPRESSION_CHARS = 200
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -120,44 +122,6 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1 if math-verify finds the final expression equal to the answer; both may be plain, boxed or after ``####``."""
-    from math_verify import parse, verify
-
-    # Its own limits use signals, and the worker's parent already keeps the time: both are off.
-    gold = parse(_final_expression(_required(answer), wrap=True), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    if not gold:
-        raise ValueError(f"math-verify cannot read the answer {_short(answer)}; check data.answer_key")
-    given = parse(_final_expression(completion, wrap=False), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    return float(bool(given) and verify(gold, given, timeout_seconds=None))
-
-
-def _final_expression(text: str, *, wrap: bool) -> str:
-    """The last boxed expression, or what follows the last ``####``, or the text.
-
-    math-verify reads several boxes as a set, so a completion could list guesses: only the last box counts.
-    ``wrap`` boxes plain text, which it otherwise leaves unread when it is a bare formula.
-    """
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return f"\\boxed{{{boxed}}}"
-    text = text.rpartition("####")[2].strip()
-    return f"\\boxed{{{text}}}" if wrap and "$" not in text and "\\(" not in text and "\\[" not in text else text
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What the last complete ``\boxed{...}`` holds, inner braces included; None when there is none."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth, begin = 1, start + len("\\boxed{")
-        for index in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if depth == 0:
-                return text[begin:index].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
-
-
 def _regex(pattern: str) -> RewardFunction:
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -191,8 +155,8 @@ def extract_expression(completion: str) -> str | None:
     It is looked for in the last ``<answer>`` tag, else in the last line; of the sides of an equation the one with most
     operators is meant: ``24 = (3+5)*3`` and ``(3+5)*3 = 24`` both give ``(3+5)*3``.
     """
-    tagged = _ANSWER_TAG.findall(completion)
-    lines = [line for line in (tagged[-1] if tagged else completion).splitlines() if line.strip()]
+    tagged = last_tagged(completion)
+    lines = [line for line in (completion if tagged is None else tagged).splitlines() if line.strip()]
     if not lines:
         return None
     line = lines[-1].replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{DIVISION SIGN}", "/")
@@ -206,7 +170,7 @@ def _is_expression(text: str) -> bool:
         return False
     try:
         evaluate(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return any(sign in text for sign in "+-*/")
 
@@ -243,16 +207,31 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
         raise ValueError("the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` makes such rows")
     entry = decode_entry(made["entry"])
     score = _reasoning_gym_scorer(made["task"])
-    tagged = _ANSWER_TAG.findall(completion)
-    given = (tagged[-1] if tagged else completion).strip()
+    tagged = last_tagged(completion)
+    given = (completion if tagged is None else tagged).strip()
     try:
-        value = float(score(answer=given, entry=entry))
+        with guarded(trusted=_texts_of(entry)):
+            value = float(score(answer=given, entry=entry))
     except Exception:  # noqa: BLE001
         # Some scorers raise on text they cannot read, which is a wrong answer; one that cannot score its own
         # reference either has a broken row, and then the error goes on.
         score(answer=entry["answer"], entry=entry)
         return 0.0
     return min(max(value, 0.0), 1.0)
+
+
+def _texts_of(entry: dict[str, Any]) -> frozenset[str]:
+    """Texts of the row, which some scorers evaluate too."""
+    metadata = entry.get("metadata")
+    values = (entry.get("answer"), *(metadata.values() if isinstance(metadata, dict) else ()))
+    return frozenset(value for value in values if isinstance(value, str))
+
+
+def last_tagged(text: str) -> str | None:
+    """What the last ``<answer>...</answer>`` holds; None if there is none."""
+    close = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, close) if close >= 0 else -1
+    return text[start + len("<answer>") : close] if start >= 0 else None
 
 
 def encode_entry(entry: dict[str, Any]) -> str:

@@ -2,6 +2,10 @@
 
 It has a tokenizer of its own, so it reads text, never the policy's token ids. A prompt that was rendered from chat
 messages carries them as ``metadata["prompt_messages"]``, and they go through the reward model's own chat template.
+
+A decoder scores a text at its last token, which `transformers` finds as the last one that differs from the padding token.
+Where end-of-text stands in for padding, a text that ends with it would be scored one token early. So rows are padded with
+a token that is in none of them.
 """
 
 from __future__ import annotations
@@ -32,8 +36,6 @@ class RewardModel:
                 f"reward model {path!r} has {config.num_labels} labels; a reward is one number: "
                 "give a sequence classifier trained with num_labels=1"
             )
-        self._pad_id = _pad_id(path, config, self._tokenizer)
-        config.pad_token_id = self._pad_id  # the classifier reads the last token that is not padding
         self._device = torch.device(device)
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         with loading(f"reward.path={path}"):
@@ -53,6 +55,10 @@ class RewardModel:
         )
         self._model: Any = model.to(self._device).eval()
         self._max_tokens = max_tokens
+        self._text_config: Any = model.config.get_text_config()
+        self._reads_last_token = hasattr(model, "score")  # the head of every decoder; encoders read their first token
+        if not self._reads_last_token and self._text_config.pad_token_id is None:
+            raise ValueError(f"reward model {path!r} has no padding token; set pad_token_id in its config.json")
 
     def __call__(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
         rows = [self._encode(prompt, completion) for completion in completions]
@@ -73,12 +79,16 @@ class RewardModel:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = self._tokenizer.encode(prompt.text + completion.text)
-        return ids[-self._max_tokens :] or [self._pad_id]
+        return ids[-self._max_tokens :] or [self._tokenizer.eos_token_id or self._tokenizer.bos_token_id or 0]
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[float]:
+        if self._reads_last_token:
+            self._text_config.pad_token_id = pad_id = _unused_id(rows, vocab_size=self._text_config.vocab_size)
+            if pad_id is None and len(rows) > 1:
+                return [score for row in rows for score in self._forward([row])]
         width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self._pad_id)
+        ids = torch.full((len(rows), width), self._text_config.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             ids[index, : len(row)] = torch.tensor(row)
@@ -87,12 +97,11 @@ class RewardModel:
         return logits.float().squeeze(-1).tolist()
 
 
-def _pad_id(path: str, config: Any, tokenizer: Any) -> int:
-    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    for candidate in (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, eos):
-        if candidate is not None:
-            return candidate
-    raise ValueError(
-        f"reward model {path!r} has no padding token and no end-of-text token to stand in for it; "
-        "set pad_token_id in its config.json"
-    )
+def _unused_id(rows: list[list[int]], *, vocab_size: int) -> int | None:
+    """A token that is in none of the rows; None if they have all.
+
+    >>> _unused_id([[0, 2], [1]], vocab_size=4), _unused_id([[0, 1]], vocab_size=2)
+    (3, None)
+    """
+    used = {token for row in rows for token in row}
+    return next((token for token in range(vocab_size) if token not in used), None)

@@ -1,6 +1,7 @@
 """Reward functions in worker processes, so that code which hangs, raises or crashes costs one score and nothing more.
 
-One thread owns a RewardPool and drives it by ``submit`` and ``poll``; nothing here blocks longer than asked.
+One thread owns a RewardPool and drives it by ``submit`` and ``poll``; nothing here blocks longer than asked. Rewards that
+may do the same (confine.py) share worker processes, a crew; each crew has its queue.
 
     queue --chunks--> worker: item, item, item --answers, in order--> results
                         |
@@ -15,7 +16,6 @@ includes a worker's start, which has a limit of its own.
 from __future__ import annotations
 
 import os
-import pickle
 import selectors
 import signal
 import subprocess
@@ -23,14 +23,35 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import rollcall
 from rollcall.observe.prints import child_output
+from rollcall.reward.confine import (
+    Confinement,
+    confinement_of,
+    environment,
+    make_folder,
+    missing_variables,
+    remove_folder,
+    sweep_folders,
+)
 from rollcall.reward.functions import RewardLoadError
-from rollcall.reward.worker import LENGTH, STACK_SIGNAL, Answer, Item, Ready, Refused, Setup, frame
+from rollcall.reward.worker import (
+    LENGTH,
+    MAX_ANSWER_BYTES,
+    STACK_SIGNAL,
+    Answer,
+    Item,
+    Ready,
+    Refused,
+    Said,
+    Setup,
+    frame,
+    read_said,
+)
 
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
 
@@ -41,6 +62,7 @@ _READ_BYTES = 1 << 16
 _STACK_WAIT_S = 0.5
 _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 4000
+_ROOT = Path(rollcall.__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +80,23 @@ class Task:
     timeout_s: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Crew:
+    """The processes of rewards that may do the same, and what waits for them."""
+
+    specs: dict[int, dict[str, Any]]
+    confinement: Confinement
+    in_force: dict[str, str] = field(default_factory=dict)  # as its first ready worker told
+    queue: deque[Task] = field(default_factory=deque)
+    workers: list[_Worker] = field(default_factory=list)
+    ever_ready: bool = False
+    num_starts_lost: int = 0
+
+
 class RewardPool:
     """Worker processes for the rewards in ``specs`` (place in the run file's list -> fields).
 
-    Making it waits for the first worker, so a reward that cannot be loaded is refused here.
+    Making it waits for a worker of each crew, so a reward that cannot be loaded is refused here.
     """
 
     def __init__(
@@ -69,19 +104,18 @@ class RewardPool:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}; rewards need at least one worker process")
-        self._setup = frame(Setup(specs, [os.getcwd(), *sys.path]))
         self._start_timeout_s = start_timeout_s
+        self._crews = _crews(specs)
+        self._crew_of = {index: crew for crew in self._crews for index in crew.specs}
         self._selector = selectors.DefaultSelector()
-        self._queue: deque[Task] = deque()
         self._results: list[Result] = []
         self._num_pending = 0
-        self._num_starts_lost = 0
-        self._ever_ready = False
-        self._workers: list[_Worker] = []
+        sweep_folders()
         try:
-            for _ in range(num_workers):
-                self._start_worker()
-            while not self._ever_ready:
+            for crew in self._crews:
+                for _ in range(num_workers):
+                    self._start_worker(crew)
+            while not all(crew.ever_ready for crew in self._crews):
                 self._pump(self._start_timeout_s)
         except BaseException:
             self.close()
@@ -102,9 +136,19 @@ class RewardPool:
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]
 
+    @property
+    def in_force(self) -> dict[int, dict[str, str]]:
+        """What confines each reward's processes on this machine, by thing; by place in the run file's list."""
+        return {index: crew.in_force for index, crew in self._crew_of.items()}
+
+    @property
+    def _workers(self) -> list[_Worker]:
+        return [worker for crew in self._crews for worker in crew.workers]
+
     def submit(self, tasks: list[Task]) -> None:
         """Queue tasks; each comes back from ``poll`` under its ticket, scored or with the reason why not."""
-        self._queue.extend(tasks)
+        for task in tasks:
+            self._crew_of[task.item.reward].queue.append(task)
         self._num_pending += len(tasks)
         self._dispatch()
 
@@ -123,13 +167,14 @@ class RewardPool:
         for worker in self._workers:
             worker.hang_up(self._selector)
             worker.end()
-        self._workers.clear()
+        for crew in self._crews:
+            crew.workers.clear()
         self._selector.close()
 
-    def _start_worker(self) -> None:
-        worker = _Worker(self._setup, limit_s=self._start_timeout_s)
+    def _start_worker(self, crew: _Crew) -> None:
+        worker = _Worker(crew, limit_s=self._start_timeout_s)
         self._selector.register(worker.read_fd, selectors.EVENT_READ, worker)
-        self._workers.append(worker)
+        crew.workers.append(worker)
         worker.flush(self._selector)
 
     def _pump(self, wait_s: float) -> None:
@@ -139,7 +184,7 @@ class RewardPool:
             wait_s = min(wait_s, max(0.0, min(deadlines) - time.monotonic()))
         for key, events in self._selector.select(wait_s):
             worker: _Worker = key.data
-            if worker not in self._workers:
+            if worker not in worker.crew.workers:
                 continue
             if events & selectors.EVENT_WRITE:
                 worker.flush(self._selector)
@@ -153,26 +198,31 @@ class RewardPool:
     def _dispatch(self) -> None:
         """Hand queued items out in chunks: large when the queue is long, single ones near its end, so that a slow item
         holds few others up."""
-        free = [worker for worker in self._workers if worker.ready and not worker.outbox]
-        while self._queue and free:
-            worker = min(free, key=lambda each: len(each.in_flight))
-            share = min(_MAX_CHUNK, -(-len(self._queue) // (2 * len(self._workers))))
-            if len(worker.in_flight) >= share:
-                return
-            chunk = [self._queue.popleft() for _ in range(share)]
-            worker.give(chunk, self._selector)
-            if worker.outbox:
-                free.remove(worker)
+        for crew in self._crews:
+            free = [worker for worker in crew.workers if worker.ready and not worker.outbox]
+            while crew.queue and free:
+                worker = min(free, key=lambda each: len(each.in_flight))
+                share = min(_MAX_CHUNK, -(-len(crew.queue) // (2 * len(crew.workers))))
+                if len(worker.in_flight) >= share:
+                    break
+                chunk = [crew.queue.popleft() for _ in range(share)]
+                worker.give(chunk, self._selector)
+                if worker.outbox:
+                    free.remove(worker)
 
     def _read(self, worker: _Worker) -> None:
         messages, ended = worker.receive()
+        crew = worker.crew
         for message in messages:
             if isinstance(message, Refused):
-                raise RewardLoadError(message.why)
+                raise RewardLoadError(message.refused)
             if isinstance(message, Ready):
-                worker.ready, self._ever_ready, self._num_starts_lost = True, True, 0
-            else:
+                worker.ready, crew.ever_ready, crew.num_starts_lost = True, True, 0
+                crew.in_force = message.in_force
+            elif worker.in_flight:
                 self._finish(worker.in_flight.popleft(), message)
+            else:
+                ended = True  # an answer to nothing: this process is no longer ours
         if messages:
             worker.restart_clock()
         if ended:
@@ -190,29 +240,33 @@ class RewardPool:
         if hung:
             worker.ask_for_stack()
         worker.hang_up(self._selector)
-        self._workers.remove(worker)
+        crew = worker.crew
+        crew.workers.remove(worker)
         how_it_ended, stack = worker.end()
         at = f"\nit was at\n{stack}" if stack else ""
         if not worker.ready:
-            self._num_starts_lost += 1
+            crew.num_starts_lost += 1
             what = (
                 f"was not ready within {self._start_timeout_s:g} s" if hung else f"ended at its start ({how_it_ended})"
             )
-            if self._num_starts_lost >= _MAX_STARTS_LOST or not self._ever_ready:
+            if crew.num_starts_lost >= _MAX_STARTS_LOST or not crew.ever_ready:
                 raise RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
         if worker.in_flight:
             task = worker.in_flight.popleft()
+            hung = hung or worker.process.returncode == -signal.SIGXCPU
             why = f"no score within timeout_s={task.timeout_s:g}" if hung else f"its process died ({how_it_ended})"
             kind: FailureKind = "hung" if hung else "died"
             self._results.append(Result(ticket=task.ticket, value=0.0, kind=kind, why=why + at))
-            self._queue.extendleft(reversed(worker.in_flight))
-        self._start_worker()
+            crew.queue.extendleft(reversed(worker.in_flight))
+        self._start_worker(crew)
 
 
 class _Worker:
     """One process, its pipes, and the items it has been given."""
 
-    def __init__(self, setup: bytes, *, limit_s: float) -> None:
+    def __init__(self, crew: _Crew, *, limit_s: float) -> None:
+        self.crew = crew
+        self._folder = make_folder()
         to_worker, from_worker, lifeline = os.pipe(), os.pipe(), os.pipe()
         self.read_fd, self._write_fd, self._lifeline_fd = from_worker[0], to_worker[1], lifeline[1]
         self._crash_file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
@@ -224,7 +278,8 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=child_output(),
                 stderr=child_output(),
-                env=_environment(),
+                env=environment(crew.confinement, folder=self._folder, environ=os.environ, root=_ROOT),
+                cwd=self._folder if crew.confinement.own_files else None,
                 start_new_session=True,  # Ctrl-C is for this process, and killing the group ends what user code started
             )
         finally:
@@ -234,7 +289,8 @@ class _Worker:
         os.set_blocking(self._write_fd, False)
         self.ready = False
         self.in_flight: deque[Task] = deque()
-        self.outbox = bytearray(setup)
+        setup = Setup(crew.specs, _sys_path(crew.confinement), crew.confinement, self._folder)
+        self.outbox = bytearray(frame(setup))
         self._inbox = bytearray()
         self._start_limit_s = limit_s
         self.deadline_s: float | None = None
@@ -248,7 +304,7 @@ class _Worker:
     def give(self, chunk: list[Task], selector: selectors.BaseSelector) -> None:
         idle = not self.in_flight
         self.in_flight.extend(chunk)
-        self.outbox += frame([task.item for task in chunk])
+        self.outbox += frame([(task.item, task.timeout_s) for task in chunk])
         if idle:
             self.restart_clock()
         self.flush(selector)
@@ -270,8 +326,8 @@ class _Worker:
         elif not self.outbox and watched:
             selector.unregister(self._write_fd)
 
-    def receive(self) -> tuple[list[Any], bool]:
-        """The messages that have arrived whole, and whether no more can come."""
+    def receive(self) -> tuple[list[Said], bool]:
+        """The messages that have arrived whole, and whether no more can come, or none that can be trusted."""
         ended = False
         try:
             while data := os.read(self.read_fd, _READ_BYTES):
@@ -279,12 +335,17 @@ class _Worker:
             ended = True
         except BlockingIOError:
             pass  # all that is there has been read
-        messages: list[Any] = []
+        messages: list[Said] = []
         while len(self._inbox) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._inbox)[0]
+            if end > LENGTH.size + MAX_ANSWER_BYTES:
+                return messages, True
             if len(self._inbox) < end:
                 break
-            messages.append(pickle.loads(memoryview(self._inbox)[LENGTH.size : end].tobytes()))
+            try:
+                messages.append(read_said(bytes(self._inbox[LENGTH.size : end])))
+            except (ValueError, RecursionError):  # no worker of ours writes this
+                return messages, True
             del self._inbox[:end]
         return messages, ended
 
@@ -319,6 +380,7 @@ class _Worker:
         os.close(self.read_fd)
         os.close(self._lifeline_fd)
         self._crash_file.close()
+        remove_folder(self._folder)
         own = ("rollcall/reward/worker", "runpy")
         return how, "\n".join(line for line in stack.splitlines() if not any(name in line for name in own))
 
@@ -330,10 +392,22 @@ def _how_it_ended(returncode: int) -> str:
     return f"{signal.Signals(-returncode).name}{hint}"
 
 
-def _environment() -> dict[str, str]:
-    """This process's, with rollcall importable and one thread per worker unless something else is asked for."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    root = Path(rollcall.__file__).resolve().parents[1]
-    if root.name not in ("site-packages", "dist-packages"):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(root)]))
-    return environment
+def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
+    crews: dict[Confinement, _Crew] = {}
+    for index, spec in specs.items():
+        confinement = confinement_of(spec)
+        if missing := missing_variables(confinement, environ=os.environ):
+            raise RewardLoadError(
+                f"reward.{index}.env names {', '.join(missing)}, which is not set where rewards run (here); export it, or "
+                f"take it out of reward.{index}.env"
+            )
+        crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
+    return list(crews.values())
+
+
+def _sys_path(confinement: Confinement) -> list[str]:
+    """Where a worker finds modules. Built-in scorers have no business in the user's working directory."""
+    here = os.getcwd()
+    if confinement.own_files:
+        return [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+    return [here, *sys.path]

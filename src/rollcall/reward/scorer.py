@@ -6,6 +6,7 @@ called here, in ``submit``, while the workers are busy. A reward that fails adds
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections import Counter
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rollcall.cluster.failures import WorkerLostError
-from rollcall.redact import redact
+from rollcall.redact import redact, remember
 from rollcall.reward.functions import PROCESS_TYPES, check_score
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
 from rollcall.reward.worker import Item
@@ -79,6 +80,8 @@ class Scorer:
         for index, reward in enumerate(self._rewards):
             if reward.type in PROCESS_TYPES:
                 specs[index] = reward.model_dump()
+                # They reach code that may raise them, and what it raises is shown.
+                remember(os.environ.get(name, "") for name in specs[index].get("env", ()))
             elif index not in self._model_rewards:
                 raise ValueError(f"reward.{index} ({reward.type}) runs in this process; give model_rewards[{index}]")
         self.counts = {name: Counts() for name in self.names}
@@ -100,6 +103,11 @@ class Scorer:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+
+    @property
+    def in_force(self) -> dict[str, dict[str, str]]:
+        """What confines each reward's processes on this machine, by thing; rewards that run in this process are not there."""
+        return {self.names[index]: told for index, told in (self._pool.in_force if self._pool else {}).items()}
 
     @property
     def num_unfinished(self) -> int:

@@ -1,9 +1,12 @@
 """The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH``.
 
 The four numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
-READ brings the specs once and then lists of items, WRITE takes ``Ready`` or ``Refused`` and then one answer per item
+READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``Refused`` and then one answer per item
 in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
-dumps. A message is a pickle behind its length.
+dumps. A message is its length and its bytes: a pickle from the parent, JSON to it, because what a worker says may be the
+work of whatever text it was given, and the parent must be able to read it without running it.
+
+The worker confines itself (confine.py) before it loads anything.
 
 This module imports the standard library only: a worker is replaced whenever a reward hangs, so it starts fast.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import pickle
 import select
@@ -20,13 +24,16 @@ import struct
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+from rollcall.reward.confine import Confinement, confine, limit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
 
 LENGTH = struct.Struct("<Q")
 STACK_SIGNAL = signal.SIGUSR1
+MAX_ANSWER_BYTES = 1 << 20
+_MAX_WHY = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class Setup:
 
     specs: dict[int, dict[str, Any]]  # place in the run file's list -> the reward's fields
     sys_path: list[str]  # the parent's, so that what it can import the worker can too
+    confinement: Confinement
+    folder: str  # private to this worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +59,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    pass
+    in_force: dict[str, str]  # what confines this process, by thing
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """A reward cannot be made ready."""
 
-    why: str
+    refused: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +77,34 @@ class Answer:
     elapsed_s: float
 
 
+Said = Ready | Refused | Answer
+
+
 def frame(message: Any) -> bytes:
+    """A message to a worker."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
+
+
+def read_said(body: bytes) -> Said:
+    """What a worker says; ValueError if it is none of its messages."""
+    fields = json.loads(body)
+    if not isinstance(fields, dict):
+        raise ValueError("not an object")
+    match fields:
+        case {"in_force": dict(told), **rest} if not rest:
+            return Ready({str(thing): str(state) for thing, state in told.items()})
+        case {"refused": str(why), **rest} if not rest:
+            return Refused(why)
+        case {
+            "value": float(value),
+            "kind": "" | "raised" | "nan" as kind,
+            "why": str(why),
+            "elapsed_s": float(elapsed_s),
+            **rest,
+        } if not rest:
+            return Answer(check_score(value), kind, why, elapsed_s)
+    raise ValueError("not a message of a worker")
 
 
 def main(arguments: list[str]) -> None:
@@ -86,36 +120,46 @@ def main(arguments: list[str]) -> None:
     if setup is None:
         return
     sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
+    in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
     functions: dict[int, RewardFunction] = {}
     for index, spec in setup.specs.items():
         try:
             functions[index] = build_function(spec)
         except ValueError as error:
-            _send(sink, Refused(f"reward.{index}.{error}"))
+            _send(sink, Refused(f"reward.{index}.{error}"[:_MAX_WHY]))
             return
-    _send(sink, Ready())
+    _send(sink, Ready(in_force))
     while (items := _receive(source)) is not None:
-        for item in items:
-            _send(sink, _score(functions[item.reward], item))
+        for item, timeout_s in items:
+            limit_cpu(timeout_s)
+            _send(sink, _score(functions[item.reward], item, memory_mb=setup.confinement.memory_mb))
 
 
-def _score(function: RewardFunction, item: Item) -> Answer:
+def _score(function: RewardFunction, item: Item, *, memory_mb: int) -> Answer:
     started_s = time.monotonic()
     try:
         returned = function(item.prompt, item.completion, item.answer, item.metadata)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
         frames = error.__traceback__.tb_next if error.__traceback__ else None
+        if isinstance(error, MemoryError):
+            error = MemoryError(f"{error} (this process may use memory_mb={memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames))
-        return Answer(0.0, "raised", why, time.monotonic() - started_s)
+        return Answer(0.0, "raised", _cut(why), time.monotonic() - started_s)
     elapsed_s = time.monotonic() - started_s
     try:
         return Answer(check_score(returned), "", "", elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
-        return Answer(0.0, "nan", str(error) or repr(error), elapsed_s)
+        return Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
 
 
-def _send(sink: Any, message: Any) -> None:
-    data = memoryview(frame(message))
+def _cut(why: str) -> str:
+    """Both ends of a long text: a traceback begins with where and ends with what."""
+    return why if len(why) <= _MAX_WHY else f"{why[: _MAX_WHY // 2]}\n...\n{why[-_MAX_WHY // 2 :]}"
+
+
+def _send(sink: Any, message: Said) -> None:
+    body = json.dumps(asdict(message)).encode()
+    data = memoryview(LENGTH.pack(len(body)) + body)
     while data:
         data = data[sink.write(data) :]
 

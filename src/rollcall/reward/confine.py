@@ -1,0 +1,194 @@
+"""What a reward's process may do, and how it is kept to that.
+
+A scorer that comes with Rollcall needs nothing but its text, so its process gets no secret, no network, no process beside
+it and no file but Python's own and a private folder (``BUILT_IN``). A function of the user's is the user's own code: it
+gets the variables that its section names, the network unless the section says no, and limits that the section may change.
+
+The parent makes the environment and the folder; the worker puts the rest on itself (``confine``) before it loads
+anything. What the machine does not offer is left out, and told: ``confine`` returns what is in force, thing by thing.
+
+This module imports the standard library only: a worker has to start fast.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.reward import landlock, seccomp
+
+# Where programs, libraries and the language are; nothing in them is a secret.
+_KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_SYSTEM = (
+    "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom",
+    "/dev/random", "/dev/zero", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
+)  # fmt: skip
+_FOLDER = re.compile(r"rollcall-reward-(\d+)-.*")
+_MAX_OPEN_FILES = 256
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """What the rewards of one process may do; rewards with the same one share processes."""
+
+    own_files: bool  # only a private folder to write in, only Python and the system's libraries to read
+    network: bool
+    env: tuple[str, ...]  # names of the variables that it gets
+    processes: int  # that it may start
+    memory_mb: int
+    file_mb: int  # of the largest file that it may write
+
+
+BUILT_IN = Confinement(own_files=True, network=False, env=(), processes=0, memory_mb=4096, file_mb=16)
+
+
+def confinement_of(spec: Mapping[str, Any]) -> Confinement:
+    """Of a reward's fields. A function's section may leave the limits out where a test makes it by hand."""
+    if spec["type"] != "function":
+        return BUILT_IN
+    return Confinement(
+        own_files=False,
+        network=spec.get("network", True),
+        env=tuple(spec.get("env", ())),
+        processes=spec.get("processes", 4096),
+        memory_mb=spec.get("memory_mb", 16384),
+        file_mb=spec.get("file_mb", 1024),
+    )
+
+
+# The parent's part
+
+
+def environment(confinement: Confinement, *, folder: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
+    """A worker's variables: those above, those it is given by name, and one thread unless something else is asked for.
+
+    ``root`` is where the package lies, which is on the path only where it is not installed.
+    """
+    found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}
+    found |= {name: environ.get(name, "1") for name in _THREADS}
+    found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+    if confinement.own_files:
+        found["HOME"] = folder
+    if root.name not in ("site-packages", "dist-packages"):
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(root)]))
+    return found | {name: environ[name] for name in confinement.env}
+
+
+def missing_variables(confinement: Confinement, *, environ: Mapping[str, str]) -> list[str]:
+    return [name for name in confinement.env if name not in environ]
+
+
+def make_folder() -> str:
+    """A private folder, which names the process that removes it."""
+    return tempfile.mkdtemp(prefix=f"rollcall-reward-{os.getpid()}-")
+
+
+def remove_folder(folder: str) -> None:
+    shutil.rmtree(
+        folder, ignore_errors=True
+    )  # a reward may have made what cannot be removed: it stays, and harms nobody
+
+
+def sweep_folders() -> None:
+    """Remove the private folders of processes that were killed before they could."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        match = _FOLDER.fullmatch(entry.name)
+        if match and not os.path.exists(f"/proc/{match[1]}") and sys.platform == "linux":
+            remove_folder(entry.path)
+
+
+# The worker's part
+
+
+def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
+    """Take from this process what it is not to have; what is in force, by thing. ``readable``: where code lies."""
+    told = {"memory": _limit_memory(confinement), "file size": _limit_file_size(confinement)}
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    told["processes"] = _limit_processes(confinement)
+    if confinement.own_files:
+        told["files"] = _restrict_files(folder, readable)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+    else:
+        told["files"] = "the user's own"
+    told["network"] = "on"
+    alone = confinement.processes == 0
+    if alone or not confinement.network:
+        why_not = seccomp.refuse(network=not confinement.network, processes=alone)
+        if not confinement.network:
+            told["network"] = f"not restricted ({why_not})" if why_not else "off (seccomp)"
+        if alone:
+            told["processes"] = f"not restricted ({why_not})" if why_not else "none (seccomp)"
+    return told
+
+
+def limit_cpu(seconds: float) -> None:
+    """This process may use so many more CPU seconds; then the kernel ends it, though nobody watches it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def available() -> dict[str, str]:
+    """What this machine offers to built-in scorers: "" or why not, by thing."""
+    none = "" if landlock.version() else "the kernel has no landlock"
+    return {"network": seccomp.why_missing(), "processes": seccomp.why_missing(), "files": none}
+
+
+def _limit_memory(confinement: Confinement) -> str:
+    # Of a function: what it writes to. Address space would count what GPU libraries reserve and never touch.
+    kind = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
+    return _limit(kind, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB"
+
+
+def _limit_file_size(confinement: Confinement) -> str:
+    return _limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB"
+
+
+def _limit_processes(confinement: Confinement) -> str:
+    """The kernel counts all processes and threads of the user, so those that are there already come on top."""
+    if confinement.processes == 0:
+        return ""  # the filter refuses them
+    if os.geteuid() == 0:
+        return "not limited (the kernel does not count root's)"
+    told = _limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
+    return told or f"at most {confinement.processes}"
+
+
+def _limit(kind: int, most: int) -> str:
+    """Set a limit, never above what this process was given; why not, or ""."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    try:
+        resource.setrlimit(kind, (most, most))
+    except (OSError, ValueError) as error:
+        return f"not limited ({error})"
+    return ""
+
+
+def _num_tasks(uid: int) -> int:
+    """Processes and threads of a user."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid == uid:
+                total += len(os.listdir(process / "task"))
+        except OSError:  # it ended meanwhile
+            continue
+    return total
+
+
+def _restrict_files(folder: str, readable: list[str]) -> str:
+    code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
+    why_not = landlock.restrict(readable=code, writable=[folder])
+    return f"not restricted ({why_not})" if why_not else "own folder and Python's alone (landlock)"

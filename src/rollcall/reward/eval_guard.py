@@ -1,0 +1,115 @@
+"""Text that a scorer hands to ``eval``, ``exec`` or ``compile`` while it judges an answer must be plain data or arithmetic.
+
+Some scorers of reasoning-gym evaluate the model's text as Python, and sympy's parser evaluates what it makes of it. Inside
+``guarded`` Python's own audit hook sees every such text first and refuses what is more than literals, lists, names, sums,
+products, powers and elementary functions: no attribute, no index, no call of anything else, no f-string, no lambda. The
+scorer gets a ValueError and gives what it gives for an answer that it cannot read.
+
+The hook sits where text becomes code, so it does not matter which scorer does it, or by which way.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MAX_CHARS = 100_000  # a matrix of 100 by 100 numbers, written out
+_MAX_EXPONENT = 1000
+# Elementary functions, and what sympy's parser writes around numbers and names.
+_CALLS = frozenset({
+    "Integer", "Float", "Rational", "Symbol", "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "cot", "sec", "csc",
+    "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
+})  # fmt: skip
+_SYMPY_START = "from sympy import *"  # what its parser fills its names with
+_SYMBOLS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
+
+
+class _State:
+    installed = False  # a hook cannot be taken out again
+    is_on = False
+    trusted: frozenset[str] = frozenset()
+
+
+@contextmanager
+def guarded(*, trusted: frozenset[str] = frozenset()) -> Iterator[None]:
+    """While this is open, text that becomes code in this process is checked first, but for the ``trusted`` texts."""
+    if not _State.installed:
+        sys.addaudithook(_hook)
+        _State.installed = True
+    _State.is_on, _State.trusted = True, trusted
+    try:
+        yield
+    finally:
+        _State.is_on, _State.trusted = False, frozenset()
+
+
+def _hook(event: str, args: tuple[object, ...]) -> None:
+    if event != "compile" or not _State.is_on:
+        return
+    source = args[0]
+    if isinstance(source, ast.AST):
+        return  # made of text that was checked
+    _State.is_on = False  # the check compiles too
+    try:
+        _check(source)
+    finally:
+        _State.is_on = True
+
+
+def _check(source: object) -> None:
+    text = bytes(source).decode("utf-8", "replace") if isinstance(source, bytes | bytearray) else source
+    if text == _SYMPY_START or text in _State.trusted:
+        return
+    if not isinstance(text, str) or not is_plain(text):
+        raise ValueError("the answer is neither plain data nor arithmetic, so it is not evaluated")
+
+
+def is_plain(text: str) -> bool:
+    """Whether Python reads this text as data or arithmetic alone.
+
+    >>> [is_plain(text) for text in ("[[1, 'a'], (2.5,)]", "2*(x - 1)**3/7", "sin(x)", "open('x')", "x.y", "9**9**9", "[0]*9")]
+    [True, True, True, False, False, False, False]
+    """
+    if len(text) > MAX_CHARS:
+        return False
+    try:
+        return _is_plain(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what Python cannot read, nobody evaluates
+        return False
+
+
+def _is_plain(node: ast.expr) -> bool:
+    if isinstance(node, ast.List | ast.Tuple):
+        return all(map(_is_plain, node.elts))
+    return isinstance(node, ast.Constant) or _is_arithmetic(node)
+
+
+def _is_arithmetic(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=value):
+            return isinstance(value, int | float | complex)
+        case ast.Name(id=name):
+            return not name.startswith("_")
+        case ast.UnaryOp(op=op, operand=operand):
+            return isinstance(op, _SYMBOLS) and _is_arithmetic(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            small = not isinstance(op, ast.Pow) or _is_small(right)
+            return isinstance(op, _SYMBOLS) and small and _is_arithmetic(left) and _is_arithmetic(right)
+        case ast.Call(func=ast.Name(id="Symbol" | "Float" | "Integer"), args=[ast.Constant()], keywords=[]):
+            return True  # sympy's own writing of a name or a number
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
+            return name in _CALLS and all(map(_is_arithmetic, args))
+        case _:
+            return False
+
+
+def _is_small(exponent: ast.expr) -> bool:
+    """No tower of powers and no huge number, which cost minutes and gigabytes to work out."""
+    for node in ast.walk(exponent):
+        if isinstance(node, ast.Pow):
+            return False
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > _MAX_EXPONENT:
+            return False
+    return True

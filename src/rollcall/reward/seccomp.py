@@ -1,0 +1,129 @@
+"""A filter on this process's system calls (seccomp), which no code in it can take off again.
+
+The kernel runs the filter for every call. What it refuses fails with EPERM, an ordinary PermissionError in Python. It
+needs no privilege and no library; it is known here for x86_64 and aarch64 on Linux. ``refuse`` applies to the calling
+thread and to what that starts later, so it is called before there are threads.
+
+The numbers are the kernel's, for x86_64 and aarch64; those from 424 on are the same on both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+import sys
+
+# (x86_64, aarch64); None: this machine type has no such call.
+_SENDING = {
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendto": (44, 206),
+    "sendmsg": (46, 211),
+}  # fmt: skip
+# A ring of calls that the kernel makes by itself would pass by this filter.
+_RINGS = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)}
+_STARTING = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
+_CLONE, _CLONE3 = (56, 220), (435, 435)
+# Other processes of the same user: to stop them, to read them, to take their files.
+_REACHING = {
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "setpriority": (141, 140),
+}  # fmt: skip
+_SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}
+_LIMITS = (302, 261)  # prlimit64
+# What landlock does not watch: modes, owners, times, attributes; and the machine itself.
+_CHANGING = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utimensat": (280, 88), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "truncate": (76, 45), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265),
+    "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
+}  # fmt: skip
+
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
+_X32 = 0x40000000  # calls of x86_64's other numbering
+_AF_UNIX, _CLONE_THREAD = 1, 0x00010000
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
+
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, value
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def why_missing() -> str:
+    """Why this machine cannot filter system calls; "" if it can."""
+    if sys.platform != "linux":
+        return f"{sys.platform} has no seccomp"
+    if platform.machine() not in _ARCHITECTURES:
+        return f"no list of system calls for {platform.machine()}"
+    if not os.path.exists("/proc/sys/kernel/seccomp/actions_avail"):
+        return "the kernel has no seccomp filter"
+    return ""
+
+
+def refuse(*, network: bool, processes: bool) -> str:
+    """Refuse ``network`` (every socket but those within this machine) and ``processes`` (starting them, reaching those of
+    others, sockets of any kind, changes to files that landlock does not watch); why it could not be done, or ""."""
+    missing = why_missing()
+    if missing:
+        return missing
+    program = _program(network=network, processes=processes)
+    packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+    memory = ctypes.create_string_buffer(packed, len(packed))
+    libc = ctypes.CDLL(None, use_errno=True)
+    filter_ = _Program(len(program), ctypes.cast(memory, ctypes.c_void_p))
+    if no_new_privileges() or libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter_), 0, 0):
+        return f"the kernel refused a seccomp filter: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+def no_new_privileges() -> int:
+    """Nothing that this process runs gains rights by being set-uid; seccomp and landlock ask for it. 0: done."""
+    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+def _program(*, network: bool, processes: bool) -> list[Instruction]:
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    refuse_it, allow = (_RETURN, 0, 0, _ERRNO | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
+    program = [
+        (_LOAD, 0, 0, _ARCH_AT), (_IF_EQUAL, 1, 0, architecture), refuse_it,
+        (_LOAD, 0, 0, _NUMBER_AT), (_IF_AT_LEAST, 0, 1, _X32), refuse_it,
+    ]  # fmt: skip
+
+    def never(calls: dict[str, tuple[int | None, int | None]] | dict[str, tuple[int, int]]) -> None:
+        for number in (numbers[column] for numbers in calls.values()):
+            if number is not None:
+                program.extend([(_IF_EQUAL, 0, 1, number), refuse_it])
+
+    def only(number: int, *, test: int, value: int) -> None:
+        """Allow a call if its first argument passes the test."""
+        load = (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)
+        program.extend([(_IF_EQUAL, 0, 4, number), load, (test, 1, 0, value), refuse_it, allow])
+
+    if processes:
+        never(_SENDING)
+        never(_STARTING)
+        never(_REACHING)
+        never(_CHANGING)
+        only(_CLONE[column], test=_IF_ANY_BIT, value=_CLONE_THREAD)
+        # Its flags lie in memory, which a filter cannot read; told that it does not exist, libc uses clone.
+        program.extend([(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)])
+        for numbers in _SIGNALS.values():
+            only(numbers[column], test=_IF_EQUAL, value=os.getpid())
+        only(_LIMITS[column], test=_IF_EQUAL, value=0)
+    elif network:
+        only(_SENDING["socket"][column], test=_IF_EQUAL, value=_AF_UNIX)
+    never(_RINGS)
+    return [*program, allow]
