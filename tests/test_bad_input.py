@@ -186,16 +186,18 @@ def test_a_tokenizer_without_a_pad_token_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
 def test_equal_rewards_teach_nothing_and_the_run_goes_on(tmp_path: Path, name: str) -> None:
     reward = [{"type": "function", "path": "rewards_bad:always_equal"}]
-    config = make_run(tmp_path, f"algorithm.name={name}", "actor.weight_decay=0", reward=reward)
+    config = make_run(tmp_path, f"algorithm.name={name}", "actor.weight_decay=0.1", reward=reward)
     assert finish(config)["steps"] == 6
     assert column(config, "train/zero_variance_groups") == [1.0] * 6
-    assert column(config, "train/grad_norm") == [0.0] * 6
+    assert column(config, "train/grad_norm") == [0.0] * 6 and column(config, "train/skipped_fraction") == [1.0] * 6
     assert_unchanged(config, start_weights(tmp_path))
 
 
 def test_dynamic_sampling_gives_up_refilling_when_no_group_has_anything_to_teach(tmp_path: Path) -> None:
     reward = [{"type": "function", "path": "rewards_bad:always_equal"}]
-    config = make_run(tmp_path, "algorithm.name=dapo", "algorithm.max_refills=2", "trainer.steps=3", reward=reward)
+    overrides = ("algorithm.name=dapo", "algorithm.max_refills=2", "trainer.steps=3", "actor.weight_decay=0.1")
+    # Lengths differ, and a punishment of length does not make a group one to learn from.
+    config = make_run(tmp_path, *overrides, "algorithm.overlong_buffer=4", reward=reward)
     finish(config)
     assert column(config, "train/refills") == [2.0] * 3
     assert [len(groups(config, step)) for step in (1, 2, 3)] == [24] * 3
@@ -437,18 +439,22 @@ def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("run.seed=8", "run.seed=7"),
-        ("data.max_prompt_tokens=9", "data="),
-        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt=4"),
-        ("algorithm.name=rloo", "algorithm.name=grpo"),
-        ("reward.0.weight=2", "reward="),
+        ("run.seed=8", "run.seed: 7 -> 8"),
+        ("data.max_prompt_tokens=9", "data.max_prompt_tokens: 512 -> 9"),
+        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt: 4 -> 2"),
+        ("algorithm.name=rloo", "algorithm.name: 'grpo' -> 'rloo'"),
+        ("reward.0.weight=2", "reward.0.weight: 1.0 -> 2.0"),
+        (
+            "actor.optimizer.name=torch.optim.SGD",
+            "actor.optimizer.name: 'torch.optim.AdamW' -> 'torch.optim.SGD'",
+        ),
     ],
 )
 def test_a_run_directory_is_not_continued_by_another_run(tmp_path: Path, override: str, key: str) -> None:
     config = make_run(tmp_path, "trainer.steps=2")
     finish(config)
     before = journal_bytes(config), metric_rows(config), (config.run.dir / "run.yaml").read_text()
-    with pytest.raises(ConfigError, match=rf"holds a run with {key}.*--fresh"):
+    with pytest.raises(ConfigError, match=rf"other settings: {key}\. This cannot change.*--fresh"):
         finish(make_run(tmp_path, "trainer.steps=2", override))
     assert before == (journal_bytes(config), metric_rows(config), (config.run.dir / "run.yaml").read_text())
 

@@ -296,6 +296,20 @@ def test_dynamic_sampling_resumes_with_the_refills_it_had(tmp_path: Path) -> Non
     assert num_records(killed) == num_records(whole)
 
 
+def test_a_step_trained_again_keeps_its_groups_under_another_filter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resumable(tmp_path, "algorithm.name=dapo", "rollout.samples_per_prompt=2", name="killed")
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=7))
+    with Journal(config.run.dir / "journal") as journal:
+        before = journal.trained()
+    monkeypatch.setattr("rollcall.controller.has_signal", lambda group: True)
+    finish(config)
+    with Journal(config.run.dir / "journal") as journal:
+        after = journal.trained()
+    assert len(after) > len(before) > 0 and all(after[step] == before[step] for step in before)
+
+
 def test_a_finished_run_started_again_changes_nothing(uninterrupted: Config) -> None:
     config = beside(uninterrupted, "again")
     first = finish(config)

@@ -43,7 +43,7 @@ class AlgorithmBase(Section):
         None, "Tokens whose old / behaviour ratio is outside [low, high] are left out of the loss; `null`: none."
     )
     dynamic_sampling: bool = _field(
-        False, "Leave out groups whose rewards are all equal and draw more prompts instead."
+        False, "Leave out groups whose rewards (before `overlong_penalty`) are all equal and draw more prompts instead."
     )
     max_refills: int = _field(4, "Most times a step draws extra prompts for dynamic sampling.", ge=0)
     overlong_buffer: int = _field(
@@ -73,7 +73,9 @@ class Dapo(AlgorithmBase):
 
     name: Literal["dapo"] = "dapo"
     clip_high: float = _field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
-    dynamic_sampling: bool = _field(True, "Leave out groups whose rewards are all equal and draw more prompts instead.")
+    dynamic_sampling: bool = _field(
+        True, "Leave out groups whose rewards (before `overlong_penalty`) are all equal and draw more prompts instead."
+    )
 
 
 class Gspo(AlgorithmBase):

@@ -198,6 +198,8 @@ class Controller:
         self.supply: Supply
         self._policy = asyncio.Lock()  # held while the actor's weights are not those of ``version``
         self._journaled: dict[int, dict[int, Group]] = {}  # step -> draw -> what an earlier process made
+        self._trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
+        self._said_no_signal = False
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
@@ -331,8 +333,7 @@ class Controller:
         )
         if trainer.order == "in_order":
             return InOrder(needs, cursor=self.cursor)
-        recorded = {step: entry.draws for step, entry in self.journal.trained().items()}
-        return AsCompleted(needs, cursor=self.cursor, recorded=recorded)
+        return AsCompleted(needs, cursor=self.cursor, recorded=self._trained)
 
     def _take_journaled(self, step: int, draw: int) -> Group | None:
         """What an earlier process made of this draw. A step's file is read before this process adds to it."""
@@ -397,6 +398,12 @@ class Controller:
         except Exception as error:
             self._tell_divergence(error, step=batch.step, lost="this update was not applied")
             raise
+        if learner.get("skipped_fraction") == 1 and not self._said_no_signal:
+            self._said_no_signal = True
+            self.console.note(
+                f"step {batch.step}: all advantages are zero, so weights, momentum and schedule stay as they are; "
+                "train/skipped_fraction says so of each step"
+            )
         return _Update(
             samples=samples,
             metrics={**learner, **critic},
@@ -518,7 +525,12 @@ class Controller:
         )
 
     def _has_signal(self, group: Group) -> bool:
-        return has_signal(group, self.config.algorithm, self.config.rollout.max_response_tokens)
+        """A step that is trained again keeps the groups it had, whatever was asked of them then."""
+        if self.config.algorithm.dynamic_sampling and self.config.trainer.order == "in_order":
+            recorded = self._trained.get(group.step, ())
+            if len(recorded) > 1:  # a single one may stand in for a step without any signal
+                return group.draw in recorded
+        return has_signal(group)
 
     def _is_due(self, step: int, rhythm: str) -> bool:
         every = getattr(self.config.trainer, rhythm)

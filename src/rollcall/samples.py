@@ -41,9 +41,12 @@ def make_samples(
 
 
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Floats:
-    """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one."""
+    """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
+
+    A group that dynamic sampling leaves out is not punished either: where nothing else is left, it stands in for a step.
+    """
     rewards = group.rewards
-    if algorithm.overlong_buffer:
+    if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
         rewards = rewards + np.array(
             [
                 overlong_penalty(
@@ -59,10 +62,10 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
     return rewards
 
 
-def has_signal(group: Group, algorithm: Algorithm, max_response_tokens: int) -> bool:
-    """Whether the completions of a group differ in reward, so that there is something to learn from it."""
-    rewards = shaped_rewards(group, algorithm, max_response_tokens)
-    return bool(np.ptp(rewards) > 0)
+def has_signal(group: Group) -> bool:
+    """Whether the completions of a group differ in reward, before any punishment of their length: only then does the group
+    tell right from wrong (DAPO, arXiv:2503.14476, equation 11)."""
+    return bool(np.ptp(group.rewards) > 0)
 
 
 def _with_advantages(

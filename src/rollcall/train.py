@@ -16,7 +16,7 @@ from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
 from rollcall.cluster.memory import SizesUnknown, element_size, read_sizes
-from rollcall.config import Config, ConfigError, dump_config, load_saved_run
+from rollcall.config import Config, ConfigError, dump_config
 from rollcall.controller import Controller, Workers
 from rollcall.journal import Journal
 from rollcall.learner.model import resolve_device, resolve_dtype
@@ -29,12 +29,9 @@ from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
 from rollcall.patience import persist
 from rollcall.phases import Bounds, Split
+from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer
 from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
-
-RUN_FILE = "run.yaml"
-# What must not change between a run and its resumption: with another value the journal would not fit.
-FIXED = ("run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward")
 
 
 def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:
@@ -56,7 +53,7 @@ def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease) -> dict
     run_dir = config.run.dir
     check_loggers(config)
     if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed lays claim to nothing
-        _check_same_run(config, run_dir)
+        changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
     trainer = config.trainer
     store = CheckpointStore(
         run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=lease.check
@@ -109,6 +106,7 @@ def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds
     with closing(workers, say=console.note), ExitStack() as opened:
         _check_lengths(config, workers)
         _say_size(config, say=console.note)
+        changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
         # Not before: a run file that is refused must not lay claim to the directory.
         _claim(config, run_dir, continued=(run_dir / "journal").exists())
         sinks = make_sinks(config, run_dir, resume.step if resume else None)
@@ -117,6 +115,7 @@ def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds
         journal = opened.enter_context(Journal(run_dir / "journal", guard=lease.check))
         events = Events(run_dir, show=console.phase)
         opened.callback(events.close)
+        _say_changes(console, events, changes, config, step=resume.step if resume else 0)
         if resume:
             console.phase(f"reading the checkpoint of step {resume.step}")
             workers.read_checkpoint(resume.path)
@@ -162,26 +161,6 @@ def _build(config: Config, *, say: Callable[[str], None]) -> Workers:
     return build_remote_workers(config, say=say)
 
 
-def _check_same_run(config: Config, run_dir: Path) -> None:
-    """A run directory belongs to one run: refuse to continue it with what would contradict its journal."""
-    path = run_dir / RUN_FILE
-    if not path.exists():
-        if run_dir.exists() and any(run_dir.iterdir()):
-            raise ConfigError(
-                f"run.dir={run_dir} has files in it but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
-                "move it aside with --fresh"
-            )
-        return
-    old = load_saved_run(path)
-    for key in FIXED:
-        before, now = _lookup(old, key), _lookup(config, key)
-        if before != now:
-            raise ConfigError(
-                f"run.dir={run_dir} holds a run with {key}={before}, the run file now says {now}; choose another run.dir, "
-                "or start over with --fresh (the old directory is moved aside)"
-            )
-
-
 def _check_lengths(config: Config, workers: Workers) -> None:
     """Refuse now what the engine would refuse when the longest prompt comes up, perhaps after hours."""
     for prompts in (workers.train, workers.val):
@@ -220,11 +199,15 @@ def _say_size(config: Config, *, say: Callable[[str], None]) -> None:
         say(words)
 
 
-def _lookup(config: Config, key: str) -> Any:
-    value: Any = config.model_dump(mode="json")
-    for part in key.split("."):
-        value = value[part]
-    return value
+def _say_changes(console: Console, events: Events, changes: list[Change], config: Config, *, step: int) -> None:
+    """What this resume changes, on the screen and, as the run file only keeps the newest values, in the events."""
+    if not changes:
+        return
+    told = [f"  {change}" for change in changes]
+    console.note("\n".join(["settings that this resume changes:", *told, *notes_on(changes, config)]))
+    events.write(
+        {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
+    )
 
 
 def _say_where(console: Console, run_dir: Path, start_step: int, journal: Journal) -> None:

@@ -1,0 +1,136 @@
+"""What a resume may change: the run file of the run directory compared with the one given, key by key.
+
+What would contradict the journal or the checkpoints is refused by its key, with both values. Everything else is applied,
+and told in one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rollcall.config import Config, load_saved_run, public_dump
+from rollcall.config_errors import ConfigError, shown
+from rollcall.journal import Journal
+
+RUN_FILE = "run.yaml"
+# With another value the journal would not fit, or the checkpoints' optimizer state.
+FIXED = (
+    "run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward",
+    "actor.optimizer.name", "critic.optimizer.name",
+)  # fmt: skip
+# Of a reward: how it runs, and not what it says.
+FREE_OF_REWARDS = ("timeout_s", "env", "network", "memory_mb", "file_mb", "processes")
+NOT_SET = "not set"
+MAX_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_told(self.before)} -> {_told(self.after)}"
+
+    @property
+    def is_fixed(self) -> bool:
+        parts = self.key.split(".")
+        if parts[0] == "reward" and parts[-1] in FREE_OF_REWARDS:
+            return False
+        return any(self.key == key or self.key.startswith(f"{key}.") for key in FIXED)
+
+
+def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
+    """The keys that a resume changes, in the order of the run file; empty if nothing changes, or if nothing is there yet.
+
+    Refuses a directory that is no run, and what cannot change.
+    """
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        if run_dir.exists() and any(run_dir.iterdir()):
+            raise ConfigError(
+                f"run.dir={run_dir} has files in it but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
+                "move it aside with --fresh"
+            )
+        return []
+    found = list(_differences("", public_dump(load_saved_run(path)), public_dump(config)))
+    if config.algorithm.name != "ppo":  # nothing reads the critic's section
+        found = [change for change in found if not change.key.startswith("critic.")]
+    if fixed := [change for change in found if change.is_fixed]:
+        others = f" (and {len(fixed) - MAX_TOLD} more)" if len(fixed) > MAX_TOLD else ""
+        raise ConfigError(
+            f"run.dir={run_dir} holds a run with other settings: {'; '.join(map(str, fixed[:MAX_TOLD]))}{others}. This cannot "
+            "change within a run; choose another run.dir, or start over with --fresh (the old directory is moved aside)"
+        )
+    _refuse_shorter(config, run_dir)
+    return found
+
+
+def notes_on(changes: list[Change], config: Config) -> list[str]:
+    """What follows from the changes that is not plain from the keys alone."""
+    keys = {change.key for change in changes}
+    notes = []
+    for role in ("actor", "critic"):
+        section = getattr(config, role)
+        length = {"trainer.steps", f"{role}.minibatches", f"{role}.epochs", f"{role}.warmup_steps", f"{role}.decay"}
+        if section.decay != "constant" and keys & length:
+            notes.append(
+                f"{role}.decay={section.decay} reaches its end at step {config.trainer.steps}: the learning rate is another "
+                "from here on, in steps that are trained again since the last checkpoint too"
+            )
+    if any(key.startswith("rollout.") for key in keys):
+        notes.append("groups that the journal already has were sampled with the old values of rollout")
+    return notes
+
+
+def _differences(key: str, before: Any, after: Any) -> Iterator[Change]:
+    """The leaves that differ; items of lists of sections by their place, other lists as wholes."""
+    if key == "run.dir":  # it is this one, however it is written
+        return
+    pairs = _pairs(before, after)
+    if pairs is None:
+        if before != after:
+            yield Change(key=key, before=before, after=after)
+        return
+    for name, (one, other) in pairs.items():
+        yield from _differences(f"{key}.{name}" if key else name, one, other)
+
+
+def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
+    """The two values of each name; None: these are leaves."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = dict.fromkeys([*before, *after])
+        return {str(name): (before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names}
+    if _is_of_sections(before) and _is_of_sections(after):
+        return {str(place): pair for place, pair in enumerate(zip_longest(before, after, fillvalue=NOT_SET))}
+    return None
+
+
+def _is_of_sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _refuse_shorter(config: Config, run_dir: Path) -> None:
+    saved = (path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*"))
+    done = max([0, *(int(step) for step in saved if step.isdecimal())])
+    if (run_dir / "journal").is_dir():
+        with Journal(run_dir / "journal") as journal:
+            done = max([done, *journal.trained()])
+    if config.trainer.steps < done:
+        raise ConfigError(
+            f"trainer.steps={config.trainer.steps}, and the run in {run_dir} has trained {done} steps already; use {done} or "
+            "more, choose another run.dir, or start over with --fresh (the old directory is moved aside)"
+        )
+
+
+def _told(value: Any) -> str:
+    if value == NOT_SET:
+        return NOT_SET
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return shown(value)
