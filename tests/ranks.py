@@ -6,10 +6,11 @@ on one rank ends the run of all: the others would wait for it.
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from commands import fork_context
 
 from rollcall.cluster.address import interface_of
 from rollcall.door import listen_at, new_secret
@@ -22,8 +23,7 @@ class Ranks:
     """Up to ``most`` processes, started when they are first needed."""
 
     def __init__(self, most: int = 4):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "tiny", "ranks"])
+        self._context = fork_context()
         self._most = most
         self._members: list[tuple[Any, Any]] = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from commands import fork_context
 from safetensors.numpy import load_file
 from tiny import save_model
 
@@ -112,9 +112,7 @@ def run_and_be_killed(config: Config, kill: Kill) -> None:
 
 def run_in_child(config: Config, kill: Kill | None = None) -> int:
     """Exit code of a process that trains; it starts in a fraction of the seconds that importing torch takes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollcall.train", "transformers.models.qwen2.modeling_qwen2"])
-    child = context.Process(target=_child, args=(dump_config(config), str(config.run.dir), kill))
+    child = fork_context().Process(target=_child, args=(dump_config(config), str(config.run.dir), kill))
     child.start()
     child.join(timeout=120)
     if child.exitcode is None:

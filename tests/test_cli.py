@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import rollcall
 from tiny import save_model
 
 from rollcall import __version__
@@ -31,7 +32,8 @@ SUMMARY_KEYS = (
 )  # fmt: skip
 
 
-def rollcall(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command as a shell starts it, imports and all."""
     return subprocess.run(
         [sys.executable, "-m", "rollcall", *arguments],
         cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=WAIT_S,
@@ -39,7 +41,7 @@ def rollcall(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def environment(cwd: Path) -> dict[str, str]:
-    extra = {"PYTHONPATH": str(ROOT / "src"), "ROLLCALL_CACHE": str(cwd / "cache"), "HF_HUB_OFFLINE": "1"}
+    extra = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **extra, "OMP_NUM_THREADS": "1"}
 
 
@@ -231,7 +233,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder with a run of two steps, and what the command printed."""
     folder = tmp_path_factory.mktemp("trained")
-    return folder, rollcall("train", str(write_run(folder)), "--json", cwd=folder)
+    return folder, started("train", str(write_run(folder)), "--json", cwd=folder)
 
 
 def test_training_leaves_the_whole_run_directory(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

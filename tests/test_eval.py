@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import rollcall
 from tiny import save_model
 
 from rollcall.config import ConfigError
@@ -162,10 +161,9 @@ def test_a_reward_that_fails_is_counted_and_named(tmp_path: Path) -> None:
 
 def test_the_command_prints_its_numbers_and_samples(tmp_path: Path) -> None:
     run_file = write_run(tmp_path)
-    command = [sys.executable, "-m", "rollcall", "eval", str(run_file), "--samples", "2", "trainer.num_threads=1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = ["eval", str(run_file), "--samples", "2", "trainer.num_threads=1"]
     for extra in ([], ["--json"]):
-        result = subprocess.run([*command, *extra], env=environment, capture_output=True, text=True, timeout=120)
+        result = rollcall(*command, *extra, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         if extra:
             numbers = json.loads(result.stdout)

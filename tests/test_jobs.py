@@ -35,6 +35,7 @@ from rollcall.cluster.rendezvous import Head, Rendezvous
 from rollcall.cluster.seal import seal
 from rollcall.cluster.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token
 from rollcall.config import Config, parse_config
+from rollcall.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 240.0
@@ -91,8 +92,13 @@ def test_the_package_is_this_rollcall_and_the_run_file(tmp_path: Path) -> None:
     assert found["run.yaml"] == b"run: {}\n"
     assert found["rollcall/train.py"] == (ROOT / "src/rollcall/train.py").read_bytes()
     assert "rollcall/default.yaml" in found
+    assert found["rollcall/embedded/arithmetic/model.safetensors"] == (MODEL_DIR / "model.safetensors").read_bytes()
     outside = [name for name in found if not name.startswith("rollcall/")]
     assert outside == ["run.yaml"] and not any("__pycache__" in name for name in found)
+
+
+def test_the_embedded_model_stays_behind_where_the_run_has_another(tmp_path: Path) -> None:
+    assert not any(name.endswith(".safetensors") for name in contents(config(model={"path": "/models/x"}), tmp_path))
 
 
 def test_a_rewards_module_travels_with_those_it_imports_and_nothing_else(tmp_path: Path) -> None:
@@ -126,7 +132,7 @@ def test_too_much_is_refused_with_the_biggest_files_named(tmp_path: Path, monkey
         (tmp_path / f"my_pack/table{size}.txt").write_bytes(b"x" * size * 2**20)
     monkeypatch.setattr(package_module, "MAX_BYTES", 5 * 2**20)
     with pytest.raises(ClusterError, match=r"at most 5\.0 MiB travel") as refused:
-        contents(with_reward("my_pack:score"), tmp_path)
+        contents(config(reward=[{"type": "function", "path": "my_pack:score"}], model={"path": "/models/x"}), tmp_path)
     named = [line.split()[-1] for line in str(refused.value).splitlines() if line.startswith("  ")]
     assert named[:3] == [str(tmp_path / f"my_pack/table{size}.txt") for size in (3, 2, 1)]
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import rollcall
 from rich.console import Console
 from tiny import ARCHITECTURES, SHAPE, make_model, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,8 +26,7 @@ from rollcall.cluster.placement import Role
 from rollcall.cluster.run_plan import RunPlan, plan_run
 from rollcall.config import OptimizerSection, load_config, parse_config
 from rollcall.learner.optimizer import Optimizer
-from rollcall.tiny import ALPHABET, char_tokenizer
-from rollcall.tiny import SHAPE as EMBEDDED
+from rollcall.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = dict(
@@ -69,12 +69,6 @@ def as_text(run: RunPlan, *, width: int = 120) -> str:
     return capture.get()
 
 
-def rollcall(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd / "hub")}
-    command = [sys.executable, "-m", "rollcall", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_parameters_are_counted_from_config_json_as_they_are_in_the_model(tmp_path: Path, name: str) -> None:
     model = make_model(name)
@@ -82,8 +76,8 @@ def test_parameters_are_counted_from_config_json_as_they_are_in_the_model(tmp_pa
     assert read_sizes(str(tmp_path)).num_parameters == sum(tensor.numel() for tensor in model.parameters())
 
 
-def test_the_embedded_models_sizes_are_known_without_making_it() -> None:
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(char_tokenizer(ALPHABET)), **EMBEDDED))  # type: ignore[arg-type]
+def test_the_embedded_models_sizes_are_known() -> None:
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(MODEL_DIR))
     assert read_sizes("builtin:arithmetic").num_parameters == sum(tensor.numel() for tensor in model.parameters())
 
 

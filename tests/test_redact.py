@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import urllib.parse
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import ROOT, rollcall
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import finish, make_run, metric_rows
-from test_cli import ROOT, environment
 
 from rollcall import redact as module
 from rollcall.config import ConfigError, dump_config, load_config, parse_config
@@ -37,12 +36,6 @@ def run_file(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
     path.write_text(text)
     return path
-
-
-def rollcall(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rollcall", *arguments]
-    env = {**environment(cwd), **variables}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(

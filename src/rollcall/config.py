@@ -151,7 +151,7 @@ class ClusterSection(Section):
 class ModelSection(Section):
     path: str = _field(
         "builtin:arithmetic",
-        "Model directory or hub name; `builtin:arithmetic` is the small embedded model, warm-started once and cached.",
+        "Model directory or hub name; `builtin:arithmetic` is the small embedded model that comes with Rollcall.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = _field(
         "auto",

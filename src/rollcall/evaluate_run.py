@@ -125,7 +125,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
-    path = resolve_model(plan.model_path, say=say)
+    path = resolve_model(plan.model_path)
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, chat_template=config.model.chat_template, trust_remote_code=trust)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"

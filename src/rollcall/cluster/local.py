@@ -109,7 +109,7 @@ class Inputs:
 
 
 def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
-    path = resolve_model(config.model.path, say=say)
+    path = resolve_model(config.model.path)
     tokenizer = load_tokenizer(
         path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
     )

@@ -20,6 +20,7 @@ from typing import Any
 from rollcall.cluster.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 from rollcall.config import Config, OptimizerSection
 from rollcall.learner.mesh import is_split
+from rollcall.tiny import MODEL_DIR
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -155,10 +156,7 @@ def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
     if model_config is not None:
         return _read(model_config / "config.json" if model_config.is_dir() else model_config)
     if path == "builtin:arithmetic":
-        from rollcall.tiny import ALPHABET, SHAPE, SPECIAL
-
-        fields = {"model_type": "llama", "vocab_size": len(SPECIAL) + len(ALPHABET), **SHAPE}
-        return ModelSizes.of(fields, where=path)
+        return _read(MODEL_DIR / "config.json")
     local = Path(path).expanduser()
     if local.is_dir():
         return _read(local / "config.json")

@@ -21,6 +21,7 @@ from pathlib import Path
 import rollcall
 from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, FunctionReward
+from rollcall.tiny import resolve_model
 
 RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
@@ -62,6 +63,9 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
     """What the run needs on the cluster. ``folder``: where the run file's modules are looked for, before ``sys.path``."""
     root = Path(rollcall.__file__).parent
     files = {f"rollcall/{path.relative_to(root)}": path for path in _code_files(root)}
+    if config.model.path.startswith("builtin:"):
+        embedded = Path(resolve_model(config.model.path))
+        files |= {f"rollcall/{path.relative_to(root)}": path for path in sorted(embedded.iterdir())}
     for index, reward in enumerate(config.reward):
         if isinstance(reward, FunctionReward):
             module = reward.path.partition(":")[0]

@@ -279,7 +279,7 @@ def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
 
 
 def _seen_by_all(path: str, config: Config) -> str:
-    """The embedded model is in this node's own cache: a copy goes beside the run directory, which all nodes share."""
+    """The embedded model is in this node's own package: a copy goes beside the run directory, which all nodes share."""
     if not config.model.path.startswith("builtin:"):
         return path
     copy = (config.run.dir.parent / f".{config.run.dir.name}.start").resolve()

@@ -97,7 +97,7 @@ def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Itera
     if source == "builtin:arithmetic":
         from rollcall.data.make import arithmetic  # it reads files through this module
 
-        for number, columns in enumerate(arithmetic(split=split, mostly_carries=True), start=1):
+        for number, columns in enumerate(arithmetic(split=split), start=1):
             yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
         return
     if source.startswith("builtin:"):

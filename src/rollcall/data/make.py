@@ -94,16 +94,15 @@ def arithmetic(
     max_number: int = ARITHMETIC_MAX_NUMBER,
     val_fraction: float = TEST_FRACTION,
     seed: int = 0,
-    mostly_carries: bool = False,
 ) -> Iterator[RowDict]:
-    """All sums a+b with both numbers up to ``max_number``, each in one split, in an order as good as random.
+    """Sums a+b with both numbers up to ``max_number``, each in one split, in an order as good as random.
 
-    a+b and b+a fall on the same side, so the held-out sums are new in either order. ``mostly_carries`` leaves out every
-    even sum whose units need no carry, so that six in ten of the rest need one.
+    a+b and b+a fall on the same side, so the held-out sums are new in either order. Even sums whose units need no carry
+    are left out, so that six in ten of the rest need one: a carry is what there is to learn.
     """
     rows: list[tuple[float, int, int]] = []
     for a, b in itertools.product(range(max_number + 1), repeat=2):
-        if mostly_carries and a % 10 + b % 10 < 10 and (a + b) % 2 == 0:
+        if a % 10 + b % 10 < 10 and (a + b) % 2 == 0:
             continue
         held_out = _fraction(f"{seed}:{min(a, b)}+{max(a, b)}") < val_fraction
         if held_out == (split == "val"):
