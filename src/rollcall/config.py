@@ -322,6 +322,13 @@ class TrainerSection(Section):
         10, "On a cluster, losses of processes or nodes that a run goes on after, within `restart_window_s`.", ge=0
     )
     restart_window_s: float = _field(3600.0, "Seconds in which `max_restarts` losses are too many.", gt=0, le=LONGEST_S)
+    stop_grace_s: float = _field(
+        10.0,
+        "Seconds that SIGTERM or SIGUSR1 leaves the step under way to end; then the run saves without its end. Slurm and "
+        "Kubernetes kill 30 s after SIGTERM: leave room for a checkpoint.",
+        ge=0,
+        le=LONGEST_S,
+    )
     elastic: ElasticSection | None = _field(
         None,
         "Go on with the nodes that are left when one stays away, such as `{min_nodes: 2}`; it is used again after the first "

@@ -27,6 +27,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ from rollcall.reward.scorer import Scorer
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
 from rollcall.samples import Score as ScoreSamples
 from rollcall.samples import has_signal, make_samples
+from rollcall.stop import Stop
 from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, NothingLeftError, StepBatch, Supply
 from rollcall.types import Floats, Group, Prompt, Sample
 
@@ -171,6 +173,7 @@ class Controller:
         events: Events,
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
         lease: Lease | None = None,
+        stop: Stop | None = None,
     ):
         self.config = config
         self.workers = workers
@@ -182,6 +185,7 @@ class Controller:
         self.events = events
         self.bounds = bounds
         self.lease = lease
+        self.stop = stop or Stop()
         self.order = DataOrder(len(workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
@@ -200,6 +204,11 @@ class Controller:
         self._journaled: dict[int, dict[int, Group]] = {}  # step -> draw -> what an earlier process made
         self._trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
         self._said_no_signal = False
+        self._owes_evaluation = bool(state.get("owes_evaluation"))
+        self._evaluated_step = -1
+        self._unsaved: StepBatch | None = None  # trained since the newest checkpoint
+        self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
+        self._update_s = 0.0  # of the last step
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
@@ -216,6 +225,8 @@ class Controller:
             return
         if self.start_step == 0 and self.bounds.trains:
             await self._evaluate(0, title="before training")
+        elif self._owes_evaluation and self.bounds.trains:
+            await self._evaluate(self.start_step, title="after training")
         await _together(self._train() if self.bounds.trains else self._fill(), background=[self.supply.run()])
         if self.bounds.trains and self.version == self.config.trainer.steps:
             with self.events.phase(StepPhase.EXPORT, self.version):
@@ -238,18 +249,21 @@ class Controller:
                 with self.events.phase(StepPhase.ENGINE_RELEASE, step):
                     await self._settle()
             clock = self.rollouts.clock.take()
+            self._leave_if_too_late()
             async with self._policy:
-                with self.events.phase(StepPhase.UPDATE, step):
+                # An update that is left half done takes the steps with it that no checkpoint has.
+                with (
+                    self.events.phase(StepPhase.UPDATE, step),
+                    self.stop.shielded() if self._unsaved else nullcontext(),
+                ):
                     update = await self._call(self._update, batch)
                     draws = [group.draw for group in batch.groups]
                     await self._call(partial(self.journal.mark_trained, step, draws=draws, version=step))
-                updated = time.perf_counter()
+                    self._note_update(batch, update, clock, started=started)
                 await self._announce(step)
-            announced = time.perf_counter()
-            metrics = await self._call(self._metrics, batch, update, clock)
-            metrics |= {"time/sync_s": announced - updated, "time/step_s": announced - started}
-            await self._call(self._log, step, metrics)
-            started, evaluation = announced, None
+            started, evaluation = time.perf_counter(), None
+            await self._call(self._log_step)
+            self.stop.check()
             if self._decide_evaluation(step):
                 evaluation = await self._evaluate(step, title="after training")
                 started = time.perf_counter()
@@ -265,6 +279,18 @@ class Controller:
             )
         if batch is not None and not saved:  # the journal ended here
             await self._save(batch.step, batch, None)
+
+    def save_unsaved(self) -> None:
+        """After ``run`` was stopped: a checkpoint of the newest step, unless there is one."""
+        if (batch := self._unsaved) is not None:
+            self._log_step()
+            with self.events.phase(StepPhase.CHECKPOINT, batch.step):
+                self._write_checkpoint(batch.step, batch, None)
+
+    def _leave_if_too_late(self) -> None:
+        """Told to stop, do not begin an update that may not end in time: what it would lose is more than it would gain."""
+        if self.stop.asked and self._unsaved and self._update_s > self.stop.left_s:
+            self.stop.check()
 
     async def _batch(self, step: int) -> StepBatch | None:
         """The step's groups, on the disk; None if this command only trains and the journal does not have them."""
@@ -412,6 +438,22 @@ class Controller:
             update_s=time.perf_counter() - scored,
         )
 
+    def _note_update(self, batch: StepBatch, update: _Update, clock: Clock, *, started: float) -> None:
+        """From here on the step is trained, whatever happens next."""
+        self._unsaved, self._update_s = batch, update.score_s + update.update_s
+        updated = time.perf_counter()
+
+        def row() -> dict[str, float]:
+            now = time.perf_counter()
+            return self._metrics(batch, update, clock) | {"time/sync_s": now - updated, "time/step_s": now - started}
+
+        self._row = row
+
+    def _log_step(self) -> None:
+        if self._row is not None and self._unsaved is not None:
+            self._log(self._unsaved.step, self._row())
+            self._row = None
+
     def _metrics(self, batch: StepBatch, update: _Update, clock: Clock) -> dict[str, float]:
         """What the step's row says; put together while the next rollout is under way."""
         metrics = batch_metrics(
@@ -461,6 +503,7 @@ class Controller:
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
         self.rollouts.clock.take()  # the next step's numbers are its own
+        self._evaluated_step = step
         return result
 
     def _write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
@@ -470,7 +513,7 @@ class Controller:
 
     async def _save(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
         saving = time.perf_counter()
-        with self.events.phase(StepPhase.CHECKPOINT, step):
+        with self.events.phase(StepPhase.CHECKPOINT, step), self.stop.shielded():
             await self._call(self._write_checkpoint, step, batch, evaluation)
         await self._call(self._log, step, {"time/save_s": time.perf_counter() - saving})
 
@@ -478,11 +521,12 @@ class Controller:
         cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
         headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         scores = {one.metric: evaluation.metrics()[one.metric] for one in (ACCURACY, REWARD)} if evaluation else {}
+        owed = self.workers.val is not None and self._is_due(step, "eval_every") and self._evaluated_step < step
         try:
             self.store.save(
                 step,
                 write=self.workers.write_checkpoint,
-                state={"step": step, **cursor, "version": self.version, "data": self.data_mark},
+                state={"step": step, **cursor, "version": step, "data": self.data_mark, "owes_evaluation": owed},
                 score=scores.get(headline.metric),
                 scores=scores,
                 best_by=headline.metric,
@@ -491,6 +535,7 @@ class Controller:
             self._tell_divergence(error, step=step, lost="this step was not saved")
             raise
         self._write_samples(step, "train", batch.groups[:8])
+        self._unsaved = None
 
     def _export(self) -> None:
         target = self.run_dir / "model"

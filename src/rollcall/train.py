@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.attempts import Budget, closing, run_attempts
+from rollcall.attempts import Budget, closing, headline, run_attempts
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
@@ -32,6 +32,7 @@ from rollcall.phases import Bounds, Split
 from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer
 from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
+from rollcall.stop import Stopped, heeded
 
 
 def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:
@@ -99,6 +100,7 @@ def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease) -> dict
 
 def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds: Bounds, lease: Lease) -> Controller:
     """Build the workers and train from where the run directory stands to the end."""
+    heeded().check()
     run_dir, resume = config.run.dir, store.latest()
     console.restart(resume.step if resume else 0)
     console.phase("loading the model and the data")
@@ -133,9 +135,30 @@ def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds
             events=events,
             bounds=bounds,
             lease=lease,
+            stop=heeded(),
         )
-        asyncio.run(controller.run())
+        _drive(controller, grace_s=config.trainer.stop_grace_s, say=console.note)
     return controller
+
+
+def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]) -> None:
+    """Run it to its end, or until this process is told to stop; what was trained by then is saved."""
+    stop = controller.stop
+    try:
+        with stop.waiting(grace_s):
+            asyncio.run(controller.run())
+        return
+    except Stopped:
+        pass
+    except Exception as error:
+        if stop.asked is None:
+            raise
+        say(f"told to stop by {stop.asked}, and then: {headline(error)}")  # whoever was told so too is gone
+    try:
+        controller.save_unsaved()
+    except Exception as error:  # noqa: BLE001 - whatever it is, there is no second attempt for who must stop
+        say(f"the newest step cannot be saved: {headline(error)}")
+    raise Stopped(stop.asked)
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rollcall.stop import STOPPED, Stopped
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file; none: the embedded default.")]
 Overrides = Annotated[
@@ -21,7 +23,7 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
-FAILED, INTERRUPTED = 1, 130  # exit statuses; 2 is a usage error
+FAILED, INTERRUPTED = 1, 130  # exit statuses; 2 is a usage error, stop.py has one more
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -38,6 +40,9 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+        except Stopped as stopped:
+            complain(f"stopped by {stopped}")
+            raise typer.Exit(STOPPED) from None
         except KeyboardInterrupt:
             complain("stopped by Ctrl-C")
             raise typer.Exit(INTERRUPTED) from None

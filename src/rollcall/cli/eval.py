@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rollcall.cli import Debug, Json, Overrides, calm_libraries
 from rollcall.observe.console import samples_table
+from rollcall.stop import heed
 
 if TYPE_CHECKING:
     from rollcall.evaluate_run import EvalReport
@@ -47,24 +48,25 @@ def evaluate(
       rollcall eval runs/gsm8k --samples 8 --temperature 0.8 --max-prompts 200
       rollcall eval MODEL --data data/gsm8k/test.parquet 'reward=[{type: math}]'
     """
-    calm_libraries()
-    from rollcall.evaluate_run import plan_evaluation, run_evaluation
-
-    plan = plan_evaluation(
-        target,
-        overrides=overrides or [],
-        data=data,
-        samples=samples,
-        temperature=temperature,
-        max_prompts=max_prompts,
-    )
     console = Console(stderr=True, highlight=False)
-    with console.status(Text("loading the model")) as status:
-        report = run_evaluation(
-            plan,
-            on_progress=lambda done, total: status.update(Text(f"{done} of {total} prompts answered")),
-            say=lambda text: console.print(Text(text)),
+    with heed():
+        calm_libraries()
+        from rollcall.evaluate_run import plan_evaluation, run_evaluation
+
+        plan = plan_evaluation(
+            target,
+            overrides=overrides or [],
+            data=data,
+            samples=samples,
+            temperature=temperature,
+            max_prompts=max_prompts,
         )
+        with console.status(Text("loading the model")) as status:
+            report = run_evaluation(
+                plan,
+                on_progress=lambda done, total: status.update(Text(f"{done} of {total} prompts answered")),
+                say=lambda text: console.print(Text(text)),
+            )
     if as_json:
         print(json.dumps(report.as_json()))
     else:

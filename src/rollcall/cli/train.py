@@ -13,6 +13,7 @@ import typer
 from rollcall.cli import INTERRUPTED, Debug, Json, Overrides, calm_libraries, complain, split_arguments
 from rollcall.importing import uncollected
 from rollcall.phases import Bounds, Phase, Split
+from rollcall.stop import STOPPED, Stopped, heed
 
 
 def train(
@@ -104,16 +105,20 @@ def train(
         bounds=bounds,
     )
     try:
-        if not as_json:
-            print("loading torch and transformers", flush=True)
-        calm_libraries()
-        if run is None:
-            with uncollected():
-                from rollcall.train import train as run
+        with heed():
+            if not as_json:
+                print("loading torch and transformers", flush=True)
+            calm_libraries()
+            if run is None:
+                with uncollected():
+                    from rollcall.train import train as run
 
-        summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
+            summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
+    except Stopped as stopped:
+        complain(_standing(config.run.dir, num_steps=config.trainer.steps, by=str(stopped)))
+        raise typer.Exit(STOPPED) from None
     except KeyboardInterrupt:
-        complain(_standing(config.run.dir, num_steps=config.trainer.steps))
+        complain(_standing(config.run.dir, num_steps=config.trainer.steps, by="Ctrl-C"))
         raise typer.Exit(INTERRUPTED) from None
     if as_json and summary is not None:
         print(json.dumps(summary, default=str))
@@ -167,16 +172,18 @@ def _on_a_folder(
     return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=read_weights(rank_weights))
 
 
-def _standing(run_dir: Path, *, num_steps: int) -> str:
+def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
     """Where an interrupted run is, for the person who interrupted it."""
     from rollcall.observe.sinks import read_rows
 
     done = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "time/step_s" in row), default=0)
     if not run_dir.exists():
-        return f"stopped by Ctrl-C before anything was trained; {run_dir} was not made"
+        return f"stopped by {by} before anything was trained; {run_dir} was not made"
     saved = max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=None)
+    if done == saved:
+        return f"stopped by {by} after step {done} of {num_steps}; saved; `rollcall train {run_dir}` goes on"
     checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
     return (
-        f"stopped by Ctrl-C after step {done} of {num_steps}; {run_dir} has {checkpoint} and every group finished since: "
+        f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {checkpoint} and every group finished since: "
         f"`rollcall train {run_dir}` goes on"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollcall.cluster.head import ask_own_head
 from rollcall.cluster.state import ClusterError, NodeRecord, auth_env, current_cluster, require_record
+from rollcall.stop import kept
 
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
 
@@ -19,11 +20,14 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
     Inside a submitted job, Ray has set address and token, and they win; the result is then None. A connection that
     exists is kept. A `RAY_ADDRESS` outside a job is somebody else's and is ignored.
     """
+    # Ray's handler prints a stack and aborts on SIGTERM; Python's and ours do not.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     import ray
 
     if os.environ.get("RAY_ADDRESS") and IN_A_JOB in os.environ:
         if not ray.is_initialized():
-            ray.init(log_to_driver=log_to_driver, logging_level=logging.WARNING)
+            with kept():
+                ray.init(log_to_driver=log_to_driver, logging_level=logging.WARNING)
         return None
     record = require_record(current_cluster(cluster))
     if ray.is_initialized():
@@ -37,13 +41,14 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
         )
     _use_token(record.cluster)
     try:
-        ray.init(
-            address=record.head_address,
-            _node_ip_address=record.node_ip,
-            _temp_dir=record.temp_dir,  # of several raylets on one host, this node's own
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-        )
+        with kept():
+            ray.init(
+                address=record.head_address,
+                _node_ip_address=record.node_ip,
+                _temp_dir=record.temp_dir,  # of several raylets on one host, this node's own
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+            )
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(
             f"cannot join cluster {record.cluster!r} as a driver: its head at {record.head_address} answers, but Ray on this "

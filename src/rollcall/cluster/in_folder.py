@@ -66,6 +66,7 @@ from rollcall.cluster.mailbox import (
     sweep,
 )
 from rollcall.cluster.state import ClusterError
+from rollcall.stop import Stopped
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them
 OUTSTANDING = 8  # call files in one inbox
@@ -143,7 +144,7 @@ class FolderBackend:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         why = "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
-        why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else why
+        why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped) else why
         self._ended.set()
         self.end_child()
         self._presence.end(state=ENDED if error is None else BROKE_OFF, why=why)

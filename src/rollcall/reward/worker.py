@@ -112,6 +112,9 @@ def main(arguments: list[str]) -> None:
     _end_with_parent(lifeline_fd)
     faulthandler.enable(crash_fd)
     faulthandler.register(STACK_SIGNAL, crash_fd)
+    # A stop that is sent to every process of a run is the controller's to heed: it still needs this one's scores.
+    # A handler, since what user code starts would inherit an ignored signal.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     # What the user's functions start themselves must not hold these open.
     for fd in (read_fd, write_fd, lifeline_fd, crash_fd):
         os.set_inheritable(fd, False)

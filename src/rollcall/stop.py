@@ -1,0 +1,129 @@
+"""Being told to stop: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), and SIGUSR1, which Slurm's `--signal` sends ahead.
+
+The first signal asks. Before a run trains there is nothing to save, and it ends the command where it is, as Ctrl-C does.
+While a run trains (``waiting``) the controller stops at the end of its step; when the grace is over before that, ``Stopped``
+is raised in the main thread wherever it is, but not within ``shielded``, where the weights or a checkpoint are half done.
+A second signal ends the process at once.
+
+Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` gives it to who asks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# EX_TEMPFAIL: not done, nothing is wrong, the same command goes on. No supervisor takes it for a crash of its own accord,
+# and each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
+STOPPED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_S = 2.0  # one request may come twice: sent to all processes of a job, and passed on by their parent
+AGAIN_S = 5.0  # what is raised while an object is being destroyed gets lost
+
+
+class Stopped(KeyboardInterrupt):
+    """This process was told to stop, by the signal of that name. Treated as Ctrl-C wherever that is treated."""
+
+
+class Stop:
+    def __init__(self) -> None:
+        self.asked: str | None = None  # the signal's name
+        self._asked_s = 0.0
+        self._grace_s: float | None = None  # None: no run trains
+        self._num_shields = 0
+        self._is_over = False
+
+    @property
+    def left_s(self) -> float:
+        """Of the grace, since the signal came."""
+        return max(self._asked_s + (self._grace_s or 0.0) - time.monotonic(), 0.0)
+
+    def check(self) -> None:
+        """Raises if a signal has come."""
+        if self.asked is not None:
+            raise Stopped(self.asked)
+
+    @contextmanager
+    def waiting(self, grace_s: float) -> Iterator[None]:
+        """A run trains: it has ``grace_s`` seconds from the signal on."""
+        self.check()
+        self._grace_s = grace_s
+        try:
+            yield
+        finally:
+            self._grace_s = None
+            if self.asked is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What must not be left half done. The end of the grace is heeded when it is done."""
+        self._num_shields += 1
+        try:
+            yield
+        finally:
+            self._num_shields -= 1
+        if self._is_over and self._num_shields == 0:
+            self.check()
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """The handler of ``SIGNALS``."""
+        now = time.monotonic()
+        if self.asked is not None:
+            if now - self._asked_s >= SAME_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.asked, self._asked_s = signal.Signals(number).name, now
+        if self._grace_s is None:
+            raise Stopped(self.asked)
+        signal.signal(signal.SIGALRM, self._end_grace)
+        signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
+
+    def _end_grace(self, number: int, frame: FrameType | None) -> None:
+        self._is_over = True
+        if self._num_shields == 0:
+            self.check()
+
+
+_heeded: Stop | None = None
+
+
+@contextmanager
+def heed() -> Iterator[Stop]:
+    """Signals to stop are heeded while the block runs."""
+    global _heeded
+    _heeded = stop = Stop()
+    before = {number: signal.signal(number, stop.hear) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        _heeded = None
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python does not know
+
+
+def heeded() -> Stop:
+    """The one that is installed, or one that nobody can ask."""
+    return _heeded or Stop()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Around a call that installs handlers of its own, as ``ray.init`` does (2.60): its exits become ours, and ours come back."""
+    try:
+        yield
+    except SystemExit as error:
+        if _heeded is None or error.code != signal.SIGTERM:
+            raise
+        _heeded.hear(signal.SIGTERM)
+        raise
+    finally:
+        if _heeded is not None and threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, _heeded.hear)

@@ -1,0 +1,237 @@
+"""Being told to stop: what was trained is saved, nothing is trained again, and the command says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import column, finish, letter_rows, make_run, metric_rows, weights
+
+import rollcall.stop
+from rollcall.audit import audit
+from rollcall.config import Config, dump_config
+from rollcall.controller import Controller
+from rollcall.journal import Journal
+from rollcall.observe.events import read_phases
+from rollcall.stop import STOPPED, Stop, Stopped, heed, kept
+
+STEPS = 5
+WAIT_S = 180.0
+
+
+def tell(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def call_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, what: Callable[[], None]) -> None:
+    """Do something right before the n-th call (from 1) of a method."""
+    original, calls = getattr(owner, name), Counter[str]()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        if calls[name] == number:
+            what()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+def saved(config: Config) -> list[str]:
+    return sorted(path.name for path in (config.run.dir / "checkpoints").glob("step-*"))
+
+
+def updates(config: Config) -> Counter[int]:
+    """How often each step's update was begun."""
+    return Counter(event.step for event in read_phases(config.run.dir) if event.phase == "update")
+
+
+def stoppable(folder: Path, *overrides: str, name: str = "run") -> Config:
+    changes = (f"trainer.steps={STEPS}", "trainer.save_every=0", *overrides)
+    return make_run(folder, *changes, name=name, val=letter_rows(4))
+
+
+def stop_in_training(config: Config) -> None:
+    with heed(), pytest.raises(Stopped, match="SIG"):
+        finish(config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_in_an_update_saves_at_the_steps_end_and_no_update_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    whole, config = stoppable(tmp_path, name="whole"), stoppable(tmp_path)
+    finish(whole)
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "mark_trained", 3, lambda: tell(number))
+        stop_in_training(config)
+    assert saved(config) == ["step-000003"] and len(column(config, "train/loss")) == 3
+    finish(config)
+    assert audit(config.run.dir).is_clean and updates(config) == dict.fromkeys(range(1, STEPS + 1), 1)
+    assert len(column(config, "train/loss")) == STEPS
+    for name, tensor in weights(whole).items():
+        assert np.array_equal(tensor, weights(config)[name])
+
+
+def test_a_step_that_does_not_end_in_time_is_left_and_what_was_trained_before_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stoppable(tmp_path, "trainer.stop_grace_s=0.1")
+
+    def hang() -> None:
+        tell()
+        while True:  # as a compiler does, say: the event loop does not get its turn
+            time.sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "append", 8 * 2 + 5, hang)
+        stop_in_training(config)
+    assert saved(config) == ["step-000002"]
+    finish(config)
+    assert audit(config.run.dir).is_clean and updates(config) == dict.fromkeys(range(1, STEPS + 1), 1)
+
+
+def test_the_end_of_the_grace_waits_for_an_update_that_would_take_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stoppable(tmp_path, "trainer.stop_grace_s=0.05")
+
+    def linger() -> None:
+        tell()
+        time.sleep(0.2)
+
+    with monkeypatch.context() as patch:
+        call_at(patch, Controller, "_update", 3, linger)
+        stop_in_training(config)
+    assert saved(config) == ["step-000003"]
+    assert [row["step"] for row in metric_rows(config) if "train/loss" in row] == [1, 2, 3]
+
+
+def test_an_update_that_cannot_end_in_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stoppable(tmp_path, "trainer.stop_grace_s=60")
+    monkeypatch.setattr(Stop, "left_s", 0.0)
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "append", 8 * 2 + 5, tell)
+        stop_in_training(config)
+    assert saved(config) == ["step-000002"] and set(updates(config)) == {1, 2}
+
+
+def test_an_evaluation_that_a_stop_left_out_is_done_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stoppable(tmp_path, "trainer.eval_every=2")
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "mark_trained", 2, tell)
+        stop_in_training(config)
+    assert [row["step"] for row in metric_rows(config) if "eval/accuracy" in row] == [0]
+    finish(config)
+    assert [row["step"] for row in metric_rows(config) if "eval/accuracy" in row] == [0, 2, 4, STEPS]
+
+
+def test_a_stop_is_no_failure_to_be_tried_again_when_a_worker_is_gone_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose() -> None:
+        tell()
+        raise RuntimeError("the engine was told to stop as well")
+
+    config = stoppable(tmp_path)
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "append", 8 * 2 + 5, lose)
+        stop_in_training(config)
+    assert saved(config) == ["step-000002"]
+
+
+def test_before_a_run_trains_a_stop_ends_the_command_where_it_is(tmp_path: Path) -> None:
+    with heed() as stop:
+        with pytest.raises(Stopped, match="SIGTERM"):
+            tell()
+            time.sleep(5)
+        with pytest.raises(Stopped), stop.waiting(10):
+            raise AssertionError("nothing begins after a stop")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_request_that_comes_twice_is_one_and_a_later_one_ends_the_process() -> None:
+    script = """
+import os, signal, time, rollcall.stop
+with rollcall.stop.heed() as stop, stop.waiting(60):
+    os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR1)
+    rollcall.stop.SAME_S = 0.0
+    print("alive", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "alive\n"), done.stderr
+
+
+def test_handlers_that_ray_installs_do_not_stay() -> None:
+    def ray_init(*, told: bool) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if told:
+            tell()
+            time.sleep(5)
+
+    with heed() as stop:
+        with kept():
+            ray_init(told=False)
+        assert signal.getsignal(signal.SIGTERM) == stop.hear
+        with pytest.raises(Stopped, match="SIGTERM"), kept():
+            ray_init(told=True)
+
+
+SLOW_ONCE = """
+import time
+from pathlib import Path
+
+def score(*row):
+    time.sleep(0.05 if Path("run/metrics.jsonl").exists() and not Path("go").exists() else 0)
+    return 0.0
+"""
+
+
+@pytest.mark.chaos
+def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_ONCE)
+    config = make_run(
+        tmp_path, "trainer.steps=9", "trainer.save_every=0", reward=[{"type": "function", "path": "slow:score"}]
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "rollcall", "train", "run.yaml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    give_up = time.monotonic() + WAIT_S
+    while not (config.run.dir / "metrics.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < give_up, process.communicate()
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (*map(int, children), process.pid):  # as `ray job stop` does
+        os.kill(pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=WAIT_S)
+    step = len(column(config, "train/loss"))
+    assert process.returncode == STOPPED, errors
+    assert (
+        errors == f"stopped by SIGTERM after step {step} of 9; saved; the same command continues (leave out --fresh)\n"
+    )
+    assert saved(config) == [f"step-{step:06d}"]
+    (tmp_path / "go").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    finish(config)
+    found = audit(config.run.dir)
+    assert found.is_clean and found.steps == 9 and set(updates(config).values()) == {1}
+    assert not any(row.get("reward/errors") for row in metric_rows(config)), "the scorers outlived the signal"
+
+
+def test_the_status_is_one_that_no_other_end_has() -> None:
+    assert STOPPED == os.EX_TEMPFAIL and rollcall.stop.SIGNALS == (signal.SIGTERM, signal.SIGUSR1)
