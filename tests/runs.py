@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from tiny import save_model
 
 from rollcall.config import Config, dump_config, load_config
 from rollcall.journal import MAGIC, Journal
+from rollcall.observe.sinks import read_rows
 from rollcall.train import train
 from rollcall.types import Group
 
@@ -195,3 +197,11 @@ def metric_rows(config: Config) -> list[dict[str, Any]]:
 def column(config: Config, name: str) -> list[float]:
     """A metric over the steps that have it."""
     return [row[name] for row in metric_rows(config) if name in row]
+
+
+def wait_for_steps(run_dir: Path, count: int, *, timeout_s: float) -> None:
+    """Until a run that another process makes has trained so many steps."""
+    deadline = time.monotonic() + timeout_s
+    while sum("time/step_s" in row for row in read_rows(run_dir / "metrics.jsonl")) < count:
+        assert time.monotonic() < deadline, f"{run_dir} did not get to step {count} within {timeout_s:g} s"
+        time.sleep(0.2)

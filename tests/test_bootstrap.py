@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -422,6 +423,87 @@ def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(
         foreground.hold(make_record(), say=quiet)
     assert read_record("default") is None
     foreground.hold(make_record(), say=quiet)  # taken down by another command, which is no error
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A node in the foreground whose Ray is a list of what happens to it."""
+    happened: list[str] = []
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(foreground, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(foreground, "is_running", lambda record: True)
+    monkeypatch.setattr(foreground, "stop_node", lambda cluster: happened.append("stopped"))
+    monkeypatch.setattr(foreground, "drivers", lambda record: [])
+    monkeypatch.setattr(
+        foreground, "signal_processes", lambda found, number: happened.append(signal.Signals(number).name)
+    )
+    return happened
+
+
+def hold_and_tell(*numbers: int, save_s: float = 60.0) -> None:
+    """Hold the node, with one signal after the other."""
+
+    def tell() -> None:
+        for number in numbers:
+            time.sleep(0.1)
+            os.kill(os.getpid(), number)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    foreground.hold(make_record(), say=quiet, save_s=save_s)
+    teller.join()
+
+
+def test_a_node_in_the_foreground_lets_its_run_save_before_ray_goes(
+    held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([True, True, True])
+
+    def has_run(record: NodeRecord) -> bool:
+        held.append("looked")
+        return next(looks, False)
+
+    monkeypatch.setattr(foreground, "has_run", has_run)
+    hold_and_tell(signal.SIGUSR1, signal.SIGTERM)
+    assert held == ["SIGUSR1", "SIGTERM", *["looked"] * 4, "stopped"]
+
+
+@pytest.mark.parametrize("save_s, numbers", [(0.0, [signal.SIGTERM]), (60.0, [signal.SIGTERM, signal.SIGINT])])
+def test_a_run_that_does_not_end_is_not_waited_for_longer_than_told(
+    held: list[str], monkeypatch: pytest.MonkeyPatch, save_s: float, numbers: list[int]
+) -> None:
+    monkeypatch.setattr(foreground, "has_run", lambda record: True)
+    monkeypatch.setattr(foreground, "SAME_S", 0.0)
+    hold_and_tell(*numbers, save_s=save_s)
+    assert held == ["SIGTERM", "stopped"]
+
+
+def test_drivers_and_busy_workers_are_known_by_their_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    record = make_record()
+    environ = {**os.environ, MARK: str(state_dir(record.cluster))}
+
+    def start(title: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["bash", "-c", f"exec -a '{title}' sleep 60"], env=environ, start_new_session=True)
+
+    def settle(process: subprocess.Popen[bytes]) -> None:
+        while b"sleep" not in Path(f"/proc/{process.pid}/comm").read_bytes():
+            time.sleep(0.01)
+
+    started = []
+    try:
+        for title, busy, num_drivers in (
+            ("ray::IDLE", False, 0),
+            ("python -m rollcall.cluster.job_driver run.yaml", False, 1),
+            ("ray::Host.call", True, 1),
+        ):
+            started.append(start(title))
+            settle(started[-1])
+            assert (foreground.has_run(record), len(foreground.drivers(record))) == (busy, num_drivers)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from rollcall.cluster import check
 from rollcall.cluster.check import list_nodes, roster, wait_for_slots
 from rollcall.cluster.head import Answer, HeadUnreachable, NodeInfo
-from rollcall.cluster.state import ClusterError, NodeRecord, write_record
+from rollcall.cluster.processes import is_coming_up
+from rollcall.cluster.state import ClusterError, NodeRecord, forget, write_record
 
 
 def make_node(rank: int | None, *, slots: int = 8, alive: bool = True, started_ms: int = 1, host: str = "") -> NodeInfo:
@@ -81,6 +84,38 @@ def test_it_waits_until_all_have_joined_and_says_who_is_missing(head: list) -> N
     found, said = wait(32)
     assert [node.rank for node in found.alive] == [0, 1, 2, 3] and found.missing == []
     assert "8 of 32" in said[0] and "rank 0 node0 (10.0.0.0) 8" in said[0] and "missing: ranks 1-3" in said[0]
+
+
+def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget("default")
+    looks = iter([True, True])
+
+    def come_up(cluster: str) -> bool:
+        if not next(looks, False):
+            write_record(make_record())
+        return True
+
+    monkeypatch.setattr(check, "is_coming_up", come_up)
+    head += [answer(make_node(0, slots=32))]
+    _, said = wait(32)
+    assert "waiting for `rollcall node` to make this node part of cluster 'default'" in said[0]
+
+
+def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget("default")
+    monkeypatch.setattr(check, "APPEAR_S", 0.0)
+    with pytest.raises(ClusterError, match="part of no cluster 'default'"):
+        wait(32)
+
+
+def test_a_command_that_starts_a_node_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    (tmp_path / "rollcall").write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, str(tmp_path / "rollcall"), "node", "--rank", "0", "--cluster", "mine"]
+    with subprocess.Popen(command) as node:
+        seen = is_coming_up("mine"), is_coming_up("default")
+        node.kill()
+    assert seen == (True, False) and not is_coming_up("mine")
 
 
 def test_a_deadline_names_the_missing_rank_and_how_to_start_it(head: list) -> None:

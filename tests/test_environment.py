@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,49 +171,6 @@ def test_the_token_is_the_one_that_ray_uses(tmp_path: Path) -> None:
     assert process_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == TOKEN
     assert process_token({"RAY_AUTH_TOKEN": "given", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == "given"
     assert process_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "gone")}) is None
-
-
-def run_opened(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What a job's driver does before anything else, with ``code`` in place of the run."""
-    wrapper = (
-        f"import sys\nfrom rollcall.cluster.environment import run_opened\n"
-        f"sys.exit(run_opened([sys.executable, '-c', {code!r}]))"
-    )
-    sealed = {SEALED: seal({"A_KEY": SECRET}, TOKEN), "RAY_AUTH_TOKEN": TOKEN, "PYTHONPATH": "src"}
-    root = Path(__file__).parents[1]
-    return subprocess.run(
-        [sys.executable, "-c", wrapper], cwd=root, env={**os.environ, **sealed, **variables}, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
-
-
-def test_a_driver_has_its_secrets_and_prints_none_of_them() -> None:
-    result = run_opened(
-        "import os, subprocess, sys\n"
-        "assert 'ROLLCALL_SEALED' not in os.environ\n"
-        "print('length', len(os.environ['A_KEY']), 'value', os.environ['A_KEY'], flush=True)\n"
-        "subprocess.run(['sh', '-c', 'echo child $A_KEY; echo error $A_KEY >&2'])\n"
-        "os.write(1, b'no newline ' + os.environ['A_KEY'].encode())\n"
-        "sys.exit(7)"
-    )
-    assert result.returncode == 7 and SECRET not in result.stdout + result.stderr
-    expected = f"length {len(SECRET)} value {REDACTED}\nchild {REDACTED}\nerror {REDACTED}\nno newline {REDACTED}"
-    assert result.stdout == expected
-
-
-def test_a_driver_that_is_killed_ends_with_a_status_that_says_so() -> None:
-    assert run_opened("import os; os.kill(os.getpid(), 9)").returncode == 128 + 9
-
-
-def test_a_driver_is_over_though_a_process_it_left_holds_its_output_open() -> None:
-    result = run_opened("import subprocess; subprocess.Popen(['sleep', '20']); print('done', flush=True)")
-    assert (result.returncode, result.stdout) == (0, "done\n")
-
-
-def test_a_driver_with_another_token_says_so() -> None:
-    result = run_opened("print('ran')", RAY_AUTH_TOKEN="other")
-    assert result.returncode != 0 and "cannot be read: sealed with another token" in result.stderr
-    assert "ran" not in result.stdout
 
 
 def test_a_run_file_names_a_node_that_is_not_there() -> None:

@@ -1,4 +1,4 @@
-"""A job's controller is started again when something kills it, and only then."""
+"""A job's controller is started again when something kills it, and only then; it has the job's secrets and prints none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import pytest
 from runs import column, make_run
 
 from rollcall.audit import audit
+from rollcall.cluster.environment import SEALED
+from rollcall.cluster.seal import seal
 from rollcall.config import Config, dump_config
+from rollcall.redact import REDACTED
+from rollcall.stop import STOPPED
 
 WAIT_S = 180.0
+TOKEN, SECRET = "the-clusters-own-token", "wandb-5e77a9-not-for-you"
 SLOW = """
 import time
 from pathlib import Path
@@ -63,12 +68,67 @@ def test_a_killed_controller_goes_on_from_the_run_directory(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_job_that_is_stopped_stays_stopped(tmp_path: Path) -> None:
-    process, config = start(tmp_path)
-    wait_until(config.run.dir / "journal", process)
-    process.send_signal(signal.SIGTERM)
+def test_a_job_that_is_stopped_saves_and_stays_stopped(tmp_path: Path) -> None:
+    process, config = start(tmp_path, "trainer.save_every=0")
+    wait_until(config.run.dir / "metrics.jsonl", process)
+    for pid in (controller_of(process), process.pid):  # Ray tells both
+        os.kill(pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode != 0 and "started again" not in errors
+    assert process.returncode == STOPPED and "started again" not in errors
+    assert list((config.run.dir / "checkpoints").glob("step-*"))
+
+
+def drive(code: str, folder: Path, *, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+    """A job's driver with ``code`` in place of the controller."""
+    wrapper = (
+        "import sys\nfrom rollcall.attempts import Budget\nfrom rollcall.cluster.job_driver import supervise\n"
+        f"sys.exit(supervise([sys.executable, '-c', {code!r}], budget=Budget(most=1, window_s=60)))"
+    )
+    sealed = {SEALED: seal({"A_KEY": SECRET}, TOKEN), "RAY_AUTH_TOKEN": token}
+    command = [sys.executable, "-c", wrapper]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **sealed}, capture_output=True, text=True, timeout=60)
+
+
+def test_a_controller_with_a_secret_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
+    result = drive(
+        "import os, pathlib\n"
+        "again = pathlib.Path('again')\n"
+        "if not again.exists(): again.touch(); os.kill(os.getpid(), 9)\n"
+        "print('has', os.environ['A_KEY'])",
+        tmp_path,
+    )
+    assert (result.returncode, result.stdout) == (0, f"has {REDACTED}\n"), result.stderr
+    assert "ended by SIGKILL; it is started again" in result.stderr
+
+
+def test_a_controller_has_its_secrets_and_prints_none_of_them(tmp_path: Path) -> None:
+    result = drive(
+        "import os, subprocess, sys\n"
+        "assert 'ROLLCALL_SEALED' not in os.environ\n"
+        "print('length', len(os.environ['A_KEY']), 'value', os.environ['A_KEY'], flush=True)\n"
+        "subprocess.run(['sh', '-c', 'echo child $A_KEY; echo error $A_KEY >&2'])\n"
+        "os.write(1, b'no newline ' + os.environ['A_KEY'].encode())\n"
+        "sys.exit(7)",
+        tmp_path,
+    )
+    assert result.returncode == 7 and SECRET not in result.stdout + result.stderr
+    expected = f"length {len(SECRET)} value {REDACTED}\nchild {REDACTED}\nerror {REDACTED}\nno newline {REDACTED}"
+    assert result.stdout == expected
+
+
+def test_a_controller_that_is_killed_too_often_ends_the_job_with_a_status_that_says_so(tmp_path: Path) -> None:
+    assert drive("import os; os.kill(os.getpid(), 9)", tmp_path).returncode == 128 + 9
+
+
+def test_a_controller_is_over_though_a_process_it_left_holds_its_output_open(tmp_path: Path) -> None:
+    result = drive("import subprocess; subprocess.Popen(['sleep', '20']); print('done', flush=True)", tmp_path)
+    assert (result.returncode, result.stdout) == (0, "done\n")
+
+
+def test_a_driver_with_another_token_says_so(tmp_path: Path) -> None:
+    result = drive("print('ran')", tmp_path, token="other")
+    assert result.returncode != 0 and "cannot be read: sealed with another token" in result.stderr
+    assert "ran" not in result.stdout
 
 
 def test_an_error_of_the_run_is_the_jobs(tmp_path: Path) -> None:

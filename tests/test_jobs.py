@@ -453,6 +453,10 @@ class OneNode:
         # Another state folder: not a node. The address and the token are all it has.
         self.elsewhere = {"ROLLCALL_STATE_DIR": str(folder / "other"), "ROLLCALL_TOKEN": self.token}
         self.address = ("--address", found["dashboard_url"])
+        self.make_data()
+
+    def make_data(self) -> None:
+        folder = self.folder
         save_model(folder / "model")
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
         (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -220,9 +220,7 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of
     _, errors = process.communicate(timeout=WAIT_S)
     step = len(column(config, "train/loss"))
     assert process.returncode == STOPPED, errors
-    assert (
-        errors == f"stopped by SIGTERM after step {step} of 9; saved; the same command continues (leave out --fresh)\n"
-    )
+    assert errors == f"stopped by SIGTERM after step {step} of 9; saved; the same command continues\n"
     assert saved(config) == [f"step-{step:06d}"]
     (tmp_path / "go").touch()
     monkeypatch.chdir(tmp_path)

@@ -51,6 +51,10 @@ def node(
     block: Annotated[
         bool, typer.Option("--block", help="Stay until Ray ends here, or stop it on SIGTERM or Ctrl-C.")
     ] = False,
+    save_wait: Annotated[
+        float,
+        typer.Option("--save-wait", min=0, help="With --block: seconds that SIGTERM leaves a run here to save."),
+    ] = 25.0,
     debug: Debug = False,
 ) -> None:
     """Start Ray on this node as part of a cluster: rank 0 founds it, the others find it and join.
@@ -87,7 +91,7 @@ def node(
     started = start_node(request, say=complain)
     _introduce(started.record, was_running=started.was_running)
     if block:
-        hold(started.record, say=complain)
+        hold(started.record, say=complain, save_s=save_wait)
 
 
 def check(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollcall.cli import FAILED, INTERRUPTED, Debug, Json, Overrides, RunFile, complain, reported, split_arguments
+from rollcall.stop import STOPPED
 
 if TYPE_CHECKING:
     from rollcall.cluster.jobs import Job, Jobs, Reached
@@ -154,7 +155,7 @@ def job_stop(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Stop a job; submitting the same run again goes on where it stands.
+    """Stop a job: it saves and ends. Submitting the same run again goes on where it stands.
 
     \b
     Examples:
@@ -240,6 +241,9 @@ def _end_as(job: Job) -> None:
         complain(f"{job.id} succeeded")
         return
     # Ray's message of a failed driver repeats the end of the log, which has just been shown.
+    if job.exit_code == STOPPED:
+        complain(f"{job.id} was told to stop; submitting the same run again goes on where it stands")
+        raise typer.Exit(STOPPED)
     why = f"with status {job.exit_code}" if job.exit_code else job.message
     complain(f"error: {job.id} {job.status.lower()} {why}".rstrip())
     raise typer.Exit(job.exit_code if job.exit_code and 0 < job.exit_code < 256 else FAILED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import metadata
 from typing import Annotated
@@ -22,8 +21,6 @@ from rollcall.cli.recover import recover
 from rollcall.cli.simulate import simulate
 from rollcall.cli.train import train
 from rollcall.redact import guard_streams
-
-SEALED = "ROLLCALL_SEALED"  # as in cluster/environment.py, which this module does not import: help answers at once
 
 HELP = """Reinforcement learning for language models, from one run file.
 
@@ -115,12 +112,4 @@ app.add_typer(job, name="job")
 
 def main() -> None:
     guard_streams()
-    if SEALED in os.environ:  # a job's driver
-        from rollcall.cluster.environment import run_opened
-        from rollcall.cluster.state import ClusterError
-
-        try:
-            sys.exit(run_opened([sys.executable, "-m", "rollcall", *sys.argv[1:]]))
-        except ClusterError as error:
-            sys.exit(f"error: {error}")
     app(prog_name="rollcall")

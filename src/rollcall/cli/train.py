@@ -181,7 +181,7 @@ def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
         return f"stopped by {by} before anything was trained; {run_dir} was not made"
     saved = max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=None)
     if done == saved:
-        return f"stopped by {by} after step {done} of {num_steps}; saved; `rollcall train {run_dir}` goes on"
+        return f"stopped by {by} after step {done} of {num_steps}; saved; the same command continues"
     checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
     return (
         f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {checkpoint} and every group finished since: "

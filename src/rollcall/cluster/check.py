@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from rollcall.cluster.address import split_address
 from rollcall.cluster.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
-from rollcall.cluster.state import ClusterError, NodeRecord, require_record
+from rollcall.cluster.processes import is_coming_up
+from rollcall.cluster.state import ClusterError, NodeRecord, read_record, require_record
 
 ASK_EVERY_S = 1.0
 TELL_EVERY_S = 4.0
+APPEAR_S = 2.0  # for a `rollcall node` that was started just before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,8 @@ def roster(record: NodeRecord, answer: Answer) -> Roster:
 
 def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Callable[[str], None]) -> Roster:
     """Return once exactly ``num_slots`` have joined. More is an error at once, fewer when the time is over."""
-    record = require_record(cluster)
     began = time.monotonic()
+    record = _wait_for_record(cluster, timeout_s=timeout_s, say=say)
     told = -TELL_EVERY_S
     while True:
         try:
@@ -90,6 +92,22 @@ def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Calla
             say(f"{state} ({waited:.0f} s)")
             told = waited
         time.sleep(ASK_EVERY_S)
+
+
+def _wait_for_record(cluster: str, *, timeout_s: float, say: Callable[[str], None]) -> NodeRecord:
+    """This node's, which a `rollcall node` that is at work here is about to write."""
+    began = time.monotonic()
+    told, seen = -TELL_EVERY_S, began
+    while (record := read_record(cluster)) is None:
+        now = time.monotonic()
+        seen = now if is_coming_up(cluster) else seen
+        if now - began >= timeout_s or now - seen >= APPEAR_S:
+            return require_record(cluster)  # refuses, unless it has come just now
+        if now - began - told >= TELL_EVERY_S:
+            say(f"waiting for `rollcall node` to make this node part of cluster {cluster!r} ({now - began:.0f} s)")
+            told = now - began
+        time.sleep(0.2)
+    return record
 
 
 def describe(found: Roster, *, num_slots: int) -> str:

@@ -5,24 +5,21 @@ A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names co
 submitter's. Nothing else travels.
 
 A value goes to Ray as a variable of the job or of a worker, where its logs show it; secrets go in one sealed variable
-(seal.py), which is opened where it is needed: for a job's driver by ``run_opened``, in Ray's workers by ``SETUP_HOOK``.
+(seal.py), which is opened where it is needed: by job_driver.py for a job's controller, in Ray's workers by ``SETUP_HOOK``.
 """
 
 from __future__ import annotations
 
-import codecs
 import fnmatch
 import os
-import select
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.cluster.seal import SealError, seal, unseal
 from rollcall.cluster.state import TOKEN, ClusterError
 from rollcall.config import ClusterSection
-from rollcall.redact import REDACTED, Redactor, guard_streams, hides, redact_env, remember
+from rollcall.redact import REDACTED, guard_streams, hides, redact_env, remember
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _OURS = frozenset({
@@ -31,7 +28,6 @@ _OURS = frozenset({
 })  # fmt: skip
 SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
-QUIET_S = 1.0  # a line's beginning that waits for its rest is passed on after this
 SETUP_HOOK = (
     "rollcall.cluster.environment.open_sealed"  # runtime_env["worker_process_setup_hook"], for ray.init or a job
 )
@@ -175,26 +171,6 @@ def open_sealed() -> None:
     remember(values.values())
     os.environ.update(values)
     guard_streams()
-
-
-def run_opened(command: Sequence[str]) -> int:
-    """Run a command with this job's secrets as its variables, and pass on what it and its children print, redacted: Ray
-    keeps that in a file. Returns its exit status."""
-    open_sealed()
-    environ = {name: value for name, value in os.environ.items() if name != SEALED}
-    redactor, decoder = Redactor(), codecs.getincrementaldecoder("utf-8")("replace")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as child:
-        assert child.stdout is not None
-        pipe = child.stdout.fileno()
-        while True:
-            ready, _, _ = select.select([pipe], [], [], QUIET_S)
-            piece = os.read(pipe, 2**16) if ready else b""
-            text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
-            os.write(1, text.encode())
-            # Whoever the command left behind may hold the pipe open.
-            if not piece and (ready or child.poll() is not None):
-                break
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str, str]:

@@ -1,31 +1,61 @@
-"""`rollcall node --block`: stay for as long as Ray runs on this node, and take it along when told to end."""
+"""`rollcall node --block`: stay for as long as Ray runs on this node, and take it along when told to end.
+
+A supervisor that ends a job (Slurm, Kubernetes) tells this command and often nobody else. So it passes the word on to the
+drivers of submitted runs here, and keeps Ray up until no run is left on this node, for ``save_s`` seconds at most: a run
+saves through the processes that Ray has. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends ahead,
+goes to the drivers, and Ray stays.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
 from rollcall.cluster.bootstrap import is_running, stop_node
-from rollcall.cluster.state import ClusterError, NodeRecord, read_record
+from rollcall.cluster.processes import find_processes, read_command, signal_processes
+from rollcall.cluster.state import ClusterError, NodeRecord, Process, read_record, state_dir
+from rollcall.stop import SAME_S
 
 LOOK_EVERY_S = 1.0
+SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
+DRIVER = "rollcall.cluster.job_driver"
+IDLE = "ray::IDLE"  # the title of a Ray worker that nobody uses
 
 
-def hold(record: NodeRecord, *, say: Callable[[str], None]) -> None:
+class Told:
+    """What signals have asked for."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+        self.hurry = threading.Event()
+        self.ahead = threading.Event()
+        self._since = 0.0
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        if number == signal.SIGUSR1:
+            self.ahead.set()
+        elif not self.end.is_set():
+            self._since = time.monotonic()
+            self.end.set()
+        elif time.monotonic() - self._since >= SAME_S:
+            self.hurry.set()
+
+
+def hold(record: NodeRecord, *, say: Callable[[str], None], save_s: float = SAVE_S) -> None:
     """Return when SIGTERM or Ctrl-C has stopped the node, or `rollcall down` has; an error if Ray died by itself."""
-    told = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        told.set()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    told = Told()
+    before = {number: signal.signal(number, told.hear) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        while not told.wait(LOOK_EVERY_S):
+        while not told.end.wait(LOOK_EVERY_S):
             if os.getpid() == 1:
                 _reap()
+            if told.ahead.is_set():
+                told.ahead.clear()
+                signal_processes(drivers(record), signal.SIGUSR1)
             if is_running(record):
                 continue
             now = read_record(record.cluster)
@@ -37,11 +67,34 @@ def hold(record: NodeRecord, *, say: Callable[[str], None]) -> None:
                 f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
                 f"its logs are in {record.temp_dir}/session_latest/logs; start it again with `rollcall node`"
             )
+        _let_save(record, told, say=say, save_s=save_s)
         say(f"stopping Ray on this node (rank {record.rank} of cluster {record.cluster!r})")
         stop_node(record.cluster)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def drivers(record: NodeRecord) -> list[Process]:
+    """Of the runs that were submitted to this cluster and are driven from this node."""
+    found = find_processes(state_dir(record.cluster), recorded=record.processes)
+    return [entry.process for entry in found if DRIVER in read_command(entry.process.pid)]
+
+
+def has_run(record: NodeRecord) -> bool:
+    """Whether some process of Ray's works here for somebody."""
+    found = find_processes(state_dir(record.cluster), recorded=record.processes)
+    titles = (read_command(entry.process.pid) for entry in found)
+    return any(title.startswith("ray::") and not title.startswith(IDLE) for title in titles)
+
+
+def _let_save(record: NodeRecord, told: Told, *, say: Callable[[str], None], save_s: float) -> None:
+    signal_processes(drivers(record), signal.SIGTERM)
+    deadline = time.monotonic() + save_s
+    if has_run(record):
+        say(f"waiting at most {save_s:g} s for the run on this node to save; a second signal stops Ray at once")
+    while has_run(record) and time.monotonic() < deadline and not told.hurry.wait(0.3):
+        continue
 
 
 def _reap() -> None:

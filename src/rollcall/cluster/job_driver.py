@@ -2,20 +2,31 @@
 
 A controller that ends by itself, well or with an error, has said why, and its status is the job's. One that a signal ended
 (out of memory, a crash of a library, someone's `kill -9`) is started again, and goes on from the run directory alone;
-`trainer.max_restarts` in `trainer.restart_window_s` bound how often. Being told to stop is no such end.
+`trainer.max_restarts` in `trainer.restart_window_s` bound how often. Being told to stop is no such end: the signal goes to
+the controller, which saves.
+
+The job's secrets are opened here and are the controller's variables. What it and its children print is passed on redacted,
+since Ray keeps it in a file.
 """
 
 from __future__ import annotations
 
+import codecs
+import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from rollcall.attempts import Budget, RestartsSpentError
+from rollcall.cluster.environment import SEALED, open_sealed
+from rollcall.cluster.state import ClusterError
 from rollcall.config import load_config
+from rollcall.redact import Redactor
 
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+QUIET_S = 1.0  # a line's beginning that waits for its rest is passed on after this
 
 
 class ControllerKilledError(RuntimeError):
@@ -23,9 +34,14 @@ class ControllerKilledError(RuntimeError):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`rollcall train` with these arguments until it ends by itself or is told to; returns its status."""
+    """`rollcall train` with these arguments."""
     trainer = load_config(arguments[0], list(arguments[1:])).trainer
     budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
+    return supervise([sys.executable, "-m", "rollcall", "train", *arguments], budget=budget)
+
+
+def supervise(command: Sequence[str], *, budget: Budget) -> int:
+    """The controller until it ends by itself or is told to; returns its status."""
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -36,8 +52,15 @@ def run(arguments: Sequence[str]) -> int:
 
     for number in ASKED:
         signal.signal(number, stop)
+    open_sealed()
+    environ = {name: value for name, value in os.environ.items() if name != SEALED}
     while True:
-        child = subprocess.Popen([sys.executable, "-m", "rollcall", "train", *arguments])
+        if asked:  # between two controllers
+            return 128 + asked[-1]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ)
+        if asked:  # while it was being made
+            child.send_signal(asked[-1])
+        pass_on(child)
         status = child.wait()
         if status >= 0:
             return status
@@ -52,5 +75,24 @@ def run(arguments: Sequence[str]) -> int:
         print(f"{why}; it is started again and goes on from the run directory", file=sys.stderr, flush=True)
 
 
+def pass_on(child: subprocess.Popen[bytes]) -> None:
+    """What it prints, redacted, until it has ended."""
+    assert child.stdout is not None
+    redactor, decoder = Redactor(), codecs.getincrementaldecoder("utf-8")("replace")
+    with child.stdout as stream:
+        pipe = stream.fileno()
+        while True:
+            ready, _, _ = select.select([pipe], [], [], QUIET_S)
+            piece = os.read(pipe, 2**16) if ready else b""
+            text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
+            os.write(1, text.encode())
+            # Whoever the controller left behind may hold the pipe open.
+            if not piece and (ready or child.poll() is not None):
+                return
+
+
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except (ClusterError, ValueError) as problem:
+        sys.exit(f"error: {problem}")

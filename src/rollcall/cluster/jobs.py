@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import os
 import re
 import secrets
@@ -35,7 +36,9 @@ PREFIX = "rollcall-"
 LATEST = "latest"
 UPLOAD_S = 120.0
 START_S = 180.0  # a submitted job starts within this
-STOP_S = 60.0  # a stopped one has ended
+STOP_S = 60.0  # a stopped one has ended, once it has saved
+SAVE_S = 300  # for that, after trainer.stop_grace_s; then Ray kills it
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
 LOST_S = 120.0  # while following: the head has not answered for so long
 TELL_EVERY_S = 5.0
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
@@ -85,6 +88,7 @@ class Jobs:
         """Send the run's code and start its driver; returns as soon as Ray has it."""
         named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
+        environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
         config = resolve_paths(config, folder=folder, record=record)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         job_id = _new_id(config.run.name)
@@ -183,11 +187,12 @@ class Jobs:
                 say(f"lost the connection to {self.where} ({lost}); trying again")
                 time.sleep(2.0)
 
-    def stop(self, job_id: str, *, say: Callable[[str], None], timeout_s: float = STOP_S) -> Job:
-        """Stop it and wait until it has ended; a job that is over stays as it is."""
+    def stop(self, job_id: str, *, say: Callable[[str], None], timeout_s: float | None = None) -> Job:
+        """Stop it and wait until it has saved and ended; a job that is over stays as it is."""
         job = self.job(job_id)
         if job.is_over:
             return job
+        timeout_s = STOP_S + float(self._variables(job_id).get(STOP_WAIT, 0)) if timeout_s is None else timeout_s
         began = told = time.monotonic()
         asked = False
         while not job.is_over:
@@ -197,7 +202,7 @@ class Jobs:
             if now - began >= timeout_s:
                 raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
             if now - told >= TELL_EVERY_S:
-                say(f"waiting for {job_id} to end ({now - began:.0f} s)")
+                say(f"waiting for {job_id} to save and to end ({now - began:.0f} s)")
                 told = now
             time.sleep(0.3)
             job = self.job(job_id)
@@ -212,8 +217,11 @@ class Jobs:
 
     def _learn_secrets(self, job_id: str) -> None:
         """What came sealed with the job is redacted in its log here, too."""
-        variables = (self._details(job_id).get("runtime_env") or {}).get("env_vars") or {}
-        remember(sealed_values(variables, token=self._token).values())
+        remember(sealed_values(self._variables(job_id), token=self._token).values())
+
+    def _variables(self, job_id: str) -> dict[str, str]:
+        """Those that the job was given."""
+        return (self._details(job_id).get("runtime_env") or {}).get("env_vars") or {}
 
     def _upload(self, uri: str, data: bytes) -> None:
         path = f"/api/packages/{uri.replace('://', '/')}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.cluster.state import ClusterError, Process
+from rollcall.cluster.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR, ClusterError, Process
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
@@ -61,16 +61,16 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
     found = find_processes(folder, recorded=recorded)
     known.update({entry.process.pid: entry.process for entry in found})
     raylets = [entry.process for entry in found if entry.name == RAYLET]
-    _signal(raylets, signal.SIGTERM)
+    signal_processes(raylets, signal.SIGTERM)
     _wait(lambda: [process for process in raylets if process.is_alive()], seconds=GRACE_S)
-    _signal(remaining(), signal.SIGTERM)
+    signal_processes(remaining(), signal.SIGTERM)
     _wait(remaining, seconds=2.0)
     deadline = time.monotonic() + KILL_S
     while left := remaining():
-        _signal(left, signal.SIGKILL)
+        signal_processes(left, signal.SIGKILL)
         _wait(remaining, seconds=1.0)
         if time.monotonic() > deadline:
-            named = ", ".join(f"{process.pid} ({_command(process.pid)})" for process in left)
+            named = ", ".join(f"{process.pid} ({read_command(process.pid)[:80]})" for process in left)
             raise ClusterError(f"these processes do not end, even when killed: {named}")
     return len(known)
 
@@ -80,7 +80,46 @@ def command_names(processes: Iterable[Process]) -> set[str]:
     return {_name(process.pid) for process in processes if process.is_alive()}
 
 
-def _signal(processes: Iterable[Process], number: int) -> None:
+def is_coming_up(cluster: str) -> bool:
+    """Whether a `rollcall node` of this user, for this cluster, is at work on this node."""
+    root = os.environ.get(STATE_DIR, "")
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit() or int(path.name) == os.getpid():
+            continue
+        try:
+            words = os.fsdecode((path / "cmdline").read_bytes()).split("\0")
+            environment = os.fsdecode((path / "environ").read_bytes()).split("\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or someone else's
+        variables = {name: value for name, _, value in (line.partition("=") for line in environment)}
+        if _node_cluster(words, variables) == cluster and variables.get(STATE_DIR, "") == root:
+            return True
+    return False
+
+
+def _node_cluster(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """Which cluster this command starts a node of; None: it is another command.
+
+    >>> _node_cluster(["python", "-m", "rollcall", "node", "--cluster=mine"], {})
+    'mine'
+    >>> _node_cluster(["python", "/bin/rollcall", "node", "--rank", "1"], {})
+    'default'
+    >>> _node_cluster(["python", "-m", "rollcall", "check", "8"], {}) is None
+    True
+    """
+    names = [os.path.basename(word) for word in words[:4]]
+    if "rollcall" not in names or words[names.index("rollcall") + 1 :][:1] != ["node"]:
+        return None
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        if option == "--cluster":
+            return value
+        if option.startswith("--cluster="):
+            return option.removeprefix("--cluster=")
+    return variables.get(CLUSTER) or DEFAULT_CLUSTER
+
+
+def signal_processes(processes: Iterable[Process], number: int) -> None:
+    """Those of them that are alive."""
     for process in processes:
         try:
             if process.is_alive():
@@ -126,9 +165,10 @@ def _name(pid: int) -> str:
         return ""
 
 
-def _command(pid: int) -> str:
+def read_command(pid: int) -> str:
+    """Its command line, or the title that it gave itself."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-    return words[:80]
+    return words
