@@ -518,6 +518,7 @@ class Controller:
         await self._call(self._log, step, {"time/save_s": time.perf_counter() - saving})
 
     def _write_checkpoint(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
+        self._write_samples(step, "train", batch.groups[:8])  # first: what a kill leaves half done is then done again
         cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
         headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         scores = {one.metric: evaluation.metrics()[one.metric] for one in (ACCURACY, REWARD)} if evaluation else {}
@@ -534,7 +535,6 @@ class Controller:
         except Exception as error:
             self._tell_divergence(error, step=step, lost="this step was not saved")
             raise
-        self._write_samples(step, "train", batch.groups[:8])
         self._unsaved = None
 
     def _export(self) -> None:
