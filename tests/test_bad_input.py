@@ -31,6 +31,7 @@ from test_journal import small_disk, unmount
 from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
+from rollcall.cluster.failures import WorkerError
 from rollcall.cluster.local import Workers
 from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError
@@ -40,6 +41,7 @@ from rollcall.engine.native import engine as native_engine
 from rollcall.journal import Journal, JournalError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.model import ModelError
+from rollcall.learner.optimizer import NonFiniteError
 from rollcall.types import Completion
 
 
@@ -297,6 +299,18 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
     latest = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1).latest()
     assert (latest.step if latest else 0) == steps - 1 and not (config.run.dir / "model").exists()
     assert finish(config)["steps"] == steps
+
+
+def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: Workers, directory: Path) -> None:
+        told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
+        raise told from NonFiniteError("the actor's lm_head.weight hold NaN or infinite values")
+
+    monkeypatch.setattr(Workers, "write_checkpoint", write)
+    with pytest.raises(
+        RunError, match=r"step 2: the actor's lm_head\.weight .*this step was not saved.*Lower actor\.lr"
+    ):
+        finish(make_run(tmp_path))
 
 
 def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
