@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 240.0
+WAIT_S = 600.0
 NO_HUB = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{tempfile.gettempdir()}/rollcall-tests-have-no-hub"}  # read by importing
 IMPORTED = [
     "rollcall.train", "rollcall.evaluate_run", "rollcall.cli.main", "torch.distributed.fsdp",

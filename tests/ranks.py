@@ -16,7 +16,7 @@ from rollcall.cluster.address import interface_of
 from rollcall.door import listen_at, new_secret
 from rollcall.meeting import Place
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 class Ranks:

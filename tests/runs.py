@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from commands import fork_context
+from commands import WAIT_S, fork_context
 from safetensors.numpy import load_file
 from tiny import save_model
 
@@ -116,10 +116,10 @@ def run_in_child(config: Config, kill: Kill | None = None) -> int:
     """Exit code of a process that trains; it starts in a fraction of the seconds that importing torch takes."""
     child = fork_context().Process(target=_child, args=(dump_config(config), str(config.run.dir), kill))
     child.start()
-    child.join(timeout=120)
+    child.join(timeout=WAIT_S)
     if child.exitcode is None:
         child.kill()
-        raise AssertionError("the child neither ended nor was killed within 120 s")
+        raise AssertionError(f"the child neither ended nor was killed within {WAIT_S:g} s")
     return child.exitcode
 
 

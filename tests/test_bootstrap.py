@@ -31,7 +31,7 @@ from rollcall.cluster.rendezvous import Rendezvous
 from rollcall.cluster.state import ClusterError, NodeRecord, Process, read_record, read_token, state_dir, write_record
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 180.0
+WAIT_S = 600.0
 LAUNCHER_VARIABLES = {name for rank, counts in LAUNCHERS for name in (rank, *counts)}
 
 
@@ -282,7 +282,7 @@ def test_a_second_cluster_lives_beside_the_first_and_ends_alone(
 
 
 def wait_for_record(cluster: str) -> NodeRecord:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_S
     while (record := read_record(cluster)) is None:
         assert time.monotonic() < deadline, f"no record of cluster {cluster}"
         time.sleep(0.1)
@@ -398,7 +398,7 @@ def test_processes_are_found_by_their_mark_session_or_parent_and_only_those_are_
 
 def wait_for_processes(folder: Path, *, count: int, recorded: Process | None) -> list[int]:
     assert recorded is not None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + WAIT_S
     while len(found := find_processes(folder, recorded=[recorded])) != count or "bash" in {e.name for e in found}:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from rollcall.config import load_config
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-WAIT_S = 120.0
+WAIT_S = 600.0
 SUMMARY_KEYS = (
     "steps", "seconds", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",
     "logprob_mismatch", "peak_memory_gib",
@@ -291,7 +291,7 @@ from pathlib import Path
 
 def score(*row):
     is_late = Path("runs/tiny/checkpoints/step-000003").exists() and not Path("go").exists()
-    time.sleep(0.3 if is_late else 0.01)
+    time.sleep(2.0 if is_late else 0.01)
     return 0.0
 """
 

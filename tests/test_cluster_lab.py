@@ -19,7 +19,7 @@ from lab.cluster import NODE_S, LabCluster, bring_up, leftovers, own_files, publ
 
 pytestmark = [needs_lab, pytest.mark.chaos]
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 CLUSTER = "beside"
 HTTP = """
 import sys, urllib.error, urllib.request
@@ -316,7 +316,7 @@ def test_down_stops_that_cluster_alone_and_leaves_nothing_of_it(lab_cluster: Lab
         result = rollcall(host, "down", "--cluster", CLUSTER)
         assert result.returncode == 0 and f"processes of cluster '{CLUSTER}'" in result.stdout, result.stderr
         assert processes_of(CLUSTER, host) == []
-        assert [path.name for path in own_files(host) if CLUSTER in path.parts and path.is_file()] == ["lock"]
+        assert [path for path in own_files(host) if CLUSTER in path.parts and path.is_file()] == []
     assert [path for path in (lab_cluster.rendezvous / CLUSTER).rglob("*") if path.is_file()] == []
     assert [processes_of("default", host) for host in beside] == before
     assert ranks_alive(lab_cluster.head) == [0, 1, 2, 3]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from rollcall.config import Config, ConfigError, dump_config, parse_config
 from rollcall.journal import Journal
 from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
 
-WAIT_S = 180.0
+WAIT_S = 600.0
 
 
 def until(true: Callable[[], Any], *, what: str) -> None:
@@ -126,6 +127,17 @@ def test_a_folder_that_others_may_open_is_refused(tmp_path: Path) -> None:
 # Signs of life
 
 
+def test_a_master_that_has_just_appeared_is_not_said_to_stand_still(tmp_path: Path) -> None:
+    worker, told = FolderWorker(tmp_path, rank=1, num_nodes=2), list[str]()
+    worker._label = "m-w-1"
+    worker._master.facts = {"host": "one", "pid": 7, "state": HERE}
+    worker._wait_for_master(SimpleNamespace(tell=told.append), waited_s=0.0)  # type: ignore[arg-type]
+    assert told == ["the master on one (process 7) has appeared; waiting to see its counter move"]
+    worker._master._since -= 30
+    worker._wait_for_master(SimpleNamespace(tell=told.append), waited_s=0.0)  # type: ignore[arg-type]
+    assert told[1].startswith("the master on one (process 7) has not moved for 30 s; waiting for it")
+
+
 def test_a_process_is_alive_when_its_counter_moves_and_not_because_its_file_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +197,7 @@ def echoes(share: Path, *, num_nodes: int = 2) -> Iterator[tuple[WorkerGroup, li
             yield WorkerGroup(cluster=cluster, remote_worker_builder=builder, name_prefix="echo"), nodes
         for node in nodes:
             if node.process.poll() is None:
-                assert node.process.wait(timeout=60) == 0, "a worker ends when the run does"
+                assert node.process.wait(timeout=WAIT_S) == 0, "a worker ends when the run does"
     finally:
         for node in nodes:
             node.kill()
@@ -218,7 +230,7 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
 def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_its_seat(share: Path) -> None:
     with echoes(share) as (group, nodes):
         slow = group.run_single_worker_single_data("sleep", 1, 600)
-        time.sleep(1)
+        until(lambda: not names(node_folder(share / MESSAGES, 1) / INBOX), what="the call to be taken")
         nodes[0].kill()
         nodes.append(Node(share, 1, num_nodes=2))
         with pytest.raises(WorkerDiedError, match="echo rank 1 on node 1 .* is dead: another process took its place"):
@@ -420,7 +432,7 @@ def test_a_killed_worker_and_a_killed_master_are_started_again_and_every_draw_is
 def test_a_worker_says_goodbye_on_sigterm_and_the_master_names_it(share: Path) -> None:
     with echoes(share) as (group, nodes):
         nodes[0].process.terminate()
-        assert nodes[0].process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert nodes[0].process.wait(timeout=WAIT_S) == 128 + signal.SIGTERM
         with pytest.raises(WorkerDiedError, match=r"echo rank 1 on node 1 .*it said goodbye \(SIGTERM\)"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes.clear()

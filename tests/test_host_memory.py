@@ -1,66 +1,69 @@
-"""Freed memory stays with the process, seen by the kernel's count of page faults."""
+"""Freed memory stays with the process: what the C library is asked for. What a kernel makes of it is its own affair."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
-from pathlib import Path
+import ctypes
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-glibc_only = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="other C libraries than glibc are left as they are"
-)
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+from rollcall import host_memory as module
+from rollcall.host_memory import LARGE_PAGE, keep_freed_memory
 
-FAULTS = """
-import resource, sys, threading, torch
-from rollcall.host_memory import keep_freed_memory
+BLOCK = 5 * LARGE_PAGE + 4096  # not at the start of a large page, as malloc gives them
 
-if sys.argv[1] == "keep":
+
+class Recorded:
+    """A function of a C library, with types to be set on it."""
+
+    def __init__(self, result: Any = 1) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._result = result
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls.append(args)
+        return self._result
+
+
+def libc(*, block: int | None = BLOCK) -> SimpleNamespace:
+    return SimpleNamespace(mallopt=Recorded(), malloc=Recorded(block), free=Recorded(None), madvise=Recorded(0))
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, library: SimpleNamespace) -> SimpleNamespace:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     keep_freed_memory()
-
-def work():
-    for _ in range(20):  # the first few find no hole of their size
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.zeros(80 << 20, dtype=torch.uint8).fill_(1)
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-
-found = []
-thread = threading.Thread(target=work)  # learners are called from threads
-thread.start()
-thread.join()
-print(found[-1])
-"""
+    return library
 
 
-def faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=120)
-    return int(done.stdout)
+def test_large_blocks_come_from_a_heap_that_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict(keep(monkeypatch, libc()).mallopt.calls)
+    assert asked[module._MMAP_MAX] == 0 and asked[module._TRIM_THRESHOLD] == -1
+    assert asked[module._ARENA_MAX] == 1, "arenas of threads hold no large blocks, and learners are called from threads"
 
 
-@glibc_only
-def test_a_large_tensor_that_is_made_again_costs_no_page_faults() -> None:
-    assert faults("keep") < 1000 < faults("leave"), "80 MiB are 20,480 pages"
+def test_large_pages_are_asked_for_inside_the_block_and_the_block_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = keep(monkeypatch, libc())
+    ((size,),) = library.malloc.calls
+    ((start, length, advice),) = library.madvise.calls
+    assert start % LARGE_PAGE == 0 and length % LARGE_PAGE == 0 and advice == module._MADV_HUGEPAGE
+    assert start >= BLOCK and BLOCK + size - LARGE_PAGE < start + length <= BLOCK + size
+    assert library.free.calls == [(BLOCK,)]
 
 
-LARGE = """
-import re, torch
-from pathlib import Path
-from rollcall.host_memory import keep_freed_memory
-
-keep_freed_memory()
-kept = torch.zeros(80 << 20, dtype=torch.uint8).fill_(1)
-print(re.search(r"AnonHugePages: *(\\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1])
-"""
+def test_without_room_for_the_block_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = keep(monkeypatch, libc(block=None))
+    assert library.mallopt.calls and not library.madvise.calls and not library.free.calls
 
 
-@glibc_only
-@pytest.mark.skipif(
-    not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
-    reason="this kernel gives large pages to everyone or to nobody, not to who asks",
-)
-def test_a_large_tensor_is_in_large_pages() -> None:
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout) >= 20 << 10  # KiB; the kernel may be short of some
+def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(monkeypatch, SimpleNamespace())  # it has no mallopt
+
+
+def test_the_c_library_of_this_machine_takes_what_it_is_asked_for() -> None:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        pytest.skip("other C libraries than glibc are left as they are")
+    assert library.mallopt(module._TOP_PAD, 64 << 20) == 1, "glibc answers 1 where it knows the setting"

@@ -19,7 +19,7 @@ from rollcall.config import Config, dump_config
 from rollcall.redact import REDACTED
 from rollcall.stop import STOPPED
 
-WAIT_S = 180.0
+WAIT_S = 600.0
 TOKEN, SECRET = "the-clusters-own-token", "wandb-5e77a9-not-for-you"
 SLOW = """
 import time

@@ -38,7 +38,7 @@ from rollcall.config import Config, parse_config
 from rollcall.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]
-WAIT_S = 240.0
+WAIT_S = 600.0
 SECRET = "wandb-5e77a9-not-for-you"
 
 

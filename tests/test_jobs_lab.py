@@ -15,7 +15,7 @@ from lab.cluster import ENV, LabCluster, bring_up, rollcall
 from lab.lab import Host
 from tiny import save_model
 
-WAIT_S = 240.0
+WAIT_S = 600.0
 CLUSTER = "open"
 SECRET = "wandb-5e77a9-not-for-you"
 

@@ -17,7 +17,7 @@ from lab.lab import PREFIX, sweep
 
 pytestmark = [needs_lab, pytest.mark.chaos]
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 
 LISTEN = """
 import socket, sys

@@ -185,7 +185,7 @@ import sys, time
 from pathlib import Path
 from rollcall import lease as module
 module._place = lambda: "another boot"
-module.BEAT_S, module.SURE_S = 0.1, 0.3
+module.BEAT_S, module.SURE_S = 0.1, 2.0
 run_dir = Path(sys.argv[1])
 with module.hold(run_dir) as lease:
     print("held", flush=True)
@@ -198,16 +198,19 @@ with module.hold(run_dir) as lease:
 """
 
 
-def test_a_holder_that_was_frozen_while_another_took_over_writes_nothing_more(tmp_path: Path, hurried: None) -> None:
+def test_a_holder_that_was_frozen_while_another_took_over_writes_nothing_more(
+    tmp_path: Path, hurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WATCH_S", 3.0)  # as ever, longer than a holder is sure of itself
     other = held_by_another(tmp_path / "run", FROZEN)
-    time.sleep(0.3)
+    while not (tmp_path / "written").exists() or not (tmp_path / "written").stat().st_size:
+        time.sleep(0.01)
     other.send_signal(signal.SIGSTOP)
     os.waitpid(other.pid, os.WUNTRACED)
     written = (tmp_path / "written").stat().st_size
-    assert written
     with hold(tmp_path / "run", say=lambda text: None):
         other.send_signal(signal.SIGCONT)
-        assert other.wait(timeout=20) == 1
+        assert other.wait() == 1
         assert (tmp_path / "written").stat().st_size == written
     other.communicate()
 

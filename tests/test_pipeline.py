@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -38,17 +39,19 @@ ORDERS = ("in_order", "as_completed")
 
 def test_a_call_in_a_thread_leaves_the_loop_free_and_brings_its_result_or_error() -> None:
     async def work() -> tuple[str, int]:
-        ticks = 0
-        call = asyncio.ensure_future(in_thread(lambda: time.sleep(0.1) or "done"))
+        ticks, enough = 0, threading.Event()
+        call = asyncio.ensure_future(in_thread(lambda: enough.wait() and "done"))
         while not call.done():
             await asyncio.sleep(0.001)
             ticks += 1
+            if ticks == 5:
+                enough.set()
         with pytest.raises(KeyError, match="missing"):
             await in_thread({}.__getitem__, "missing")
         return await call, ticks
 
     result, ticks = asyncio.run(work())
-    assert result == "done" and ticks > 3
+    assert result == "done" and ticks >= 5
 
 
 def test_a_cancelled_call_does_not_hold_up_the_end() -> None:

@@ -256,7 +256,7 @@ def fragile(num_rollouts: int, **options: Any) -> tuple[FragileGroup, RemoteEngi
 
 def finish_all(engine: RemoteEngine, each_time: Callable[[int], None] = lambda num_finished: None) -> list[str]:
     done: list[str] = []
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while engine.num_unfinished:
         done += [item.request_id for item in engine.poll()]
         each_time(len(done))
@@ -472,5 +472,5 @@ def test_a_lost_actor_ends_the_attempt_and_the_next_one_goes_on(
     summary = train(config, quiet=True)
     assert summary["steps"] == STEPS and len(saboteur.built) == 2
     pids = {meta["pid"] for meta in saboteur.built[0].team.group.worker_metadata}
-    assert not any(look(pid, Path("/nonexistent")).is_alive for pid in pids), "the survivors were ended too"
+    assert not any(look(pid).is_alive for pid in pids), "the survivors were ended too"
     check_whole(config, undisturbed)

@@ -103,7 +103,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 600
     while time.monotonic() < end_s and any(map(is_running, pids)):
         time.sleep(0.02)
     return [pid for pid in pids if is_running(pid)]
@@ -350,7 +350,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
-    rewards = [FunctionReward(path="my_rewards:wild", timeout_s=1.0), ExactReward(weight=0.5)]
+    rewards = [FunctionReward(path="my_rewards:wild", timeout_s=3.0), ExactReward(weight=0.5)]
     texts = ("46", "hang", "raise", "nan", "die", "text", "exit", "hang in C", "46", "45")
     with Scorer(rewards, num_workers=2, model_rewards={}) as scorer:
         for key in range(3):
@@ -369,7 +369,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
     assert (raised.prompt_id, raised.completion, raised.reward) == ("sums:7", "raise", "wild")
     assert "my_rewards.py" in raised.why and "worker.py" not in raised.why
     assert results[1][2].errors["wild"] == "raised: KeyError: 'no such thing'"
-    assert results[1][1].errors["wild"] == "hung: no score within timeout_s=1"
+    assert results[1][1].errors["wild"] == "hung: no score within timeout_s=3"
     assert any("my_rewards.py" in failure.why for failure in scorer.failures if failure.completion == "hang in C")
     assert any("exit status 3" in failure.why for failure in scorer.failures if failure.kind == "died")
     assert not wait_until_gone(pids)
@@ -415,7 +415,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced()
         (frozen,) = pool.pids
         os.kill(frozen, signal.SIGSTOP)
         items = [Item(0, "", text, long, {}) for text in ("a", long)]
-        pool.submit([Task(ticket=ticket, item=item, timeout_s=1.0) for ticket, item in enumerate(items)])
+        pool.submit([Task(ticket=ticket, item=item, timeout_s=3.0) for ticket, item in enumerate(items)])
         results = []
         while pool.num_pending:
             results += pool.poll(5)
@@ -436,10 +436,10 @@ def test_an_item_over_its_limit_is_an_error_even_if_nobody_polled_in_time(
 
 def test_the_limit_is_for_each_item_and_not_for_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
-    reward = FunctionReward(path="my_rewards:slow", timeout_s=1.5)
+    reward = FunctionReward(path="my_rewards:slow", timeout_s=3.5)
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
-        scores = scorer.score(a_prompt(), completions_of(*"abcdefghij"))
-    assert [score.value for score in scores] == [1.0] * 10
+        scores = scorer.score(a_prompt(), completions_of(*"abcdefghijabcdefghij"))
+    assert [score.value for score in scores] == [1.0] * 20
 
 
 def test_the_work_is_spread_over_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

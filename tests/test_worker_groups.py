@@ -336,7 +336,7 @@ def test_the_local_backend_can_be_chosen_from_outside():
         "import sys; assert 'ray' not in sys.modules"
     )
     env = {**os.environ, "ROLLCALL_BACKEND": "local", "PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "[0, 1]", done.stderr
 
 
@@ -347,7 +347,7 @@ def test_importing_the_package_imports_neither_ray_nor_torch():
         "assert all(hasattr(rollcall.cluster, name) for name in rollcall.cluster.__all__)\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_leased_port_is_given_to_nobody_else_until_it_is_used():
@@ -408,7 +408,7 @@ def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_p
     )
     env = {**os.environ, "RAY_ADDRESS": "192.0.2.77:1", "ROLLCALL_STATE_DIR": str(tmp_path)}
     env["RAY_raylet_start_wait_time_s"] = "120"
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "2 [('0', '1')]", done.stderr
 
 
@@ -496,7 +496,7 @@ def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(
     import ray
 
     assert groups("ray").cluster.world_size() == 4  # two slots of each node
-    deadline = time.monotonic() + 60  # Ray frees the slots of clusters that are gone in its own time
+    deadline = time.monotonic() + 600  # Ray frees the slots of clusters that are gone in its own time
     while ray.available_resources().get("GPU", 0) < 2 * SLOTS - 4 and time.monotonic() < deadline:
         time.sleep(0.2)
     with VirtualCluster([SLOTS - 2]) as first, VirtualCluster([1]) as second:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lab.lab import Host
 
 from rollcall.cluster.actor import MARK
-from rollcall.cluster.pulse import PREFIX as PULSE
+from rollcall.cluster.pulse import PULSE
 
 
 def rank_of(pid: int) -> int | None:
@@ -17,7 +17,7 @@ def rank_of(pid: int) -> int | None:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    found = re.search(rf"{PULSE}-[0-9a-f]+-(\d+)", maps)
+    found = re.search(rf"{PULSE}-(\d+)", maps)
     return int(found.group(1)) if found else None
 
 

@@ -104,8 +104,8 @@ def own_files(host: Host) -> list[Path]:
 def leftovers(hosts: Sequence[Host]) -> dict[str, list[str]]:
     """By host, what a cluster has left there: processes, files in the host's own folders, sockets that listen.
 
-    Not counted: the empty lock by which two commands take turns, and what Ray's dashboard leaves of `multiprocessing`
-    when it is told to end (2.60).
+    Not counted: empty folders that later commands look into, and what Ray's dashboard leaves of `multiprocessing` when it
+    is told to end (2.60).
     """
     found: dict[str, list[str]] = {}
     for host in hosts:
@@ -120,7 +120,7 @@ def _inside(host: Host, path: Path) -> Path:
     return Path("/", path.relative_to(host.root))
 
 
-_TOLERATED = re.compile(r"/tmp/rollcall-0(/[^/]+(/lock)?)?$|/tmp/pymp-")
+_TOLERATED = re.compile(r"/tmp/rollcall-0(/[^/]+)?$|/tmp/pymp-")
 _LISTENING = """
 for name in ("tcp", "tcp6"):
     for line in open(f"/proc/net/{name}").readlines()[1:]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from rollcall.cluster.dispatch import Drop, trim
 from rollcall.cluster.failures import RemoteFailureError
-from rollcall.cluster.pulse import Pulse, pulse_path, remove_pulses, stacks_path, write_stacks_on_signal
+from rollcall.cluster.pulse import Pulse, write_stacks_on_signal
 from rollcall.importing import uncollected
 
 MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start
@@ -99,9 +99,8 @@ class Host:
 
         open_sealed()
         os.environ.update(env)
-        mark, rank = os.environ[MARK], int(env["RANK"])
-        write_stacks_on_signal(stacks_path(mark, rank))
-        self._pulse = Pulse(pulse_path(mark, rank))
+        write_stacks_on_signal()
+        self._pulse = Pulse(int(env["RANK"]))
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
@@ -120,7 +119,6 @@ class Host:
 def end_group(mark: str, *, timeout_s: float) -> list[int]:
     """Kill every process on this node that carries the group's mark; returns those still there at the deadline."""
     deadline = time.monotonic() + timeout_s
-    remove_pulses(mark)
     while marked := [pid for pid in marked_processes(mark) if pid != os.getpid()]:
         if time.monotonic() > deadline:
             return marked

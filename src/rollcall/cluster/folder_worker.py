@@ -41,6 +41,7 @@ from rollcall.cluster.folder_layout import (
     refuse_second,
 )
 from rollcall.cluster.mailbox import (
+    SILENT_S,
     Inbox,
     Peer,
     Presence,
@@ -157,6 +158,10 @@ class FolderWorker:
             what = (
                 f"the master on {facts['host']} broke off ({facts['why']}); waiting for it to be started again with the same "
                 "command"
+            )
+        elif self._master.silent_s < SILENT_S:
+            what = (
+                f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see its counter move"
             )
         else:
             what = (

@@ -3,7 +3,8 @@
 The worker writes its pulse from the thread that does the work, into a small file that only its own node reads: a process
 whose interpreter hangs in a call is thus seen as busy with that call, and one that is stopped as stopped. ``look`` reads
 pulses and ``/proc``; ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that needs no
-cooperation of its Python code.
+cooperation of its Python code. Both files are in memory and in no folder: others open them through ``/proc``, and they are
+gone with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-FOLDER = Path("/dev/shm")
-PREFIX = "rollcall-pulse"
+PULSE, STACKS = "rollcall-pulse", "rollcall-stacks"
 STACKS_SIGNAL = signal.SIGUSR2
 PAGE = 4096  # bytes of a pulse
 METHOD_BYTES = 64
@@ -30,20 +29,6 @@ BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, since when, calls done, 
 WORTH_S = 0.5  # by how much a call must be longer than the longest before it to be told
 STACKS_WAIT_S = 3.0
 SETTLED_S = 0.2  # stacks that have not grown for so long are complete
-
-
-def pulse_path(mark: str, rank: int) -> Path:
-    """Where the worker of this rank of the marked group has its pulse."""
-    return FOLDER / f"{PREFIX}-{mark}-{rank}"
-
-
-def stacks_path(mark: str, rank: int) -> Path:
-    return FOLDER / f"{PREFIX}-{mark}-{rank}.stacks"
-
-
-def remove_pulses(mark: str) -> None:
-    for path in FOLDER.glob(f"{PREFIX}-{mark}-*"):
-        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +46,10 @@ class Seen:
 class Pulse:
     """Written by the worker, around each of its calls: a few bytes of shared memory, so that a call costs nothing by it."""
 
-    def __init__(self, path: Path) -> None:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(file, PAGE)
-        self._memory = mmap.mmap(file, PAGE)
-        os.close(file)
+    def __init__(self, rank: int) -> None:
+        self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open: others find it so
+        self._file.truncate(PAGE)
+        self._memory = mmap.mmap(self._file.fileno(), PAGE)
         self._num_done = 0
         self._longest_s: dict[str, float] = {}
         self._write("", 0.0)
@@ -93,26 +77,30 @@ class Pulse:
         self._memory[BEAT.size :] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
 
 
-def write_stacks_on_signal(path: Path) -> None:
-    """From now on, ``STACKS_SIGNAL`` makes this process add the stacks of all its threads to the file."""
-    file = path.open("a")  # held open for good: the handler writes to its descriptor
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    _kept.append(file)
+def write_stacks_on_signal() -> None:
+    """From now on, ``STACKS_SIGNAL`` makes this process add the stacks of all its threads to a file in its memory."""
+    if _open_file(os.getpid(), STACKS) is None:
+        faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(STACKS), all_threads=True)
 
 
-_kept: list[Any] = []
-
-
-def look(pid: int, pulse: Path) -> Seen:
+def look(pid: int) -> Seen:
     """The process and its pulse, now."""
     state = process_state(pid)
     if state in ("", "Z", "X"):
         return Seen(is_alive=False, state=state)
+    pulse = _open_file(pid, PULSE)
+    if pulse is None:  # not made yet
+        return Seen(is_alive=True, state=state)
     try:
         data = pulse.read_bytes()
         method, since_s, num_done, again = BEAT.unpack_from(data)
         longest_s = json.loads(data[BEAT.size :].rstrip(b"\0") or b"{}")
-    except (FileNotFoundError, ValueError, struct.error):  # not written yet, or being written this moment
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+        ValueError,
+        struct.error,
+    ):  # it has just ended, or is being written this moment
         return Seen(is_alive=True, state=state)
     if int(since_s * 1e6) != again:
         return Seen(is_alive=True, state=state)
@@ -135,9 +123,25 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def dump_stacks(pid: int, path: Path) -> str:
-    """The stacks of all threads of a process that wrote ``write_stacks_on_signal``; a stopped one is woken for it."""
-    before = path.stat().st_size if path.exists() else 0
+def _open_file(pid: int, name: str) -> Path | None:
+    """Where to open the file without a folder that the process has under a name that begins so; None: it has none."""
+    try:
+        entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
+            if os.readlink(entry).startswith(f"/memfd:{name}"):
+                return entry
+    return None
+
+
+def dump_stacks(pid: int) -> str:
+    """The stacks of all threads of a process that called ``write_stacks_on_signal``; a stopped one is woken for it."""
+    path = _open_file(pid, STACKS)
+    if path is None:
+        return "it has no file for its stacks: it is gone, or has not begun"
+    before = _size(path)
     try:
         os.kill(pid, STACKS_SIGNAL)
         os.kill(pid, signal.SIGCONT)
@@ -146,7 +150,7 @@ def dump_stacks(pid: int, path: Path) -> str:
     deadline = time.monotonic() + STACKS_WAIT_S
     size, grown_s = before, time.monotonic()
     while time.monotonic() < deadline:
-        now = path.stat().st_size if path.exists() else 0
+        now = _size(path)
         if now != size:
             size, grown_s = now, time.monotonic()
         elif size > before and time.monotonic() - grown_s > SETTLED_S:
@@ -154,4 +158,14 @@ def dump_stacks(pid: int, path: Path) -> str:
         time.sleep(0.02)
     if size == before:
         return f"it wrote no stacks within {STACKS_WAIT_S:g} s: it is stuck in the kernel"
-    return path.read_text(errors="replace")[before:]
+    try:
+        return path.read_bytes()[before:].decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return "its process is gone, so its stacks are too"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
+        return 0

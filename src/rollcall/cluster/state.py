@@ -14,10 +14,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
@@ -163,19 +163,44 @@ def not_here(cluster: str) -> str:
 def sole_owner(cluster: str) -> Iterator[None]:
     """One command at a time starts or stops this cluster on this node; a second one waits for it."""
     deadline = time.monotonic() + OWNER_S
-    with (state_dir(cluster) / "lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been at work on this node "
-                        f"for {OWNER_S:.0f} s; end it, then try again"
-                    ) from None
-            time.sleep(0.2)
-        yield
+    while (file := _lock(cluster)) is None:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been at work on this node "
+                f"for {OWNER_S:.0f} s; end it, then try again"
+            )
+        time.sleep(0.2)
+    with file:
+        try:
+            yield
+        finally:
+            _leave_nothing(cluster)
+
+
+def _lock(cluster: str) -> IO[str] | None:
+    """The locked file; None: another command has it, or has just removed it."""
+    with suppress(FileNotFoundError), ExitStack() as opened:
+        path = state_dir(cluster) / "lock"
+        file = opened.enter_context(path.open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            opened.pop_all()
+            return file
+    return None
+
+
+def _leave_nothing(cluster: str) -> None:
+    """Of a cluster that this node is no part of: neither the lock, which this process holds, nor empty folders."""
+    folder = state_dir(cluster)
+    if (folder / "node.json").exists():
+        return
+    (folder / "lock").unlink(missing_ok=True)
+    for path in (folder, folder.parent):
+        with suppress(OSError):  # there is something else in it, or another command has just put it there
+            path.rmdir()
 
 
 def forget(cluster: str) -> None:

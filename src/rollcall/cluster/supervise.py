@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcall.cluster.actor import MARK, end_group
 from rollcall.cluster.backend import WorkerSpec
-from rollcall.cluster.pulse import Seen, dump_stacks, look, pulse_path, stacks_path
+from rollcall.cluster.pulse import Seen, dump_stacks, look
 from rollcall.cluster.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 
 STACKS_S = 10.0
@@ -44,7 +44,7 @@ class Eyes:
         if self._asked_s is None:
             threading.Thread(target=self._end_when_alone, name="waits for questions", daemon=True).start()
         self._asked_s = time.monotonic()
-        return {rank: look(pid, pulse_path(self._mark, rank)) for rank, pid in pids.items()}
+        return {rank: look(pid) for rank, pid in pids.items()}
 
     def _end_when_alone(self) -> None:
         while self._asked_s is None or time.monotonic() - self._asked_s < ALONE_S:
@@ -52,9 +52,9 @@ class Eyes:
         end_group(self._mark, timeout_s=ENDED_S)
         os._exit(1)
 
-    def stacks(self, rank: int, pid: int) -> str:
+    def stacks(self, pid: int) -> str:
         """Of all threads of a worker that does nothing any more."""
-        return dump_stacks(pid, stacks_path(self._mark, rank))
+        return dump_stacks(pid)
 
     def end(self, pid: int) -> None:
         with suppress(ProcessLookupError):  # somebody else has ended it
@@ -174,7 +174,7 @@ class Supervisor:
 
     def _tell_stacks(self, spec: WorkerSpec, pid: int, *, why: str) -> None:
         try:
-            stacks = ray.get(self._eyes[spec.node.node_id].stacks.remote(spec.rank, pid), timeout=STACKS_S)
+            stacks = ray.get(self._eyes[spec.node.node_id].stacks.remote(pid), timeout=STACKS_S)
         except RayError as error:
             stacks = f"they cannot be had: {error}"
         print(f"{spec.where}: {why}; the stacks of its threads:\n{stacks}", file=sys.stderr, flush=True)

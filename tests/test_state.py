@@ -1,0 +1,71 @@
+"""What a node remembers of its clusters: one command at a time, and nothing left of a cluster that is down."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollcall.cluster import state as module
+from rollcall.cluster.state import STATE_DIR, ClusterError, sole_owner, state_dir
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_cluster_that_is_down_leaves_neither_lock_nor_folder(root: Path) -> None:
+    with sole_owner("one"):
+        assert (root / "one/lock").exists()
+    assert not root.exists()
+
+
+def test_a_cluster_that_is_up_keeps_its_lock(root: Path) -> None:
+    with sole_owner("one"):
+        (state_dir("one") / "node.json").write_text("{}")
+    assert sorted(path.name for path in (root / "one").iterdir()) == ["lock", "node.json"]
+
+
+def test_another_cluster_of_this_node_stays(root: Path) -> None:
+    (state_dir("other") / "node.json").write_text("{}")
+    with sole_owner("one"):
+        pass
+    assert [path.name for path in root.iterdir()] == ["other"]
+
+
+def test_a_second_command_waits_for_the_first(root: Path) -> None:
+    inside = threading.Semaphore(0)
+    most = []
+
+    def own() -> None:
+        with sole_owner("one"):
+            inside.release()
+            most.append(inside._value)
+            inside.acquire()
+
+    commands = [threading.Thread(target=own) for _ in range(4)]
+    for command in commands:
+        command.start()
+    for command in commands:
+        command.join()
+    assert most == [1, 1, 1, 1] and not root.exists()
+
+
+def test_a_lock_that_was_removed_is_not_taken_for_the_one_that_is_there(root: Path) -> None:
+    path = state_dir("one") / "lock"
+    with path.open("w") as removed:
+        fcntl.flock(removed, fcntl.LOCK_EX)
+        path.unlink()
+        with sole_owner("one"):
+            assert path.exists()
+
+
+def test_a_command_that_never_ends_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OWNER_S", 0.0)
+    said = "another `rollcall node` or `rollcall down` of cluster 'one'"
+    with sole_owner("one"), pytest.raises(ClusterError, match=said), sole_owner("one"):
+        pass
