@@ -262,7 +262,7 @@ def test_a_second_cluster_lives_beside_the_first_and_ends_alone(
     first = head.record(monkeypatch)
     options = ["--cluster", "other", "--num-nodes", "1", "--head-address", "127.0.0.1:26379", "--slots", "3", "--block"]
     command = [sys.executable, "-m", "rollcall", "node", "--master", *options]
-    env = {**head.env, "ROLLCALL_TOKEN": "b" * 64}
+    env = {**head.env, "ROLLCALL_TOKEN": "0123456789abcdef" * 4}
     second = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert second.stdout is not None and second.stdout.readline() == "Ray started\n"
@@ -361,6 +361,47 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
     ):
         with pytest.raises(ClusterError, match=words):
             start_node(replace(join(tmp_path), **changes), say=quiet)
+
+
+@pytest.mark.parametrize("token", ["a", "secret", "x" * 64, "password" * 8, "0123456789abcdef0123456789abcde"])
+def test_a_token_that_can_be_guessed_is_refused_with_how_to_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
+    monkeypatch.setenv("ROLLCALL_TOKEN", token)
+    with pytest.raises(
+        ClusterError, match="needs at least 32, 8 of them different.* `openssl rand -hex 32`"
+    ) as refused:
+        start_node(replace(join(tmp_path), temp_dir=Path("/tmp/rc")), say=quiet)
+    assert len(token) == 1 or token not in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_node_on_loopback_listens_nowhere_else_and_takes_drivers(
+    head: Node, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that this cluster's processes listen on."""
+    options = ["--cluster", "inward", "--num-nodes", "1", "--node-ip", "127.0.0.1", "--slots", "1"]
+    meet = ["--rendezvous", str(folder / "inward")]
+    started = head.rollcall("node", "--master", *options, *meet)
+    try:
+        assert started.returncode == 0, started.stderr
+        record = head.record(monkeypatch, "inward")
+        pids = {entry.process.pid for entry in find_processes(state_dir("inward"))}
+        rows = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout.splitlines()
+        bound = [row.split()[3] for row in rows if any(f"pid={pid}," in row for pid in pids)]
+        assert (
+            len(bound) > 5 and [one for one in bound if not one.startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:"))] == []
+        )
+        assert record.node_ip == "127.0.0.1"
+        driver = "from rollcall.cluster.connect import connect; connect('inward'); import ray; print(len(ray.nodes()))"
+        done = subprocess.run(
+            [sys.executable, "-c", driver], env=head.env, capture_output=True, text=True, timeout=WAIT_S
+        )
+        assert done.stdout == "1\n", done.stderr
+    finally:
+        head.rollcall("down", "--cluster", "inward")
 
 
 def test_a_ray_that_fails_to_start_shows_its_own_words_and_leaves_nothing(

@@ -179,11 +179,11 @@ def test_nobody_joins_without_the_token(lab_cluster: LabCluster) -> None:
     options = ["--rank", "3", "--num-nodes", "4", "--head-address", head, "--slots", "8", "--timeout", "20"]
     without = rollcall(outsider, "node", *options)
     assert without.returncode == 1 and "ROLLCALL_TOKEN" in without.stderr
-    wrong = rollcall(outsider, "node", *options, env={"ROLLCALL_TOKEN": "guess" * 8})
+    wrong = rollcall(outsider, "node", *options, env={"ROLLCALL_TOKEN": "0123456789abcdef" * 4})
     assert wrong.returncode == 1 and "does not accept the token" in wrong.stderr
     join = ["ray", "start", f"--address={head}", f"--node-ip-address={outsider.ip}"]
     drive = [sys.executable, "-c", f"import ray; ray.init(address='{head}'); print(ray.cluster_resources())"]
-    for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "guess" * 8}):
+    for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}):
         for tried in [outsider.start(command, env={**RAY, **token}) for command in (join, drive)]:
             assert tried.wait(timeout_s=WAIT_S) != 0 and "InvalidAuthToken" in tried.output, tried.output
     assert outsider.processes() == [] and ranks_alive(lab_cluster.head) == [0, 1, 2, 3]

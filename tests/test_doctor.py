@@ -22,6 +22,7 @@ from rollcall.cluster.check import Roster
 from rollcall.cluster.doctor import Report, checkpoint_bytes, judge_plan, judge_slots, partners
 from rollcall.cluster.doctor_checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
 from rollcall.cluster.doctor_facts import Probe
+from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
 from rollcall.cluster.doctor_show import show
 from rollcall.cluster.head import NodeInfo
 from rollcall.config import parse_config
@@ -367,3 +368,26 @@ def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has
     assert breaking[0]["fix"].endswith(f"-m pip install 'transformers=={version}'")
     assert breaking[1]["what"] == f"cannot write to the shared folder {runs}: Read-only file system (EROFS)"
     assert found["shared"]["num_renames"] > 0 and not found["shared"]["unseen"]
+
+
+def test_the_firewall_rule_lets_in_the_nodes_alone() -> None:
+    nodes = [make_node(rank, address=f"10.0.0.{rank + 1}") for rank in range(2)]
+    rule = firewall_rule(nodes, head_port=20000)
+    assert 'iif != "lo" ip saddr != { 10.0.0.1, 10.0.0.2 } tcp dport 10000-65535 ct state new drop' in rule
+    assert "meta nfproto ipv6 tcp dport" in rule, "a cluster on IPv4 takes nothing from IPv6"
+    assert "tcp dport { 6380, 10000-65535 }" in firewall_rule(nodes, head_port=6380)
+
+
+def test_ray_that_answers_beside_the_clusters_network_is_a_warning_unless_it_speaks_tls() -> None:
+    nodes = [make_node(rank, address=f"10.0.0.{rank + 1}") for rank in range(2)]
+    open_at = {1: ["192.0.2.7"]}
+    (finding,) = judge_exposure(nodes, tls=False, open_at=open_at, head_port=6380)
+    assert finding.severity == "warns" and "192.0.2.7 (rank 1" in finding.what
+    assert "--tls" in finding.fix and "nft '" in finding.fix
+    assert judge_exposure(nodes, tls=True, open_at=open_at, head_port=6380) == []
+    assert judge_exposure(nodes, tls=False, open_at={}, head_port=6380) == []
+
+
+def test_a_probe_finds_the_other_addresses_at_which_a_port_is_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert Probe().open_beside("127.0.0.1", server.getsockname()[1], 1.0) == []

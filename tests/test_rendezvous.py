@@ -34,7 +34,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *given: str | Exception) -> list[tu
     """The head answers with these cluster ids or errors, in order; returns who was asked with which token."""
     asked: list[tuple[str, str]] = []
 
-    def ask(address: str, *, token: str) -> Answer:
+    def ask(address: str, *, token: str, tls: bool) -> Answer:
         asked.append((address, token))
         found = given[min(len(asked), len(given)) - 1]
         if isinstance(found, Exception):
@@ -151,9 +151,9 @@ def test_a_head_without_a_token_in_the_folder_says_which_variable_is_missing(tmp
 
 def test_a_ray_that_is_not_ours_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = Answer(nodes=(_with_id(make_node(0), None),), dashboard=None)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(module, "ask_head", lambda address, *, token: stranger)
+    monkeypatch.setattr(module, "ask_head", lambda address, *, token, tls: stranger)
     with pytest.raises(ClusterError, match="was not started by `rollcall node`"):
-        wait_at("10.0.0.1:6379", token="secret", timeout_s=5.0, say=lambda text: None)
+        wait_at("10.0.0.1:6379", token="secret", tls=False, timeout_s=5.0, say=lambda text: None)
 
 
 def test_published_files_name_no_token_in_their_json(tmp_path: Path) -> None:

@@ -46,6 +46,9 @@ def node(
     temp_dir: Annotated[
         Path | None, typer.Option("--temp-dir", metavar="DIR", help="Ray's folder for sockets and logs; short, local.")
     ] = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Ray speaks TLS alone; on rank 0, and with --head-address on every node.")
+    ] = False,
     cluster: Cluster = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for rank 0.")] = 300.0,
     block: Annotated[
@@ -86,6 +89,7 @@ def node(
         slots=slots,
         temp_dir=temp_dir,
         dashboard_host=dashboard_host,
+        tls=tls,
         timeout_s=timeout,
     )
     started = start_node(request, say=complain)

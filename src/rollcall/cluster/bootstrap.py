@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,13 +32,16 @@ from rollcall.cluster.state import (
     TOKEN,
     ClusterError,
     NodeRecord,
+    check_token,
     forget,
     read_record,
     sole_owner,
     state_dir,
+    tls_dir,
     write_record,
     write_token,
 )
+from rollcall.cluster.tls import write_certificates
 
 START_S = 180.0  # for Ray itself, once its head is known
 TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
@@ -61,6 +64,8 @@ def start_node(request: NodeRequest, *, say: Say) -> Started:
     if running := _running(request, say=say):
         return Started(record=running, was_running=True)
     given = os.environ.get(TOKEN, "").strip() or None
+    if given is not None:
+        check_token(given)
     if request.head_address is not None and given is None:
         raise ClusterError(
             f"with --head-address no shared folder carries the token: set {TOKEN} to the same long random text on every "
@@ -105,7 +110,7 @@ def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
     """The head to join, once it is up; what this node was told must fit what the head knows."""
     if request.head_address is not None:
         assert token is not None
-        found = wait_at(request.head_address, token=token, timeout_s=request.timeout_s, say=say)
+        found = wait_at(request.head_address, token=token, tls=request.tls, timeout_s=request.timeout_s, say=say)
     else:
         assert request.rendezvous is not None
         rendezvous = Rendezvous(request.rendezvous, request.cluster)
@@ -116,6 +121,8 @@ def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
         raise ClusterError(
             f"the head at {found.address} is of cluster {head.cluster!r}, not {request.cluster!r}; give --cluster {head.cluster}"
         )
+    if request.tls and not found.tls:
+        raise ClusterError(f"--tls here, but rank 0 at {found.address} was started without; give it to rank 0 first")
     if request.num_nodes not in (None, head.num_nodes):
         raise ClusterError(
             f"--num-nodes {request.num_nodes} here, but rank 0 at {found.address} was started with {head.num_nodes}"
@@ -134,8 +141,8 @@ def _wait_for_rank(request: NodeRequest, found: Found, *, say: Say) -> Found:
             raise ClusterError(_taken(holder))
         say(f"rank {request.rank} is held by {holder.host} ({holder.address}); waiting to see whether it is alive")
         time.sleep(3.0)
-        answer = ask_head(found.address, token=found.token)
-    return Found(address=found.address, token=found.token, answer=answer)
+        answer = ask_head(found.address, token=found.token, tls=found.tls)
+    return replace(found, answer=answer)
 
 
 def _taken(holder: NodeInfo) -> str:
@@ -178,6 +185,8 @@ def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
         shutil.rmtree(start.temp_dir, ignore_errors=True)  # sessions of earlier bring-ups
     start.temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_token(request.cluster, start.token)
+    if start.tls:
+        write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.node_ip])
     try:
         ray_start(request, start, log=folder / "start.log", deadline=deadline, say=say)
         # Ray opens its folders to everyone, and sockets of raylet and object store are in this one.
@@ -195,7 +204,7 @@ def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
 def _joined(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecord:
     """This node as its head lists it."""
     while True:
-        answer = ask_head(start.head_address, token=start.token)
+        answer = ask_head(start.head_address, token=start.token, tls=start.tls)
         mine = next(
             (node for node in answer.alive if node.temp_dir == str(start.temp_dir) and node.rank == request.rank), None
         )
@@ -235,6 +244,7 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord) -> None:
         ports=record.ports,
         num_nodes=record.num_nodes,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        tls=start.tls,
     )
     token = start.token if start.publish_token else None
     Rendezvous(request.rendezvous, request.cluster).publish(head, token=token)

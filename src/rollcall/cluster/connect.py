@@ -7,7 +7,9 @@ import logging
 import os
 from typing import Any
 
+from rollcall.cluster.address import is_loopback, split_address
 from rollcall.cluster.head import ask_own_head
+from rollcall.cluster.loopback import keep_loopback
 from rollcall.cluster.state import ClusterError, NodeRecord, auth_env, current_cluster, require_record
 from rollcall.stop import kept
 
@@ -26,6 +28,8 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
 
     if os.environ.get("RAY_ADDRESS") and IN_A_JOB in os.environ:
         if not ray.is_initialized():
+            if is_loopback(split_address(os.environ["RAY_ADDRESS"])[0]):
+                keep_loopback()
             with kept():
                 ray.init(log_to_driver=log_to_driver, logging_level=logging.WARNING)
         return None
@@ -40,6 +44,8 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
             f"the head at {record.head_address} is of another bring-up than this node; run `rollcall node` here again"
         )
     _use_token(record.cluster)
+    if is_loopback(record.node_ip):
+        keep_loopback()
     try:
         with kept():
             ray.init(

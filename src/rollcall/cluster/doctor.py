@@ -19,14 +19,16 @@ from pydantic import TypeAdapter
 
 from rollcall.cluster import doctor_checks as checks
 from rollcall.cluster import doctor_facts
+from rollcall.cluster.address import is_loopback, split_address
 from rollcall.cluster.check import Roster, list_nodes
 from rollcall.cluster.connect import connect
 from rollcall.cluster.doctor_checks import Finding, NodeFacts, SharedFolder
+from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
 from rollcall.cluster.head import NodeInfo
 from rollcall.cluster.memory import GIB, SizesUnknown, element_size, read_sizes
 from rollcall.cluster.placement import PlacementError
 from rollcall.cluster.run_plan import plan_run
-from rollcall.cluster.state import ClusterError, current_cluster
+from rollcall.cluster.state import ClusterError, current_cluster, tls_dir
 from rollcall.config import Config
 from rollcall.door import new_secret
 
@@ -52,6 +54,7 @@ class Report:
     shared: SharedFolder | None
     backend: str | None  # of the all-reduce
     bytes_per_s: float | None
+    firewall: str | None = None  # lets in the nodes alone; None: not needed
 
     @property
     def breaks(self) -> bool:
@@ -91,6 +94,7 @@ class _Examination:
             self.findings += judge_plan(self.config, nodes)
         skews = self._clocks(nodes)
         self._ports(nodes)
+        firewall = self._exposure(nodes)
         shared = self._shared_folder(nodes)
         backend, bytes_per_s = self._bandwidth(nodes)
         order = {"breaks": 0, "warns": 1}
@@ -103,6 +107,7 @@ class _Examination:
             shared=shared,
             backend=backend,
             bytes_per_s=bytes_per_s,
+            firewall=firewall,
         )
 
     # Each stage: call the probes, wait, judge
@@ -181,6 +186,20 @@ class _Examination:
             calls[rank] = self.probes[rank].reach.remote(targets, REACH_S)
         failed = self._collect("connect to the others", calls, timeout_s=STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES)
         self.findings += checks.judge_reach(nodes, failed=failed)
+
+    def _exposure(self, nodes: Sequence[NodeFacts]) -> str | None:
+        """The firewall rule for this cluster; None where TLS makes it unneeded."""
+        tls = tls_dir(self.roster.cluster).is_dir()
+        if tls or not nodes or all(is_loopback(node.address) for node in nodes):
+            return None
+        calls = {
+            rank: probe.open_beside.remote(self.infos[rank].address, self.infos[rank].ports["node_manager"], REACH_S)
+            for rank, probe in self.probes.items()
+        }
+        open_at = self._collect("connect to its own addresses", calls)
+        _, head_port = split_address(self.roster.head_address)
+        self.findings += judge_exposure(nodes, tls=tls, open_at=open_at, head_port=head_port)
+        return firewall_rule(nodes, head_port=head_port)
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> SharedFolder | None:
         folder = self._which_folder()

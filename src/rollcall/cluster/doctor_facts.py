@@ -11,6 +11,7 @@ import errno
 import fcntl
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 import random
@@ -94,6 +95,21 @@ class Probe:
             except OSError as error:
                 failed.append((rank, port, str(error)))
         return failed
+
+    def open_beside(self, address: str, port: int, timeout_s: float) -> list[str]:
+        """This node's other addresses, but loopback, at which that port takes connections; nothing is said there."""
+        found: list[str] = []
+        for _, name in socket.if_nameindex():
+            for other in _addresses(name):
+                local = ipaddress.ip_address(other)
+                if other == address or local.is_loopback or local.is_link_local:
+                    continue
+                try:
+                    with socket.create_connection((other, port), timeout=timeout_s):
+                        found.append(other)
+                except OSError:
+                    continue  # closed there, as it should be
+        return found
 
     # The shared folder
 

@@ -59,6 +59,8 @@ def _measured(report: Report) -> list[str]:
         lines.append(f"shared folder {report.shared.path}: {seen}")
     if report.bytes_per_s is not None:
         lines.append(f"all-reduce between nodes ({report.backend}): {report.bytes_per_s / 1e9:.2f} GB/s")
+    if report.firewall is not None:
+        lines.append(f"firewall, on each node as root (or start the nodes with --tls): {report.firewall}")
     return lines
 
 

@@ -25,6 +25,7 @@ NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _OURS = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
+    "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
 })  # fmt: skip
 SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job

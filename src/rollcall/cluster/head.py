@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollcall.cluster.address import listens
-from rollcall.cluster.state import ClusterError, read_token
+from rollcall.cluster.state import ClusterError, read_token, tls_dir, tls_env
+from rollcall.cluster.tls import write_certificates
 
 LABEL = "rollcall."  # of every label below
 CONNECT_S = 3.0
@@ -91,17 +94,30 @@ class Answer:
         return tuple(node for node in self.nodes if node.alive)
 
 
-def ask_head(address: str, *, token: str, timeout_s: float = ASK_S) -> Answer:
+def ask_head(address: str, *, token: str, tls: bool = False, timeout_s: float = ASK_S) -> Answer:
+    with TemporaryDirectory(prefix="rollcall-ask-") as folder:
+        certificates: dict[str, str] = {}
+        if tls:
+            write_certificates(Path(folder), token=token, addresses=())
+            certificates = tls_env(Path(folder))
+        return _ask(address, token=token, certificates=certificates, timeout_s=timeout_s)
+
+
+def _ask(address: str, *, token: str, certificates: Mapping[str, str], timeout_s: float) -> Answer:
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
     script = Path(__file__).with_name("ask_gcs.py")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
+    env |= certificates
     # -P: the script's own folder is no place to import from.
     command = [sys.executable, "-P", str(script), address]
     try:
         done = subprocess.run(command, input=token, env=env, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise HeadUnreachable(f"the head at {address} does not answer within {timeout_s:.0f} s") from None
+        other = "without" if certificates else "with"
+        raise HeadUnreachable(
+            f"the head at {address} does not answer within {timeout_s:.0f} s; was it started {other} --tls?"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise HeadUnreachable(f"what listens at {address} does not answer as a Ray head does: {last}")
@@ -115,6 +131,7 @@ def ask_head(address: str, *, token: str, timeout_s: float = ASK_S) -> Answer:
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> Answer:
     """With the token that this node keeps for the cluster."""
     try:
-        return ask_head(head_address, token=read_token(cluster), timeout_s=timeout_s)
+        tls = tls_dir(cluster).is_dir()
+        return ask_head(head_address, token=read_token(cluster), tls=tls, timeout_s=timeout_s)
     except HeadUnreachable as error:
         raise HeadUnreachable(f"{error}: rank 0 of cluster {cluster!r} is down, or cut off from this node") from None

@@ -31,7 +31,7 @@ from rollcall.cluster.address import (
 from rollcall.cluster.head import LABEL
 from rollcall.cluster.processes import MARK
 from rollcall.cluster.rendezvous import Found
-from rollcall.cluster.state import TOKEN, ClusterError, auth_env, state_dir
+from rollcall.cluster.state import TOKEN, ClusterError, auth_env, state_dir, tls_env
 
 Accelerator = Literal["gpu", "cpu"]
 Say = Callable[[str], None]
@@ -47,9 +47,18 @@ TUNED = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "false",  # they would be served to anyone, on every interface of every node
 }
 # What would lead Ray to another cluster, or carry the token where only its file's name belongs.
-UNWANTED = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", TOKEN, "RAY_TMPDIR")
+UNWANTED = (
+    "RAY_ADDRESS",
+    "RAY_REDIS_ADDRESS",
+    "RAY_GCS_SERVER_PORT",
+    "RAY_AUTH_TOKEN",
+    TOKEN,
+    "RAY_TMPDIR",
+    *tls_env(Path()),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,7 @@ class NodeRequest:
     temp_dir: Path | None = None  # None: in the cluster's folder
     dashboard_host: str = "127.0.0.1"
     object_store_gib: float | None = None  # None: Ray's choice, a third of the memory
+    tls: bool = False  # what Ray says between nodes; without it: as the published head says
     timeout_s: float = 300.0
 
 
@@ -82,6 +92,7 @@ class Start:
     head_address: str
     token: str
     publish_token: bool
+    tls: bool
     slots: int
     accelerator: Accelerator
     temp_dir: Path
@@ -124,7 +135,7 @@ def plan_head(
         raise ClusterError(
             f"port {port} of --head-address {request.head_address} is in use on this node; choose another"
         )
-    gcs, client, dashboard, metrics, scaler = free_ports(5)
+    gcs, client, dashboard = free_ports(3)
     ports = {"gcs": port or gcs, "client": client, "dashboard": dashboard}
     cluster_id = secrets.token_hex(8)
     arguments = [
@@ -135,17 +146,19 @@ def plan_head(
         f"--dashboard-host={request.dashboard_host}",
         f"--dashboard-port={dashboard}",
         "--disable-usage-stats",
+        "--no-monitor",  # it would start nodes, which nobody asks of this cluster, and listen on every interface
     ]
     return Start(
         arguments=arguments,
-        # Ray's own choices for these two are the same for every cluster of a host.
-        env={"DASHBOARD_METRIC_PORT": str(metrics), "AUTOSCALER_METRIC_PORT": str(scaler)},
+        # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
+        env={"DASHBOARD_METRIC_PORT": "-1"},
         cluster_id=cluster_id,
         num_nodes=request.num_nodes,
         node_ip=node_ip,
         head_address=join_address(node_ip, ports["gcs"]),
         token=token or secrets.token_hex(32),
         publish_token=token is None,
+        tls=request.tls,
         slots=slots,
         accelerator=accelerator,
         temp_dir=temp_dir,
@@ -167,6 +180,7 @@ def plan_worker(request: NodeRequest, found: Found, *, slots: int, accelerator: 
         head_address=address,
         token=found.token,
         publish_token=False,
+        tls=found.tls,
         slots=slots,
         accelerator=accelerator,
         temp_dir=temp_dir,
@@ -184,7 +198,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
     }
     cores = len(os.sched_getaffinity(0))
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", *start.arguments),
+        *(sys.executable, "-m", _launcher(start.node_ip), "start", *start.arguments),
         f"--node-ip-address={start.node_ip}",
         f"--num-gpus={start.slots}",
         # Logical slots may be more than cores; whoever sits on one needs a CPU in Ray's books.
@@ -237,6 +251,10 @@ def _head_ip(host: str | None, request: NodeRequest) -> str:
         )
     # Many systems give their own host name a loopback address, where no other node gets through.
     return chosen if is_loopback(address) and host != address else address
+
+
+def _launcher(node_ip: str) -> str:
+    return "rollcall.cluster.loopback" if is_loopback(node_ip) else "ray.scripts.scripts"
 
 
 def _logical_ids(count: int) -> dict[str, str]:

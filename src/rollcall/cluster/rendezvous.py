@@ -33,6 +33,7 @@ class Head:
     ports: dict[str, int]
     num_nodes: int
     started_at: str  # ISO 8601
+    tls: bool = False  # whether Ray speaks TLS alone there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Found:
 
     address: str
     token: str
+    tls: bool
     answer: Answer
 
 
@@ -135,7 +137,7 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
     if held is None:
         return f"a token: {said}, and that folder has none; if rank 0 has it from {TOKEN}, set it here too"
     try:
-        answer = ask_head(head.address, token=held)
+        answer = ask_head(head.address, token=held, tls=head.tls)
     except HeadUnreachable:
         return f"rank 0 to publish a fresh address: {said}, and nobody answers there"
     except HeadRefuses:
@@ -143,26 +145,26 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
         return f"rank 0 to publish a fresh address: {said}, which refuses the {whose}"
     if answer.cluster_id != head.cluster_id:
         return f"rank 0 to publish a fresh address: {said}, where another cluster answers now"
-    return Found(address=head.address, token=held, answer=answer)
+    return Found(address=head.address, token=held, tls=head.tls, answer=answer)
 
 
 def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float, say: Callable[[str], None]) -> Found:
     return _poll(lambda: look(rendezvous, token=token), timeout_s=timeout_s, say=say)
 
 
-def wait_at(address: str, *, token: str, timeout_s: float, say: Callable[[str], None]) -> Found:
+def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Callable[[str], None]) -> Found:
     """The head at an address that the user gave, once it is up."""
 
     def ask() -> Found | str:
         try:
-            answer = ask_head(address, token=token)
-        except HeadUnreachable:
-            return f"rank 0 to start the head at {address}"
+            answer = ask_head(address, token=token, tls=tls)
+        except HeadUnreachable as error:
+            return f"rank 0 to start the head at {address} ({error})"
         if answer.head is None:
             return f"the head at {address} to finish starting"
         if answer.cluster_id is None:
             raise ClusterError(f"the Ray at {address} was not started by `rollcall node`; it is not joined")
-        return Found(address=address, token=token, answer=answer)
+        return Found(address=address, token=token, tls=tls, answer=answer)
 
     return _poll(ask, timeout_s=timeout_s, say=say)
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 import time
@@ -23,6 +24,7 @@ DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
 TOKEN = "ROLLCALL_TOKEN"
+TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # at least, of a token that the user sets: characters, and different ones
 OWNER_S = 240.0  # longer than Ray takes to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # a folder's name, and a label's value in Ray
 
@@ -109,9 +111,32 @@ def read_token(cluster: str) -> str:
         raise ClusterError(f"{not_here(cluster)} (its token is missing)") from None
 
 
+def check_token(token: str) -> None:
+    """Whoever has it runs code on every node, and anyone who reaches a port may guess: it must be long and random."""
+    if len(token) < TOKEN_LENGTH or len(set(token)) < TOKEN_LETTERS:
+        raise ClusterError(
+            f"{TOKEN} has {len(token)} characters, {len(set(token))} of them different; it needs at least {TOKEN_LENGTH}, "
+            f"{TOKEN_LETTERS} of them different, so that nobody guesses it. Make one with `openssl rand -hex 32`, and set the "
+            "same on every node"
+        )
+
+
 def auth_env(cluster: str) -> dict[str, str]:
     """What Ray needs in the environment to speak with this cluster; names the token's file, never the token."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path(cluster))}
+    folder = tls_dir(cluster)
+    certificates = tls_env(folder) if folder.is_dir() else {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path(cluster)), **certificates}
+
+
+def tls_dir(cluster: str) -> Path:
+    """This node's certificates; it exists where the cluster speaks TLS."""
+    return state_dir(cluster) / "tls"
+
+
+def tls_env(folder: Path) -> dict[str, str]:
+    """What makes Ray use the certificates there (``tls.py``)."""
+    files = {"SERVER_CERT": "node.pem", "SERVER_KEY": "node.key", "CA_CERT": "authority.pem"}
+    return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(folder / file) for name, file in files.items()}}
 
 
 def write_private(path: Path, text: str) -> None:
@@ -204,6 +229,7 @@ def _leave_nothing(cluster: str) -> None:
 
 
 def forget(cluster: str) -> None:
-    """Remove record and token."""
+    """Remove record, token and certificates."""
     for name in ("node.json", "token"):
         (state_dir(cluster) / name).unlink(missing_ok=True)
+    shutil.rmtree(tls_dir(cluster), ignore_errors=True)

@@ -1,0 +1,70 @@
+"""TLS between the nodes of a cluster: whoever has the token has the certificates.
+
+The token yields the private key of a certificate authority, the same on every node; it is computed when needed and never
+written. Each node signs a certificate of its own with it, and trusts what that authority has signed. Ray then speaks gRPC
+over TLS alone, and both sides show a certificate: someone without the token does not get as far as a first request.
+
+The key is PBKDF2 of the token: a stranger may try tokens against a certificate that he is shown, so each try must cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import ipaddress
+import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from rollcall.cluster.state import ClusterError, write_private
+
+ROUNDS = 200_000
+VALID = timedelta(days=3650)
+SLACK = timedelta(days=2)  # nodes' clocks differ
+AUTHORITY = "rollcall cluster"
+
+
+def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) -> None:
+    """This node's certificate and key, and the authority's certificate: what Ray reads by the names of ``tls_env``."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError as error:
+        raise ClusterError(f"--tls needs the package cryptography ({error}); pip install cryptography") from None
+
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    def unsigned(subject: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        now = datetime.now(UTC)
+        made = x509.CertificateBuilder().subject_name(subject).issuer_name(name(AUTHORITY)).public_key(public)
+        made = made.serial_number(x509.random_serial_number())
+        return made.not_valid_before(now - SLACK).not_valid_after(now + VALID)
+
+    authority = ec.derive_private_key(_number(token), ec.SECP256R1())
+    is_authority = x509.BasicConstraints(ca=True, path_length=0)
+    root = unsigned(name(AUTHORITY), authority.public_key()).add_extension(is_authority, critical=True)
+    own = ec.generate_private_key(ec.SECP256R1())
+    hosts = dict.fromkeys([*addresses, "127.0.0.1", "::1"])
+    names = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
+    others = [x509.DNSName(host) for host in dict.fromkeys([socket.gethostname(), "localhost"]) if host.isascii()]
+    uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    leaf = unsigned(name("rollcall node"), own.public_key()).add_extension(uses, critical=False)
+    leaf = leaf.add_extension(x509.SubjectAlternativeName([*names, *others]), critical=False)
+    pem = serialization.Encoding.PEM
+    key = own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_private(folder / "authority.pem", root.sign(authority, hashes.SHA256()).public_bytes(pem).decode())
+    write_private(folder / "node.pem", leaf.sign(authority, hashes.SHA256()).public_bytes(pem).decode())
+    write_private(folder / "node.key", key.decode())
+
+
+@functools.cache
+def _number(token: str) -> int:
+    """A private key of the curve, from the token alone."""
+    order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of SECP256R1
+    digest = hashlib.pbkdf2_hmac("sha256", token.encode(), b"rollcall certificate authority", ROUNDS, dklen=48)
+    return int.from_bytes(digest, "big") % (order - 1) + 1
