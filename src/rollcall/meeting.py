@@ -200,26 +200,27 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
     challenge = secrets.token_bytes(CHALLENGE)
     store.set(f"greet/{name}/{rank}", challenge)
     said: dict[int, torch.Tensor] = {}
-    sent: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until it has left
-    heard: dict[int, Any] = {}
+    works: list[tuple[int, Any, torch.Tensor]] = []  # a tensor must live until it has left
     for place, other in enumerate(members):
         if other == rank:
             continue
         theirs = store.get(f"greet/{name}/{other}")
         proof = torch.frombuffer(bytearray(_greeting(secret, name, rank, other, theirs)), dtype=torch.uint8)
         said[other] = torch.zeros(CHALLENGE, dtype=torch.uint8)
-        sent.append((group.send([proof], place, 0), proof))
-        heard[other] = group.recv([said[other]], place, 0)
-    for other, work in heard.items():
+        works.append((other, group.send([proof], place, 0), proof))
+        works.append((other, group.recv([said[other]], place, 0), said[other]))
+    silent: dict[int, str] = {}
+    ends = time.monotonic() + GREET_S
+    for other, work, _ in works:  # to the end: who gave up at the first stranger would leave members without a greeting
         try:
-            work.wait(timedelta(seconds=GREET_S))
+            work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise _stranger(name, rank, other, f"it did not greet ({str(error).splitlines()[0]})") from None
-        expected = _greeting(secret, name, other, rank, challenge)
-        if not hmac.compare_digest(bytes(said[other].tolist()), expected):
+            silent.setdefault(other, str(error).splitlines()[0])
+    for other, words in said.items():
+        if other in silent:
+            raise _stranger(name, rank, other, f"it did not greet ({silent[other]})")
+        if not hmac.compare_digest(bytes(words.tolist()), _greeting(secret, name, other, rank, challenge)):
             raise _stranger(name, rank, other, "it does not know the group's secret")
-    for work, _ in sent:
-        work.wait(timedelta(seconds=GREET_S))
 
 
 def _greeting(secret: str, name: str, who: int, whom: int, challenge: bytes) -> bytes:
