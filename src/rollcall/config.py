@@ -205,7 +205,12 @@ class RolloutSection(Section):
     top_p: float = _field(1.0, "Keep the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = _field(0, "Keep this many likeliest tokens; 0: all.", ge=0)
     stop: Annotated[list[str], AfterValidator(check_stops)] = _field(
-        [], "Strings that end a completion; the text up to and with them is kept."
+        [],
+        "Strings that end a completion; the text up to and with them is kept. One that is a special token (`</s>`) ends it "
+        "at that token.",
+    )
+    stop_token_ids: list[int] = _field(
+        [], "Tokens that end a completion, by id, beside the model's own; the exported model stops at them too."
     )
     max_running: int = _field(512, "Most completions decoded at once.", ge=1)
     kv_tokens: int | None = _field(

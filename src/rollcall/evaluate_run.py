@@ -23,10 +23,11 @@ from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.evaluate import Evaluation, evaluate
-from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype, stop_token_ids
+from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.rollout import Rollouts
+from rollcall.stops import check_stop_strings, stop_token_ids
 from rollcall.tiny import resolve_model
 from rollcall.train import RUN_FILE
 
@@ -128,6 +129,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     path = resolve_model(plan.model_path)
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, chat_template=config.model.chat_template, trust_remote_code=trust)
+    check_stop_strings(tokenizer, config.rollout.stop)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=config.eval.max_prompts
@@ -135,7 +137,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     dtype = resolve_dtype(config.model.dtype, device)
     model = load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust)
     engine = build_engine(config.rollout, model, tokenizer, say=say)
-    stops = stop_token_ids(tokenizer, model.config, model.generation_config)
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
     with closing(engine), _scorer(config, device) as scorer:
         work = _evaluate(config, prompts, engine=engine, scorer=scorer, sampling=sampling, on_progress=on_progress)

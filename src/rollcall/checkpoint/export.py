@@ -10,6 +10,7 @@ import copy
 import json
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollcall.checkpoint.store import CheckpointError, fsync_tree, staging, swap_in
+from rollcall.stops import special_ids, stop_token_ids
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -26,12 +28,17 @@ _SAFETENSORS_NAMES = {
 
 
 def export_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir: Path, *, dtype: str | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dir: Path,
+    *,
+    dtype: str | None = None,
+    stops: Sequence[int] = (),
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
 
     ``dtype`` is a torch name such as ``bfloat16``; None keeps the model's own. A model directory already at ``dir`` is
-    replaced.
+    replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at.
     """
     dir = Path(dir)
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
@@ -41,7 +48,7 @@ def export_model(
         shutil.rmtree(left, ignore_errors=True)
     try:
         with staging(dir) as tmp:
-            _write_configs(model, tokenizer, tmp, dtype=target)
+            _write_configs(model, tokenizer, tmp, dtype=target, stops=stops)
             _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
             tokenizer.save_pretrained(tmp)
             fsync_tree(tmp)
@@ -63,35 +70,20 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def _write_configs(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir: Path, *, dtype: torch.dtype
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir: Path, *, dtype: torch.dtype, stops: Sequence[int]
 ) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
-    stops = _stop_ids(generation, tokenizer)
-    config.eos_token_id = generation.eos_token_id = stops[0] if len(stops) == 1 else (stops or None)
-    if generation.pad_token_id not in _special_ids(tokenizer):
+    ids = list(stops or stop_token_ids(tokenizer, config, generation))
+    config.eos_token_id = generation.eos_token_id = ids[0] if len(ids) == 1 else ids
+    generation._from_model_config = False  # whoever loads it takes these ids as given, not as a config class's guess
+    if generation.pad_token_id not in special_ids(tokenizer):
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     config.save_pretrained(dir)
     # Not save_pretrained: it refuses sampling flags that some published models carry.
     generation.to_json_file(dir / "generation_config.json")
-
-
-def _stop_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokenizer's end token first, then what else the model stops on.
-
-    A config class fills in ids of its own family's vocabulary; with another tokenizer those are ordinary tokens, at
-    which generation must not stop, so only special tokens count.
-    """
-    given = generation.eos_token_id
-    others = [given] if isinstance(given, int) else list(given or [])  # type: ignore[arg-type]
-    ids = [tokenizer.eos_token_id, *(other for other in others if other in _special_ids(tokenizer))]
-    return [id for id in dict.fromkeys(ids) if id is not None]
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    return {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ ranks of a gang call these functions; the first one writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,22 @@ from rollcall.learner.optimizer import NonFiniteError
 from rollcall.patience import plain_disk_errors
 
 
-def write_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
+def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
+    """``stops``: the tokens at which the run's completions end, for the model's generation config; empty: the model's own."""
     refuse_non_finite(learner, name="actor")
     state = learner.body.whole_state(learner.optimizer)
     model = learner.whole_model()
     if model is not None:
-        export_model(model, tokenizer, directory / "model", dtype=None)
+        export_model(model, tokenizer, directory / "model", dtype=None, stops=stops)
         _save(state, directory / "actor.pt")
 
 
-def export_learner(learner: Learner, tokenizer: Any, directory: Path) -> None:
-    """The model directory alone, from the gang's first rank."""
+def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
+    """The model directory alone, from the gang's first rank; ``stops`` as in ``write_learner``."""
     refuse_non_finite(learner, name="actor")
     model = learner.whole_model()
     if model is not None:
-        export_model(model, tokenizer, directory, dtype=None)
+        export_model(model, tokenizer, directory, dtype=None, stops=stops)
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:

@@ -27,10 +27,10 @@ from rollcall.learner.model import (
     load_tokenizer,
     resolve_device,
     resolve_dtype,
-    stop_token_ids,
 )
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.samples import Score as ScoreSamples
+from rollcall.stops import check_stop_strings, stop_token_ids
 from rollcall.tiny import resolve_model
 from rollcall.types import Completion, Prompt, Sample
 
@@ -75,7 +75,7 @@ class Workers:
         return new
 
     def write_checkpoint(self, directory: Path) -> None:
-        write_learner(self.learner, self.tokenizer, directory)
+        write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
         if self.critic:
             write_critic(self.critic, directory)
 
@@ -85,7 +85,7 @@ class Workers:
             read_critic(self.critic, directory)
 
     def export(self, directory: Path) -> None:
-        export_learner(self.learner, self.tokenizer, directory)
+        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
 
     @property
     def max_positions(self) -> int:
@@ -113,6 +113,7 @@ def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
     tokenizer = load_tokenizer(
         path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
     )
+    check_stop_strings(tokenizer, config.rollout.stop)
     train = load_prompts(config.data.train, data=config.data, tokenizer=tokenizer, split="train")
     val = None
     if config.data.val is not None:
@@ -136,6 +137,7 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     trust = config.model.trust_remote_code
     load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
+    stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
     engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
     load_reward = partial(load_reward_model, device=device, trust_remote_code=trust)
@@ -151,7 +153,7 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
         eval_scorer=build_eval_scorer(config, scorer),
         train=inputs.train,
         val=inputs.val,
-        stop_token_ids=stop_token_ids(inputs.tokenizer, model.config, model.generation_config),
+        stop_token_ids=stops,
     )
 
 

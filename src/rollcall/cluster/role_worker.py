@@ -36,10 +36,10 @@ from rollcall.learner.model import (
     outline_causal_lm,
     resolve_device,
     resolve_dtype,
-    stop_token_ids,
 )
 from rollcall.learner.whole import Body
 from rollcall.meeting import Place
+from rollcall.stops import stop_token_ids
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
 
@@ -132,10 +132,13 @@ class RoleWorker:
             if Role.REWARD in roles and isinstance(reward, ModelReward)
         }
         self.model = model
+        self.stop_token_ids = stop_token_ids(
+            self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
+        )
         self.body = self.learner.body if self.learner else whole_body(model)
         return Facts(
             max_positions=model.config.max_position_embeddings,
-            stop_token_ids=stop_token_ids(self.tokenizer, model.config, model.generation_config),
+            stop_token_ids=self.stop_token_ids,
             tokenizer=tokenizer_mark(self.tokenizer),
         )
 
@@ -223,7 +226,7 @@ class RoleWorker:
 
     def export(self, directory: Path) -> None:
         assert self.learner is not None
-        export_learner(self.learner, self.tokenizer, directory)
+        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
         """Where a model is in parts all its processes have all results: one of them tells."""
@@ -251,7 +254,7 @@ class RoleWorker:
     def write_checkpoint(self, role: Role, directory: Path) -> None:
         if role is Role.ACTOR:
             assert self.learner is not None
-            write_learner(self.learner, self.tokenizer, directory)
+            write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
         else:
             assert self.critic is not None
             write_critic(self.critic, directory)

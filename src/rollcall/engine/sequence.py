@@ -1,4 +1,7 @@
-"""One completion on its way, and what every engine does with it: refuse, note, cut, hand over."""
+"""One completion on its way, and what every engine does with it: refuse, note, cut, hand over.
+
+Stop strings are looked for in the decoded end of a completion, so that a look costs the same however long it is.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason | None = None
+    watched_from: int = 0  # the token from which on the text is decoded in search of stop strings
 
     @property
     def seed(self) -> int:
@@ -73,6 +77,11 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     The first ``before`` tokens are known to hold none.
     """
     stops = sequence.request.sampling.stop_strings
+    end = text_of(sequence.token_ids[sequence.watched_from :], tokenizer)
+    if not any(stop in end for stop in stops):
+        _move_watch(sequence, end, tokenizer)
+        return False
+    # The beginning of a cut-out piece can decode to what the whole does not hold, so the whole decides.
     if not any(stop in text_of(sequence.token_ids, tokenizer) for stop in stops):
         return False
     for count in range(before + 1, len(sequence.token_ids) + 1):
@@ -82,6 +91,31 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
             sequence.finish = FinishReason.STOP
             return True
     return False
+
+
+INCOMPLETE = "\ufffd"  # what part of a character decodes to
+# What the beginning of a cut-out piece can lose or add, in characters: bytes of a split one, a leading space.
+RAGGED = 8
+BYTES = 4  # most tokens of one character
+
+
+def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
+    """Begin later, where enough text is left for a stop string that starts in it. ``end`` is the text watched so far.
+
+    Not while the last character is incomplete: a tokenizer that spells text in bytes decodes a whole run of them to
+    replacement characters until the run is complete.
+    """
+    needed = max(len(stop) for stop in sequence.request.sampling.stop_strings) + RAGGED
+    length = len(sequence.token_ids)
+    if length - sequence.watched_from <= 2 * BYTES * needed or end.endswith(INCOMPLETE):
+        return
+    latest = length - BYTES * (needed + RAGGED)
+    # Within such a run a piece decodes as the whole does only if it begins with a character: one of these does.
+    for start in range(latest, latest - BYTES, -1):
+        text = text_of(sequence.token_ids[start:], tokenizer)
+        if len(text) >= needed + RAGGED and text[-needed:] == end[-needed:]:
+            sequence.watched_from = start
+            return
 
 
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:

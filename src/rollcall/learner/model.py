@@ -199,22 +199,6 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
     return tokenizer
 
 
-def stop_token_ids(tokenizer: Any, model_config: Any, generation_config: Any) -> tuple[int, ...]:
-    """Every id that ends a completion: the tokenizer's eos and those of the model's generation config."""
-    ids: set[int] = {tokenizer.eos_token_id}
-    for source in (model_config, generation_config):
-        eos = getattr(source, "eos_token_id", None)
-        ids.update(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    # A tokenizer class may bring an eos of its own that the model has no output for.
-    known = tuple(sorted(stop for stop in ids if stop < model_config.vocab_size))
-    if not known:
-        raise ModelError(
-            f"the eos ids {sorted(ids)} are outside the model's {model_config.vocab_size} tokens, so no completion could "
-            "ever stop; set eos_token in the tokenizer_config.json to a token that the model knows"
-        )
-    return known
-
-
 def check_model_path(path: str) -> None:
     """Refuse a local directory that is not a model, before transformers takes it for a hub name."""
     local = Path(path)
