@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,23 @@ from typing import Any
 import pytest
 from test_check import make_node, make_record
 
-from rollcall.cluster import bootstrap, foreground, ray_start
+from rollcall.cluster import ask_gcs, bootstrap, foreground, ray_start
 from rollcall.cluster.bootstrap import start_node, stop_node
 from rollcall.cluster.head import Answer, HeadRefuses, ask_head
 from rollcall.cluster.processes import MARK, find_processes, stop_processes
 from rollcall.cluster.rank import LAUNCHERS, find_identity
-from rollcall.cluster.ray_start import NodeRequest, find_slots
-from rollcall.cluster.rendezvous import Rendezvous
-from rollcall.cluster.state import ClusterError, NodeRecord, Process, read_record, read_token, state_dir, write_record
+from rollcall.cluster.ray_start import NodeRequest, Start, find_slots
+from rollcall.cluster.rendezvous import Head, Rendezvous
+from rollcall.cluster.state import (
+    ClusterError,
+    NodeRecord,
+    Process,
+    read_record,
+    read_token,
+    state_dir,
+    write_private,
+    write_record,
+)
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0
@@ -452,6 +461,66 @@ def test_a_process_number_that_was_given_out_again_is_not_taken_for_the_old_proc
     earlier = Process(pid=os.getppid(), started=1)
     assert not earlier.is_alive()
     assert find_processes(tmp_path, recorded=[earlier]) == []
+
+
+SOME_START = Start(
+    arguments=[], env={}, cluster_id="mine", num_nodes=1, node_ip="10.0.0.1", head_address="10.0.0.1:1", token="t",
+    publish_token=True, tls=False, slots=1, accelerator="cpu", temp_dir=Path("/tmp/x"), ports={},
+)  # fmt: skip
+
+
+class Store:
+    """The head's key-value store; ``before_put`` runs between a look and the write that follows it."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.before_put: Callable[[], object] = lambda: None
+
+    def internal_kv_get(self, key: bytes, namespace: bytes, *, timeout: float) -> bytes | None:
+        return self.values.get(key)
+
+    def internal_kv_put(self, key: bytes, value: bytes, overwrite: bool, namespace: bytes, *, timeout: float) -> None:
+        meanwhile, self.before_put = self.before_put, lambda: None
+        meanwhile()
+        assert not overwrite
+        self.values.setdefault(key, value)
+
+
+def test_a_rank_goes_to_one_of_those_who_claim_it_at_one_moment() -> None:
+    store = Store()
+    store.before_put = lambda: ask_gcs.claim(store, "1", "fast", alive={"fast", "slow"})
+    assert ask_gcs.claim(store, "1", "slow", alive={"fast", "slow"}) == "fast"
+    assert ask_gcs.claim(store, "1", "fast", alive={"fast", "slow"}) == "fast"
+    assert ask_gcs.claim(store, "2", "slow", alive={"fast", "slow"}) == "slow"
+
+
+def test_the_rank_of_a_dead_node_goes_to_one_of_those_who_claim_it_after_it() -> None:
+    store = Store()
+    for mark in ("first", "second"):
+        assert ask_gcs.claim(store, "1", mark, alive={mark}) == mark
+    store.before_put = lambda: ask_gcs.claim(store, "1", "fast", alive={"fast", "slow"})
+    assert ask_gcs.claim(store, "1", "slow", alive={"fast", "slow"}) == "fast"
+
+
+def test_of_two_heads_that_publish_at_one_moment_the_second_to_write_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = NodeRequest(cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path)
+    start = replace(SOME_START, token="mine")
+    other = Head(
+        cluster="default", cluster_id="other", address="10.0.0.9:1", host="node9", dashboard=None, ports={}, num_nodes=1,
+        started_at="",
+    )  # fmt: skip
+    record = replace(make_record(), ports={"dashboard": 1})
+    rendezvous = Rendezvous(tmp_path, "default")
+    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: rendezvous.publish(other, token="other"))
+    with pytest.raises(ClusterError, match=r"rank 0 is taken by node9 \(10.0.0.9:1\)"):
+        bootstrap._publish(request, start, record)
+    rendezvous.head_file.unlink()
+    tokens = iter(["mixed", "mine"])
+    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: write_private(rendezvous.token_file, next(tokens)))
+    bootstrap._publish(request, start, record)
+    assert rendezvous.read_token() == "mine"
 
 
 def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from lab import Host, Lab, needs_lab
-from lab.cluster import NODE_S, LabCluster, bring_up, leftovers, own_files, publish_stale, rollcall
+from lab.cluster import ENV, NODE_S, LabCluster, bring_up, leftovers, own_files, publish_stale, rollcall
 
 pytestmark = [needs_lab, pytest.mark.chaos]
 
@@ -161,6 +161,33 @@ def test_a_rank_that_is_taken_is_not_given_twice(lab_cluster: LabCluster) -> Non
     too_high = rollcall(lab_cluster.outsider, "node", "--rank", "4", *options)
     assert too_high.returncode == 1 and "rank 4 does not exist among 4 nodes" in too_high.stderr
     assert lab_cluster.outsider.processes() == []
+
+
+@pytest.mark.slow
+def test_of_two_hosts_with_one_rank_that_come_at_the_same_time_the_second_is_refused(tmp_path: Path) -> None:
+    """With one temporary directory, as hosts have it."""
+    with Lab(hosts=3, shared=tmp_path / "shared") as lab:
+        head, *twins = lab.hosts
+        options = ["--num-nodes", "2", "--rendezvous", str(lab.shared), "--slots", "1"]
+        bring_up({0: head}, *options[2:], num_nodes=2)
+        command = [sys.executable, "-m", "rollcall", "node", "--rank", "1", *options]
+        started = {host.name: host.start(command, env=ENV) for host in twins}
+        status = {name: node.wait(timeout_s=NODE_S) for name, node in started.items()}
+        assert sorted(status.values()) == [0, 1], {name: node.output for name, node in started.items()}
+        first, second = sorted(status, key=lambda name: status[name])
+        ips = {host.name: host.ip for host in twins}
+        assert (
+            f"rank 1 is taken by {first} ({ips[first]}), which is alive; give this node ({second})"
+            in started[second].output
+        )
+        seen = json.loads(rollcall(head, "status", "--json").stdout)
+        assert [node["host"] for node in seen["nodes"] if node["alive"]] == [head.name, first]
+        late = rollcall(next(host for host in twins if host.name == second), "node", "--rank", "1", *options)
+        assert (
+            late.returncode == 1
+            and f"rank 1 is taken by {first}" in late.stderr
+            and "waiting to see" not in late.stderr
+        )
 
 
 def test_a_host_that_is_no_part_of_the_cluster_says_so(lab_cluster: LabCluster) -> None:

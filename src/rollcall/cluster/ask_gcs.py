@@ -1,7 +1,8 @@
 """One question to a Ray head, in a process of its own: run as a script by `head.py`, which waits for it.
 
-Token on standard input, address as the only argument; one JSON object on standard output. Ray's client retries a dead
-address for minutes and then aborts its process, so it never runs inside a command.
+Token on standard input, address as the first argument; one JSON object on standard output. With a rank and a node's own
+mark behind the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes and
+then aborts its process, so it never runs inside a command.
 """
 
 import importlib
@@ -9,6 +10,26 @@ import json
 import os
 import sys
 from typing import Any
+
+RANKS = b"rollcall-ranks"  # a namespace of the head's key-value store
+
+
+def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
+    """The mark of the node that has the rank: this one, or the living one that was faster.
+
+    Claims are a chain, each under the mark of the dead node before it, and a claim once made stays: of several that come at
+    one moment, one finds the end of the chain free.
+    """
+    before = ""
+    while True:
+        key = f"{rank}/{before}".encode()
+        holder = client.internal_kv_get(key, RANKS, timeout=30)
+        if holder is None:
+            client.internal_kv_put(key, mark.encode(), False, RANKS, timeout=30)
+        elif holder.decode() == mark or holder.decode() in alive:
+            return holder.decode()
+        else:
+            before = holder.decode()
 
 
 def main() -> None:
@@ -42,7 +63,12 @@ def main() -> None:
         }
         for node_id, node in nodes.items()
     ]
-    print(json.dumps({"nodes": rows, "dashboard": dashboard.decode() if dashboard else None}))
+    found = {"nodes": rows, "dashboard": dashboard.decode() if dashboard else None}
+    if len(sys.argv) > 2:
+        rank, mark = sys.argv[2:]
+        alive = {row["labels"].get("rollcall.mark") for row in rows if row["alive"]}
+        found["holder"] = claim(client, rank, mark, alive=alive) if mark in alive else None
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

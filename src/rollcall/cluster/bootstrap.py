@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollcall.cluster.address import is_loopback, is_wildcard, join_address, split_address
-from rollcall.cluster.head import HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
+from rollcall.cluster.address import is_loopback, is_wildcard, join_address, listens, split_address
+from rollcall.cluster.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
 from rollcall.cluster.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.cluster.ray_start import (
     NodeRequest,
@@ -44,6 +44,7 @@ from rollcall.cluster.state import (
 from rollcall.cluster.tls import write_certificates
 
 START_S = 180.0  # for Ray itself, once its head is known
+SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second is seen by then
 TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
 
 
@@ -133,11 +134,11 @@ def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
 
 
 def _wait_for_rank(request: NodeRequest, found: Found, *, say: Say) -> Found:
-    """A node that died is listed as alive for some seconds; whoever holds the rank after that is alive."""
+    """A node that died is listed as alive for some seconds; one that accepts connections, or is listed after that, lives."""
     give_up = time.monotonic() + TAKEN_S
     answer = found.answer
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
-        if time.monotonic() > give_up:
+        if time.monotonic() > give_up or _listens(holder):
             raise ClusterError(_taken(holder))
         say(f"rank {request.rank} is held by {holder.host} ({holder.address}); waiting to see whether it is alive")
         time.sleep(3.0)
@@ -145,10 +146,15 @@ def _wait_for_rank(request: NodeRequest, found: Found, *, say: Say) -> Found:
     return replace(found, answer=answer)
 
 
+def _listens(node: NodeInfo) -> bool:
+    port = node.ports.get("node_manager")
+    return port is not None and listens(join_address(node.address, port), timeout_s=CONNECT_S)
+
+
 def _taken(holder: NodeInfo) -> str:
     return (
-        f"rank {holder.rank} is taken by {holder.host} ({holder.address}), which is alive; give this node another --rank, "
-        "or run `rollcall down` there first"
+        f"rank {holder.rank} is taken by {holder.host} ({holder.address}), which is alive; give this node "
+        f"({socket.gethostname()}) another --rank, or run `rollcall down` on {holder.host} first"
     )
 
 
@@ -194,6 +200,7 @@ def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
         record = _joined(request, start, deadline=deadline)
         write_record(record)
         if request.rank == 0 and request.rendezvous is not None:
+            _refuse_second_head(request, token=start.token)  # one that came up meanwhile
             _publish(request, start, record)
     except BaseException:
         _stop(request.cluster)
@@ -202,20 +209,17 @@ def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
 
 
 def _joined(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecord:
-    """This node as its head lists it."""
+    """This node as its head lists it, with the rank as its own: two hosts of one rank may come at the same moment."""
     while True:
-        answer = ask_head(start.head_address, token=start.token, tls=start.tls)
-        mine = next(
-            (node for node in answer.alive if node.temp_dir == str(start.temp_dir) and node.rank == request.rank), None
-        )
-        if mine is not None:
+        answer = ask_head(start.head_address, token=start.token, tls=start.tls, claim=(request.rank, start.mark))
+        mine = next((node for node in answer.alive if node.mark == start.mark), None)
+        if mine is not None and answer.holder is not None:
             break
         if time.monotonic() > deadline:
             raise ClusterError(f"the head at {start.head_address} does not list rank {request.rank} among its nodes")
         time.sleep(0.5)
-    first = min((n for n in answer.alive if n.rank == request.rank), key=lambda node: (node.started_ms, node.node_id))
-    if first is not mine:  # two hosts of one rank came at the same moment
-        raise ClusterError(_taken(first))
+    if answer.holder != start.mark:
+        raise ClusterError(_taken(next(node for node in answer.alive if node.mark == answer.holder)))
     return NodeRecord(
         cluster=request.cluster,
         cluster_id=start.cluster_id,
@@ -247,7 +251,18 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord) -> None:
         tls=start.tls,
     )
     token = start.token if start.publish_token else None
-    Rendezvous(request.rendezvous, request.cluster).publish(head, token=token)
+    rendezvous = Rendezvous(request.rendezvous, request.cluster)
+    while True:
+        rendezvous.publish(head, token=token)
+        time.sleep(SETTLE_S)
+        seen = rendezvous.read()
+        if seen is not None and seen.cluster_id != head.cluster_id:
+            raise ClusterError(
+                f"rank 0 is taken by {seen.host} ({seen.address}), which published itself in {rendezvous.folder} at the same "
+                f"moment; give this node ({head.host}) another --rank, or run `rollcall down` on {seen.host} first"
+            )
+        if seen is not None and rendezvous.read_token() == token:
+            return
 
 
 def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:

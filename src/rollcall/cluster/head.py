@@ -50,6 +50,7 @@ class NodeInfo:
     started_ms: int
     temp_dir: str
     ports: dict[str, int]
+    mark: str | None = None  # its own, new with every start
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> NodeInfo:
@@ -68,6 +69,7 @@ class NodeInfo:
             cluster_id=labels.get(LABEL + "cluster-id"),
             num_nodes=None if num_nodes is None else int(num_nodes),
             node_id=row["node_id"],
+            mark=labels.get(LABEL + "mark"),
             started_ms=row["started_ms"],
             temp_dir=row["temp_dir"],
             ports={name: port for name, port in row["ports"].items() if port > 0},
@@ -80,6 +82,9 @@ class Answer:
 
     nodes: tuple[NodeInfo, ...]  # alive ones and those that died, by rank
     dashboard: str | None  # HOST:PORT, as the head binds it
+    holder: str | None = (
+        None  # the mark of the node that has the rank which was claimed; None: the claimer is not listed
+    )
 
     @property
     def head(self) -> NodeInfo | None:
@@ -94,23 +99,28 @@ class Answer:
         return tuple(node for node in self.nodes if node.alive)
 
 
-def ask_head(address: str, *, token: str, tls: bool = False, timeout_s: float = ASK_S) -> Answer:
+def ask_head(
+    address: str, *, token: str, tls: bool = False, timeout_s: float = ASK_S, claim: tuple[int, str] | None = None
+) -> Answer:
+    """``claim``: a rank, and the mark of the node that is to have it."""
     with TemporaryDirectory(prefix="rollcall-ask-") as folder:
         certificates: dict[str, str] = {}
         if tls:
             write_certificates(Path(folder), token=token, addresses=())
             certificates = tls_env(Path(folder))
-        return _ask(address, token=token, certificates=certificates, timeout_s=timeout_s)
+        return _ask(address, token=token, certificates=certificates, timeout_s=timeout_s, claim=claim)
 
 
-def _ask(address: str, *, token: str, certificates: Mapping[str, str], timeout_s: float) -> Answer:
+def _ask(
+    address: str, *, token: str, certificates: Mapping[str, str], timeout_s: float, claim: tuple[int, str] | None
+) -> Answer:
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
     script = Path(__file__).with_name("ask_gcs.py")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
     env |= certificates
     # -P: the script's own folder is no place to import from.
-    command = [sys.executable, "-P", str(script), address]
+    command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
     try:
         done = subprocess.run(command, input=token, env=env, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -125,7 +135,7 @@ def _ask(address: str, *, token: str, certificates: Mapping[str, str], timeout_s
     if found.get("refused"):
         raise HeadRefuses(f"the head at {address} does not accept the token; it belongs to another bring-up, or user")
     nodes = sorted(map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms))
-    return Answer(nodes=tuple(nodes), dashboard=found["dashboard"])
+    return Answer(nodes=tuple(nodes), dashboard=found["dashboard"], holder=found.get("holder"))
 
 
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> Answer:

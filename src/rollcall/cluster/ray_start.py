@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -97,6 +97,9 @@ class Start:
     accelerator: Accelerator
     temp_dir: Path
     ports: dict[str, int]
+    mark: str = field(
+        default_factory=lambda: secrets.token_hex(8)
+    )  # by which this node knows itself among those of the head
 
 
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:
@@ -195,6 +198,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
         "cluster-id": start.cluster_id,
         "num-nodes": start.num_nodes,
         "accelerator": start.accelerator,
+        "mark": start.mark,
     }
     cores = len(os.sched_getaffinity(0))
     command = [
