@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rollcall.config import DataSection
-from rollcall.data.load import PromptSet, load_prompts
+from rollcall.data.load import DataError, PromptSet, load_prompts
 from rollcall.data.order import DataOrder
 
 CHAT_TEMPLATE = (
@@ -161,6 +164,69 @@ def test_a_wrong_file_is_refused_with_its_row(
     with pytest.raises(ValueError) as caught:
         load(a_file(tmp_path, *rows), **section)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "1", "answer": NaN}', "row 1: the answer is nan, which no completion can equal"),
+        ('{"prompt": "1", "answer": -Infinity}', "row 1: the answer is -inf, which no completion can equal"),
+        ('{"prompt": "\\ud800", "answer": "1"}', r"row 1: prompt holds half a surrogate pair \(\\ud800\)"),
+        ('{"prompt": "1", "note": {"a": ["\\udfff"]}}', "row 1: note holds half a surrogate pair"),
+        ('{"prompt": "1", "\\ud800": 1}', "row 1: a column's name holds half a surrogate pair"),
+        ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 has lists or maps too deep in each other"),
+        ('{"prompt": "1", "x": ' + "[" * 60 + "]" * 60 + "}", "row 1: x has lists and maps more than 50 deep"),
+        ('{"prompt": "1", "x": Infinity}', "row 1: x is infinite"),
+        ('{"prompt": "1", "id": NaN}', "row 1: the id is nan"),
+        ('{"prompt": "1", "id": [1]}', r"row 1: the id is list \(\[1\]\)"),
+        ('{"prompt": "1", "numbers": [1, "two"]}', "row 1: column numbers has 'two', which is no number"),
+        ('{"prompt": "1", "numbers": [1.5]}', "row 1: column numbers has 1.5; the countdown reward takes whole numbers"),
+        ('{"prompt": "1", "numbers": "a"}', "row 1: column numbers is 'a'; it must be a list"),
+        ('{"prompt": "1", "numbers": [1], "target": "x"}', "row 1: column target has 'x', which is no number"),
+    ],
+    ids=lambda value: value[:30],
+)  # fmt: skip
+def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(DataError, match=message):
+        load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer(), rewards=["countdown"])
+
+
+def test_countdown_rows_written_as_text_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1", "numbers": ["3", 5.0, 8], "target": "24"}\n{"prompt": "1", "numbers": "[1, 2]"}\n')
+    found = load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer(), rewards=["countdown"]).prompts
+    assert found[0].metadata == {"numbers": [3, 5, 8], "target": 24} and found[1].metadata["numbers"] == [1, 2]
+    others = load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer()).prompts
+    assert others[0].metadata["target"] == "24", "another reward gets its columns as they are"
+
+
+def test_parquet_columns_that_json_has_no_word_for_become_what_it_has(tmp_path: Path) -> None:
+    day = datetime.datetime(2024, 5, 6, 7, 8, tzinfo=datetime.UTC)
+    row = {
+        "prompt": "1", "answer": Decimal("4.50"), "when": day, "day": day.date(), "at": day.time(), "took": datetime.timedelta(minutes=1),
+        "price": Decimal("1.10"), "raw": b"\xff\x00", "gap": float("nan"), "deep": [{"when": day}],
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (prompt,) = load(str(tmp_path / "rows.parquet")).prompts
+    assert prompt.answer == "4.50" and json.loads(json.dumps(prompt.metadata)) == prompt.metadata
+    assert prompt.metadata == {
+        "when": "2024-05-06T07:08:00+00:00", "day": "2024-05-06", "at": "07:08:00", "took": 60.0, "price": "1.10", "raw": "/wA=",
+        "gap": None, "deep": [{"when": "2024-05-06T07:08:00+00:00"}],
+    }  # fmt: skip
+
+
+def test_a_pipe_a_device_and_an_endless_line_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.parquet").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "zero.parquet"):
+        with pytest.raises(DataError, match=f"{name} is a pipe or a device; write the rows to a regular file"):
+            load(str(tmp_path / name))
+    monkeypatch.setattr("rollcall.data.load.MAX_LINE_BYTES", 1 << 20)
+    (tmp_path / "long.jsonl").write_bytes(b'{"prompt": "1"}\n' + bytes(1 << 21))
+    with pytest.raises(DataError, match=r"long\.jsonl, row 2 has more than 1 MiB"):
+        load(str(tmp_path / "long.jsonl"))
 
 
 def test_a_chat_template_that_raises_is_named_with_the_row(tmp_path: Path) -> None:

@@ -132,7 +132,12 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     check_stop_strings(tokenizer, config.rollout.stop)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
-        config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=config.eval.max_prompts
+        config.data.val,
+        data=config.data,
+        tokenizer=tokenizer,
+        split="val",
+        limit=config.eval.max_prompts,
+        rewards={reward.type for reward in config.reward},
     )
     dtype = resolve_dtype(config.model.dtype, device)
     model = load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust)

@@ -114,11 +114,13 @@ def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
         path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
     )
     check_stop_strings(tokenizer, config.rollout.stop)
-    train = load_prompts(config.data.train, data=config.data, tokenizer=tokenizer, split="train")
+    load = partial(
+        load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
+    )
+    train = load(config.data.train, split="train")
     val = None
     if config.data.val is not None:
-        limit = config.eval.max_prompts
-        val = load_prompts(config.data.val, data=config.data, tokenizer=tokenizer, split="val", limit=limit)
+        val = load(config.data.val, split="val", limit=config.eval.max_prompts)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from rollcall.config import DataSection
+from rollcall.data.columns import ColumnError, answer_text, check_texts, countdown_columns, plain, row_name
 from rollcall.types import Prompt
 
+MAX_LINE_BYTES = 1 << 26  # of a JSON line; a prompt of a million tokens has a tenth of it
 _ROWS_PER_ENCODE = 1024
+_COLUMNS_SHOWN = 20
 
 
 class DataError(ValueError):
@@ -56,8 +60,10 @@ def load_prompts(
     tokenizer: Any,
     limit: int | None = None,
     split: Literal["train", "val"] = "train",
+    rewards: Collection[str] = (),
 ) -> PromptSet:
-    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant."""
+    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the
+    types of the run's, some of which read columns of their own."""
     _check_section(data, tokenizer)
     prompts: list[Prompt] = []
     num_overlong, shortest = 0, None
@@ -67,7 +73,7 @@ def load_prompts(
                 num_overlong += 1
                 shortest = min(shortest or len(token_ids), len(token_ids))
                 continue
-            prompts.append(_prompt(rendered, token_ids, data))
+            prompts.append(_prompt(rendered, token_ids, data, rewards))
             if len(prompts) == limit:
                 return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
     if not prompts and num_overlong:
@@ -110,22 +116,43 @@ def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Itera
         raise DataError(
             f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
         )
-    if not path.exists():
-        raise DataError(f"data file {source} does not exist; `rollcall data arithmetic --out DIR` makes one to try")
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, and a device has no end
+            raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
         for number, columns in _READERS[path.suffix](path):
-            yield Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
+            row = Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
+            for column, value in columns.items():
+                _of_column(row, "a column's name", check_texts, column)
+                _of_column(row, column, check_texts, value)
+            yield row
+    except FileNotFoundError:
+        raise DataError(
+            f"data file {source} does not exist; `rollcall data arithmetic --out DIR` makes one to try"
+        ) from None
     except OSError as error:
         raise DataError(f"data file {source} cannot be read: {error}") from None
 
 
+def _of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return read(value)
+    except ColumnError as error:
+        raise DataError(f"{row.where}: {column} {error}") from None
+
+
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), start=1):
             if not line.strip():
                 continue
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}, row {number} has more than {MAX_LINE_BYTES >> 20} MiB; each line holds one JSON object"
+                )
             try:
                 columns = json.loads(line)
+            except RecursionError:
+                raise DataError(f"{path}, row {number} has lists or maps too deep in each other to be read") from None
             except ValueError as error:  # not JSON, or not UTF-8
                 raise DataError(f"{path}, row {number} is not JSON: {error}; each line holds one JSON object") from None
             if not isinstance(columns, dict):
@@ -140,16 +167,24 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file: {error}") from None
     number = 0
-    with file:
-        for batch in file.iter_batches(batch_size=_ROWS_PER_ENCODE):
-            for columns in batch.to_pylist():
-                number += 1
-                yield number, columns
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
+            for batch in file.iter_batches(batch_size=_ROWS_PER_ENCODE):
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield number, columns
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+        # A damaged file shows itself at its footer or at any page of it; text that is not UTF-8 and dates that Python does not
+        # have when their rows are read.
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        where = f"{path} is not a Parquet file" if not number else f"{path} cannot be read past row {number}"
+        raise DataError(f"{where}: {first}") from None
 
 
 _READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
@@ -233,23 +268,16 @@ def _answer(row: Row, data: DataSection) -> str:
         raise DataError(
             f"{row.where} has no column {data.answer_key!r}; {_nearest(data.answer_key, row, 'answer_key')}"
         )
-    value = row.columns[data.answer_key]
-    if value is None:
-        return ""
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # a column of whole numbers with gaps is read as floats
-    if isinstance(value, str | int | float | Decimal):
-        return str(value)
-    raise DataError(
-        f"{row.where}: the answer is {type(value).__name__} ({str(value)[:60]}); it must be text or a number"
-    )
+    return _of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
 def _nearest(key: str, row: Row, option: str) -> str:
     names = list(row.columns)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, [name for name in names[:1000] if len(name) < 60], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
-    return f"it has {', '.join(map(str, names)) or 'none'}; {hint}"
+    listed = [str(name)[:60] for name in names[:_COLUMNS_SHOWN]]
+    listed += [f"{len(names) - _COLUMNS_SHOWN:,} more"] if len(names) > _COLUMNS_SHOWN else []
+    return f"it has {', '.join(listed) or 'none'}; {hint}"
 
 
 # Tokens
@@ -278,17 +306,19 @@ def _encode(batch: list[_Rendered], tokenizer: Any) -> list[list[int]]:
     return encoded
 
 
-def _prompt(rendered: _Rendered, token_ids: list[int], data: DataSection) -> Prompt:
+def _prompt(rendered: _Rendered, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
     row = rendered.row
     if not token_ids:
         raise DataError(f"{row.where}: the prompt {rendered.text[:40]!r} has no tokens")
     own = {data.prompt_key, data.answer_key, "id"}
-    metadata = {key: value for key, value in row.columns.items() if key not in own}
+    metadata = {key: _of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
+    if "countdown" in rewards:
+        metadata = _of_column(row, "column", countdown_columns, metadata)
     if rendered.messages is not None:
         metadata["prompt_messages"] = rendered.messages  # a reward model renders them by its own template
     identity = row.columns.get("id")
     return Prompt(
-        id=row.default_id if identity is None else str(identity),
+        id=row.default_id if identity is None else _of_column(row, "the id", row_name, identity),
         token_ids=np.array(token_ids, dtype=np.int32),
         text=rendered.text,
         answer=rendered.answer,

@@ -1,0 +1,126 @@
+"""The values of a row: which can be used, and what those become that JSON has no word for.
+
+A prompt's other columns go to rewards and into the journal as JSON. Dates and times become ISO text, durations seconds,
+decimals their digits as text, bytes base64 text, a NaN (a gap, as pandas writes it) null. What remains is refused, with its
+column.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+import uuid
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+MAX_DEPTH = 50  # of lists and maps in each other
+
+
+class ColumnError(ValueError):
+    """A value cannot be used; the message follows the name of its column."""
+
+
+def check_texts(value: Any, *, depth: int = 0) -> None:
+    """Refuse what no file or tokenizer takes: half a surrogate pair, which JSON can spell, and lists without an end."""
+    if depth > MAX_DEPTH:
+        raise ColumnError(f"has lists and maps more than {MAX_DEPTH} deep in each other")
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                half = value[error.start].encode("unicode_escape").decode()
+                raise ColumnError(f"holds half a surrogate pair ({half}), which is no character; write it whole") from None
+    elif isinstance(value, list | tuple):
+        for each in value:
+            check_texts(each, depth=depth + 1)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            check_texts(key, depth=depth + 1)
+            check_texts(each, depth=depth + 1)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can write it and read it back."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ColumnError("is infinite; give a number, or leave the column out")
+        return None if math.isnan(value) else value
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, np.generic | np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal | uuid.UUID):
+        return str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise ColumnError(f"is a {type(value).__name__}, which has no place in JSON; leave the column out")
+
+
+def answer_text(value: Any) -> str:
+    """An answer as text; a number that is none at all is refused."""
+    if value is None:
+        return ""
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise ColumnError(f"is {value}, which no completion can equal; give the row an answer, or leave the row out")
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # a column of whole numbers with gaps is read as floats
+    if isinstance(value, str | int | float | Decimal):
+        return str(value)
+    raise ColumnError(f"is {type(value).__name__} ({str(value)[:60]}); it must be text or a number")
+
+
+def row_name(value: Any) -> str:
+    """A row's own id as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ColumnError(f"is {value}; give every row an id, or leave the column out")
+    if isinstance(value, str | int | float | Decimal | uuid.UUID | datetime.date):
+        return str(value)
+    raise ColumnError(f"is {type(value).__name__} ({str(value)[:60]}); it must be text or a number")
+
+
+def countdown_columns(metadata: dict[str, Any]) -> dict[str, Any]:
+    """``numbers`` and ``target`` as numbers: they are compared with those that a completion uses, and text equals none."""
+    found = dict(metadata)
+    numbers, target = metadata.get("numbers"), metadata.get("target")
+    if isinstance(numbers, str):
+        try:
+            numbers = json.loads(numbers)
+        except (ValueError, RecursionError):
+            raise ColumnError(f"numbers is {numbers[:60]!r}; it must be a list such as [3, 5, 8]") from None
+    if numbers is not None:
+        if not isinstance(numbers, list) or not numbers:
+            raise ColumnError(f"numbers is {str(numbers)[:60]}; it must be a list such as [3, 5, 8]")
+        found["numbers"] = [_whole(each) for each in numbers]
+    if target is not None:
+        found["target"] = _number(target, "target")
+    return found
+
+
+def _whole(value: Any) -> int:
+    number = _number(value, "numbers")
+    if not isinstance(number, int):
+        raise ColumnError(f"numbers has {value!r}; the countdown reward takes whole numbers")
+    return number
+
+
+def _number(value: Any, column: str) -> int | float:
+    try:
+        number = float(value)
+        if isinstance(value, bool) or not math.isfinite(number):
+            raise ValueError
+        return int(value) if isinstance(value, int) else int(number) if number.is_integer() else number
+    except (TypeError, ValueError, OverflowError):
+        raise ColumnError(f"{column} has {str(value)[:60]!r}, which is no number") from None
