@@ -7,12 +7,15 @@ Errors are OSErrors; who writes decides whether to wait (``patience.py``).
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+LARGEST_COUNT = 1 << 40
 log = logging.getLogger(__name__)
 
 
@@ -101,6 +104,20 @@ class AppendFile:
 def lines_end(data: bytes) -> int:
     """``good_end`` of a file of lines."""
     return data.rfind(b"\n") + 1
+
+
+def parse_row(line: bytes | str) -> dict[str, Any] | None:
+    """A line of a file of JSON objects; None if it is none, whatever else it is."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or deeper than any writer of ours goes
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def is_count(value: Any) -> bool:
+    """A number of steps, draws or versions, as such a file holds it."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def fsync_dir(path: Path) -> None:

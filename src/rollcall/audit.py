@@ -11,13 +11,16 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from rollcall.append_file import lines_end, parse_row
+from rollcall.checkpoint.store import CheckpointState, CheckpointStore, read_state
+from rollcall.config_errors import ConfigError
+from rollcall.config_yaml import read_yaml
+from rollcall.journal import StepFile, inspect, is_trained_row
+from rollcall.supply import Cursor
 
-from rollcall.append_file import lines_end
-from rollcall.checkpoint.store import STATE, CheckpointState, CheckpointStore
-from rollcall.journal import StepFile, inspect
-
-LINE_FILES = ("journal/trained.jsonl", "metrics.jsonl", "events.jsonl")
+TRAINED = "trained.jsonl"
+LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
+FARTHEST = 10_000  # draws left out, for each one trained or journaled, that a run can come to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,22 +106,24 @@ def bad_lines(path: Path) -> int:
     """Lines that are no JSON, a last one without its end included."""
     if not path.is_file():
         return 0
-    return sum(not good for _, good in judge_lines(path.read_bytes()))
+    return sum(not good for _, good in judge_file(path))
 
 
-def judge_lines(data: bytes) -> list[tuple[bytes, bool]]:
-    """Each line with its end, and whether it is whole."""
-    end = lines_end(data)
-    judged = [(line + b"\n", _is_json(line)) for line in data[:end].split(b"\n")[:-1]]
+def judge_file(path: Path) -> list[tuple[bytes, bool]]:
+    """Each line with its end, and whether it is whole: a JSON object, and of trained steps one that names a step's draws."""
+    data = path.read_bytes()
+    end, is_good = lines_end(data), _is_trained if path.name == TRAINED else _is_object
+    judged = [(line + b"\n", is_good(line)) for line in data[:end].split(b"\n")[:-1]]
     return judged + ([(data[end:], False)] if end < len(data) else [])
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+def _is_object(line: bytes) -> bool:
+    return parse_row(line) is not None
+
+
+def _is_trained(line: bytes) -> bool:
+    row = parse_row(line)
+    return row is not None and is_trained_row(row)
 
 
 def _is_superseded(path: Path) -> bool:
@@ -132,7 +137,7 @@ def read_trained(run_dir: Path) -> list[tuple[int, list[int]]]:
     path = run_dir / "journal" / "trained.jsonl"
     if not path.is_file():
         return []
-    rows = [json.loads(line) for line, good in judge_lines(path.read_bytes()) if good]
+    rows = [json.loads(line) for line, good in judge_file(path) if good]
     return [(row["step"], row["draws"]) for row in rows]
 
 
@@ -142,20 +147,26 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one
     that the newest checkpoint knows to be under way, or that came up after it.
     """
-    missing = set(range(max(trained, default=-1) + 1)) - trained
+    last = max(trained, default=-1)
+    if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:
+        raise ValueError(
+            f"{run_dir / 'journal' / TRAINED} names draw {last}, and the run has {len(trained)} trained draws; the file is "
+            "damaged: restore it, or remove that line if the step it stands for is trained again"
+        )
+    missing = set(range(last + 1)) - trained
     if not missing or not _may_leave_out(run_dir):
         return missing
     whole = [state for state in checkpoints if not state.reason]
     if not whole:
         return set()
-    cursor = json.loads((whole[-1].path / STATE).read_text())
-    known = journaled | set(cursor.get("pending", ()))
-    return {draw for draw in missing - known if draw < cursor["next_draw"]}
+    cursor = Cursor.of(read_state(whole[-1].path), where=str(whole[-1].path))
+    known = journaled | set(cursor.pending)
+    return {draw for draw in missing - known if draw < cursor.next_draw}
 
 
 def _may_leave_out(run_dir: Path) -> bool:
     try:
-        config = yaml.safe_load((run_dir / "run.yaml").read_text())
+        config = read_yaml(run_dir / "run.yaml", what="saved run file")
         return bool(config["algorithm"].get("dynamic_sampling")) or config["trainer"].get("order") == "as_completed"
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
+    except (ConfigError, KeyError, TypeError, AttributeError):
         return False

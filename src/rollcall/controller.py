@@ -189,7 +189,7 @@ class Controller:
         self.order = DataOrder(len(workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
-        self.cursor = Cursor(pending=tuple(state.get("pending", ())), next_draw=int(state["next_draw"]))
+        self.cursor = Cursor.of(state, where=str(resume.path if resume else run_dir))
         self.steps_ahead = range(self.start_step + 1, bounds.last_step(config.trainer, start_step=self.start_step) + 1)
         self.version = self.start_step
         self.data_mark = _fingerprint(workers.train.prompts)

@@ -31,7 +31,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rollcall.append_file import AppendFile, lines_end
+from rollcall.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.lease import unguarded
 from rollcall.patience import persist
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
@@ -45,6 +45,19 @@ _HEAD = struct.Struct("<8sQI")
 _HEADER_LENGTH = struct.Struct("<I")
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
 _MAX_OPEN = 8  # steps that rollout fills at the same time; older files are closed and reopened on need
+
+
+# What reading a record raises whose bytes are as they were written, but not by this program.
+_NO_GROUP = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
 
 
 class JournalError(RuntimeError, ValueError):
@@ -170,7 +183,14 @@ class Journal:
             )  # fmt: skip
         groups: dict[int, Group] = {}
         for payload in scan.payloads:
-            group = _decode(payload)
+            try:
+                group = _decode(payload)
+            except _NO_GROUP as error:
+                log.warning(
+                    "journal %s: a record is no group (%s: %.80s) and is skipped; it is generated again",
+                    path, type(error).__name__, error,
+                )  # fmt: skip
+                continue
             if group.draw in groups:
                 log.warning(
                     "journal %s: draw %d is recorded more than once; the first record is used", path, group.draw
@@ -220,15 +240,13 @@ class Journal:
             log.warning("journal %s: torn line at offset %d; reading stops there", self._trained_path, end)
         ledger = _Ledger(self._trained_path)
         for number, line in enumerate(data[:end].splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                entry = TrainedStep(step=row["step"], draws=tuple(row["draws"]), version=row["version"])
-            except (ValueError, KeyError, TypeError):
+            row = parse_row(line)
+            if row is None or not is_trained_row(row):
                 raise JournalError(
                     f"{self._trained_path}, line {number} is not a trained step: {line[:80]!r}; "
                     "restore the file, or remove that line if the step it stood for is trained again"
-                ) from None
-            ledger.add(entry)
+                )
+            ledger.add(TrainedStep(step=row["step"], draws=tuple(row["draws"]), version=row["version"]))
         return ledger
 
     def close(self) -> None:
@@ -420,18 +438,38 @@ def inspect(dir: Path) -> list[StepFile]:
         match = _STEP_FILE.fullmatch(path.name)
         if match:
             data = _read_bytes(path)
-            records = list(_records(data))
+            records = [(start, payload) for start, payload in _records(data) if _draw_of(payload) is not None]
             whole = b"".join(data[start : start + _HEAD.size + len(payload)] for start, payload in records)
             found.append(
                 StepFile(
                     path=path,
                     step=int(match.group(1)),
-                    draws=tuple(_header(payload)["draw"] for _, payload in records),
+                    draws=tuple(_draw_of(payload) for _, payload in records),
                     whole=whole,
                     num_bad_bytes=len(data) - len(whole),
                 )
             )
     return sorted(found, key=lambda file: file.step)
+
+
+def is_trained_row(row: dict[str, Any]) -> bool:
+    """Whether a line of ``trained.jsonl`` says what it has to."""
+    draws = row.get("draws")
+    return (
+        is_count(row.get("step"))
+        and is_count(row.get("version"))
+        and isinstance(draws, list)
+        and all(map(is_count, draws))
+    )
+
+
+def _draw_of(payload: memoryview) -> int | None:
+    """None: the record is no group's, whatever its checksum says."""
+    try:
+        draw = _header(payload)["draw"]
+    except _NO_GROUP:
+        return None
+    return draw if is_count(draw) else None
 
 
 def _header(payload: memoryview) -> dict[str, Any]:

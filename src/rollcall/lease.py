@@ -43,6 +43,7 @@ LOOK_S = 0.5  # between two looks at another's counter
 AGAIN_S = 0.02  # between two lists of files of which none is there any more
 SURE_S = WATCH_S / 2  # so long after a beat nobody else can have taken over
 _WIDTH = 16  # digits of the counter
+_KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -251,8 +252,10 @@ def _read(path: Path, number: int) -> Holder:
     text = path.read_bytes()
     try:
         fields = json.loads(text)
+        if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
+            raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         # Of another version of this program, or cut by a power loss: whether it changes is all that can be told.
         return Holder(
             owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rollcall.audit import Audit, Torn, audit, judge_lines, read_trained, store
+from rollcall.append_file import is_count
+from rollcall.audit import Audit, Torn, audit, judge_file, read_trained, store
 from rollcall.checkpoint.store import CheckpointState, write_atomic
+from rollcall.config_errors import ConfigError
+from rollcall.config_yaml import read_yaml
 from rollcall.journal import inspect
 from rollcall.lease import WATCH_S, Holder, hold, read_holder
 from rollcall.observe.events import PhaseEvent, read_phases
@@ -86,14 +87,14 @@ def look(run_dir: Path) -> Report:
     checkpoints = store(run_dir).inspect()
     last = next((state for state in reversed(checkpoints) if not state.reason), None)
     start = last.step if last else 0
-    config = _run_file(run_dir)
+    run_file = _run_file(run_dir)
     phases = read_phases(run_dir)
     return Report(
         run_dir=run_dir,
         checkpoints=tuple(checkpoints),
         last=last,
-        num_steps=config.get("trainer", {}).get("steps"),
-        prompts_per_step=config.get("data", {}).get("prompts_per_step"),
+        num_steps=_count_in(run_file, "trainer", "steps"),
+        prompts_per_step=_count_in(run_file, "data", "prompts_per_step"),
         groups={file.step: len(set(file.draws)) for file in inspect(run_dir / "journal") if file.step > start},
         replayed=tuple(sorted({step for step, _ in read_trained(run_dir) if step > start})),
         audit=counted,
@@ -158,7 +159,7 @@ def _set_aside(torn: Torn, target: Path) -> None:
     if path.suffix == ".groups":
         (whole,) = [file.whole for file in inspect(path.parent) if file.path == path]
     else:
-        whole = b"".join(line for line, good in judge_lines(path.read_bytes()) if good)
+        whole = b"".join(line for line, good in judge_file(path) if good)
     # A copy, not a move: a kill between two renames must not leave the run without the file.
     shutil.copy2(path, target)
     _flush(target)
@@ -172,7 +173,13 @@ def _flush(path: Path) -> None:
 
 def _run_file(run_dir: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load((run_dir / "run.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+        found = read_yaml(run_dir / "run.yaml", what="saved run file")
+    except ConfigError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _count_in(run_file: dict[str, Any], section: str, key: str) -> int | None:
+    keys = run_file.get(section)
+    value = keys.get(key) if isinstance(keys, dict) else None
+    return value if is_count(value) else None

@@ -19,10 +19,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from rollcall.append_file import is_count
 from rollcall.phases import steps_ahead
 from rollcall.types import Group
 
@@ -45,6 +46,16 @@ class Cursor:
 
     pending: tuple[int, ...]
     next_draw: int
+
+    @classmethod
+    def of(cls, state: dict[str, Any], *, where: str) -> Cursor:
+        """As a checkpoint keeps it."""
+        pending, next_draw = state.get("pending", []), state.get("next_draw")
+        if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
+            raise ValueError(
+                f"{where}: its state does not say which draw comes next; move it away to go on from an earlier checkpoint"
+            )
+        return cls(pending=tuple(pending), next_draw=int(next_draw))
 
     def take(self, count: int) -> tuple[list[int], Cursor]:
         first = list(self.pending[:count])

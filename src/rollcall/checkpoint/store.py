@@ -130,7 +130,7 @@ class CheckpointStore:
                 log.warning("checkpoint %s is torn (%s) and is skipped", entry.path, reason)
                 continue
             assert entry.manifest is not None
-            state = json.loads((entry.path / STATE).read_text())
+            state = read_state(entry.path)
             return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
         return None
 
@@ -190,6 +190,20 @@ def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
     if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):
         return manifest["score"]
     return manifest.get("scores", {}).get(best_by)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a whole checkpoint says of the run's state."""
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except (ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path / STATE} is not a run's state, though its checksum holds; move {path} away to go on from an earlier "
+            "checkpoint"
+        )
+    return state
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -270,13 +284,15 @@ def _read_entry(path: Path, *, step: int) -> _Entry:
         return _Entry(path=path, step=step, manifest=None, reason=reason)
 
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_bytes())
         files = {name: (int(facts["size"]), str(facts["blake2b"])) for name, facts in manifest["files"].items()}
         recorded = manifest["step"], manifest["score"]
+        if recorded[1] is not None and not math.isfinite(recorded[1]):
+            raise ValueError(f"a score of {recorded[1]}")
     except FileNotFoundError:
         return torn(f"no {MANIFEST}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return torn(f"{MANIFEST} cannot be read: {error}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return torn(f"{MANIFEST} cannot be read: {type(error).__name__} {error}")
     if recorded[0] != step or STATE not in files:
         return torn(f"{MANIFEST} is not of step {step}" if recorded[0] != step else f"{MANIFEST} lacks {STATE}")
     for name, (size, _) in files.items():

@@ -179,7 +179,8 @@ def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
     done = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "time/step_s" in row), default=0)
     if not run_dir.exists():
         return f"stopped by {by} before anything was trained; {run_dir} was not made"
-    saved = max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=None)
+    steps = (path.name[5:] for path in (run_dir / "checkpoints").glob("step-*"))
+    saved = max((int(step) for step in steps if step.isdecimal()), default=None)
     if done == saved:
         return f"stopped by {by} after step {done} of {num_steps}; saved; the same command continues"
     checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"

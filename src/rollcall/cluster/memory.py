@@ -11,7 +11,6 @@ divided over the slots of its process.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from rollcall.cluster.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 from rollcall.config import Config, OptimizerSection
 from rollcall.learner.mesh import is_split
+from rollcall.model_files import ModelFilesError, read_model_config
 from rollcall.tiny import MODEL_DIR
 
 GIB = 1 << 30
@@ -184,13 +184,9 @@ def _in_hub_cache(name: str) -> Path | None:
 
 def _read(path: Path) -> ModelSizes:
     try:
-        fields = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise SizesUnknown(f"{path} cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
-        raise SizesUnknown(f"{path} is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise SizesUnknown(f"{path} is not a model's config.json")
+        fields = read_model_config(path)
+    except ModelFilesError as error:
+        raise SizesUnknown(str(error)) from None
     return ModelSizes.of(fields, where=str(path))
 
 

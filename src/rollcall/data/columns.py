@@ -34,7 +34,9 @@ def check_texts(value: Any, *, depth: int = 0) -> None:
                 value.encode()
             except UnicodeEncodeError as error:
                 half = value[error.start].encode("unicode_escape").decode()
-                raise ColumnError(f"holds half a surrogate pair ({half}), which is no character; write it whole") from None
+                raise ColumnError(
+                    f"holds half a surrogate pair ({half}), which is no character; write it whole"
+                ) from None
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, depth=depth + 1)

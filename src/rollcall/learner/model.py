@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollcall.attention import layout_of, packed_attention
 from rollcall.decoder import Decoder, fuse_parameters
+from rollcall.model_files import ModelFilesError, check_model_dir
 from rollcall.types import MicroBatch
 
 
@@ -207,6 +208,11 @@ def check_model_path(path: str) -> None:
         raise ModelError(f"model.path={path} is not a directory; give a transformers model directory or a hub name")
     if looks_local and not (local / "config.json").exists():
         raise ModelError(f"model.path={path} has no config.json, so it is not a transformers model directory")
+    if looks_local:
+        try:
+            check_model_dir(local)
+        except ModelFilesError as error:
+            raise ModelError(f"model.path={path}: {error}") from None
 
 
 def _first_line(error: Exception) -> str:

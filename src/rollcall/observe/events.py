@@ -19,11 +19,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rollcall.append_file import AppendFile, lines_end
+from rollcall.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.patience import disk_fault, persist
 
 log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
+LATEST_S = 1e11  # unix time; a later one is nobody's clock
 
 
 class StepPhase(StrEnum):
@@ -133,22 +134,31 @@ def read_phases(run_dir: Path) -> list[PhaseEvent]:
     """All phases in the order in which they began, each once; lines that are no phase are left out."""
     phases: dict[tuple[str, int, float], PhaseEvent] = {}
     for row in read_events(run_dir):
-        if "phase" not in row:
-            continue
-        try:
-            event = PhaseEvent(
-                phase=row["phase"],
-                step=row["step"],
-                start_s=row["start_s"],
-                end_s=row.get("end_s"),
-                duration_s=row.get("duration_s"),
-                waited_for=row.get("waited_for"),
-                result=row.get("result"),
-            )
-        except KeyError:
-            continue
-        phases[event.phase, event.step, event.start_s] = event
+        event = _phase_event(row)
+        if event is not None:
+            phases[event.phase, event.step, event.start_s] = event
     return list(phases.values())
+
+
+def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
+    """None: a line of another kind, or one that no controller wrote."""
+    if not isinstance(row.get("phase"), str) or not is_count(row.get("step")) or not _is_time(row.get("start_s")):
+        return None
+    end_s, duration_s = (value if _is_time(value) else None for value in (row.get("end_s"), row.get("duration_s")))
+    waited_for, result = (str(row[key]) if row.get(key) is not None else None for key in ("waited_for", "result"))
+    return PhaseEvent(
+        phase=row["phase"],
+        step=row["step"],
+        start_s=row["start_s"],
+        end_s=end_s,
+        duration_s=duration_s,
+        waited_for=waited_for,
+        result=result,
+    )
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LATEST_S
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -156,12 +166,5 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
         data = (Path(run_dir) / EVENTS).read_bytes()
     except FileNotFoundError:
         return []
-    rows = []
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut by a kill
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    rows = (parse_row(line) for line in data.splitlines())
+    return [row for row in rows if row is not None]  # one may be cut by a kill

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollcall.append_file import AppendFile, lines_end
+from rollcall.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.checkpoint.store import write_atomic
 from rollcall.config import Config, public_dump
 from rollcall.observe.metrics import check_names
@@ -166,20 +166,24 @@ def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[S
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, one per step in ascending order; a later row of a step adds to the earlier one."""
     try:
-        lines = path.read_text().split("\n")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
     rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
-        try:
-            row = json.loads(line)
-            rows.setdefault(int(row["step"]), {}).update(row)
-        except (ValueError, KeyError, TypeError):
+        row = parse_row(line)
+        if row is None or not is_count(row.get("step")) or not all(map(_is_metric, row.values())):
             # The last line has no newline when the process was killed while writing it; the replay writes it again.
-            log.warning("%s, line %d is not a row and is left out: %.60r", path, number, line)
+            log.warning("%s, line %d is not a row of metrics and is left out: %.60r", path, number, line)
+            continue
+        rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
+
+
+def _is_metric(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
 
 
 def _finite(value: float) -> float | int | None:

@@ -1,0 +1,102 @@
+"""A model directory's config.json, read before anything is built by it: sizes that no model has are refused by key.
+
+transformers takes whatever stands there: a million layers are built one by one, a negative size ends in a traceback, a size
+far beyond the weights on the disk in all of the machine's memory. No torch here: `rollcall plan` reads these files too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rollcall.config_yaml import read_small
+
+MAX_CONFIG_BYTES = 1 << 24
+MAX_DEPTH = 50
+# The largest that is taken for a model; known ones stay a factor of eight and more below each.
+LARGEST = {
+    "num_hidden_layers": 1000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+}
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+FEWEST_BYTES = 0.25  # a weight; quantised ones have 0.5
+
+
+class ModelFilesError(ValueError):
+    """A file of a model directory is wrong; the message names it, the key and what was given."""
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The fields of a config.json, every size among them one that a model can have."""
+    try:
+        fields = json.loads(read_small(path, most=MAX_CONFIG_BYTES))
+    except RecursionError:
+        raise ModelFilesError(f"{path} is not a model's config.json: its lists and maps stand too deep") from None
+    except json.JSONDecodeError as error:
+        raise ModelFilesError(f"{path} is not JSON: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path} cannot be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise ModelFilesError(f"{path} is not a model's config.json: it holds a {type(fields).__name__}, not a map")
+    _check_numbers(fields, path, depth=0)
+    for key, most in LARGEST.items():
+        value = fields.get(key)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and 1 <= value <= most):
+            raise ModelFilesError(
+                f"{path}: {key}={_shown(value)} is no model's; it is a whole number from 1 to {most}; restore the file"
+            )
+    heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelFilesError(
+            f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; restore the file"
+        )
+    return fields
+
+
+def check_model_dir(folder: Path) -> None:
+    """Refuse a directory whose config.json describes another model than its weights can hold."""
+    fields = read_model_config(folder / "config.json")
+    smallest = _fewest_parameters(fields)
+    size = sum(file.stat().st_size for pattern in WEIGHT_FILES for file in folder.glob(pattern) if file.is_file())
+    if size and smallest * FEWEST_BYTES > size:
+        raise ModelFilesError(
+            f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and the weight files beside it have "
+            f"{size:,} bytes; restore the file that belongs to them"
+        )
+
+
+def _fewest_parameters(fields: dict[str, Any]) -> int:
+    """The embedding and the two wide products of each layer: a bound from below."""
+    hidden, vocab = fields.get("hidden_size") or 0, fields.get("vocab_size") or 0
+    layers, inner = fields.get("num_hidden_layers") or 0, fields.get("intermediate_size") or 0
+    return hidden * vocab + 2 * layers * hidden * inner
+
+
+def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> None:
+    if depth > MAX_DEPTH:
+        raise ModelFilesError(f"{path}: {where} has lists and maps more than {MAX_DEPTH} deep in each other")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ModelFilesError(f"{path}: {where}={value} is not a finite number; restore the file")
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_numbers(each, path, depth=depth + 1, where=f"{where}.{key[:60]}" if where else key[:60])
+    elif isinstance(value, list):
+        for each in value:
+            _check_numbers(each, path, depth=depth + 1, where=where)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:60]
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
