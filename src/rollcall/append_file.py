@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 LARGEST_COUNT = 1 << 40
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """A number of steps, draws or versions, as such a file holds it."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 

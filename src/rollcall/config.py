@@ -167,8 +167,8 @@ class ModelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _alias_dtype(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("dtype") in DTYPE_ALIASES:
-            data = {**data, "dtype": DTYPE_ALIASES[data["dtype"]]}
+        if isinstance(data, dict) and isinstance(given := data.get("dtype"), str):
+            data = {**data, "dtype": DTYPE_ALIASES.get(given, given)}
         return data
 
 

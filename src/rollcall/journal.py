@@ -438,13 +438,14 @@ def inspect(dir: Path) -> list[StepFile]:
         match = _STEP_FILE.fullmatch(path.name)
         if match:
             data = _read_bytes(path)
-            records = [(start, payload) for start, payload in _records(data) if _draw_of(payload) is not None]
-            whole = b"".join(data[start : start + _HEAD.size + len(payload)] for start, payload in records)
+            read = [(start, payload, _draw_of(payload)) for start, payload in _records(data)]
+            records = [(start, payload, draw) for start, payload, draw in read if draw is not None]
+            whole = b"".join(data[start : start + _HEAD.size + len(payload)] for start, payload, _ in records)
             found.append(
                 StepFile(
                     path=path,
                     step=int(match.group(1)),
-                    draws=tuple(_draw_of(payload) for _, payload in records),
+                    draws=tuple(draw for _, _, draw in records),
                     whole=whole,
                     num_bad_bytes=len(data) - len(whole),
                 )

@@ -1,0 +1,164 @@
+"""Run directories that something has damaged or forged: status, recover, eval and a resume name the file, or go on without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import finish, make_run
+from typer.testing import CliRunner
+
+from rollcall.audit import audit
+from rollcall.checkpoint.store import CheckpointError, CheckpointStore
+from rollcall.cli.main import app
+from rollcall.config import Config, ConfigError, load_config
+from rollcall.evaluate_run import plan_evaluation
+from rollcall.journal import MAGIC, Journal, JournalError, inspect
+from rollcall.lease import read_holder
+from rollcall.observe.events import read_phases
+from rollcall.observe.sinks import read_rows
+from rollcall.supply import Cursor
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    finish(make_run(folder, "trainer.steps=2", "trainer.save_every=1", "data.prompts_per_step=2"))
+    return folder
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(whole / "run", tmp_path / "run")
+    yield tmp_path / "run"
+
+
+def again(whole: Path, run: Path) -> Config:
+    """The same run, one step longer, in the copy."""
+    return load_config(whole / "run.yaml", [f"run.dir={run}", "trainer.steps=3", "data.prompts_per_step=2"])
+
+
+def add_line(path: Path, line: bytes) -> None:
+    path.write_bytes(path.read_bytes() + line + b"\n")
+
+
+def test_a_byte_that_is_no_text_in_the_metrics_is_named_and_the_run_goes_on(
+    whole: Path, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_line(run / "metrics.jsonl", b'{"step": 2, "x": "\xff"}')
+    assert finish(again(whole, run))["steps"] == 3
+    assert "metrics.jsonl, line" in caplog.text and "is not a row of metrics and is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"step": "x"}', b'{"step": 1e400}', b'{"step": -1}', b'{"step": 1, "eval/accuracy": "high"}', b"[" * 100_000, b"[1]", b"1"],
+)  # fmt: skip
+def test_a_forged_row_of_metrics_is_left_out(run: Path, line: bytes) -> None:
+    before = read_rows(run / "metrics.jsonl")
+    add_line(run / "metrics.jsonl", line)
+    assert read_rows(run / "metrics.jsonl") == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"phase": [], "step": 1, "start_s": 1}', b'{"phase": "sync", "step": "one", "start_s": 1}',
+        b'{"phase": "sync", "step": 1, "start_s": "now"}', b'{"phase": "sync", "step": 1, "start_s": 1e300}', b"\xff", b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_forged_event_is_left_out(run: Path, line: bytes) -> None:
+    before = read_phases(run)
+    add_line(run / "events.jsonl", line)
+    assert read_phases(run) == before and before
+    result = CliRunner().invoke(app, ["status", str(run)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b'{"step": 1, "draws": "ab", "version": 1}', b'{"step": 1, "draws": [-1], "version": 1}']
+)
+def test_a_forged_trained_step_is_named_and_can_be_set_aside(run: Path, line: bytes) -> None:
+    path = run / "journal" / "trained.jsonl"
+    before = path.read_bytes()
+    add_line(path, line)
+    with Journal(run / "journal") as journal, pytest.raises(JournalError, match=r"trained\.jsonl, line 3 is not a"):
+        journal.trained()
+    assert [torn.path for torn in audit(run).torn] == [path]
+    assert CliRunner().invoke(app, ["recover", str(run), "--repair"]).exit_code == 0
+    assert path.read_bytes() == before
+
+
+def test_a_draw_far_beyond_all_others_is_damage_and_not_counted_up_to(run: Path) -> None:
+    add_line(run / "journal" / "trained.jsonl", b'{"step": 9, "draws": [1000000000000], "version": 9}')
+    with pytest.raises(ValueError, match=r"trained\.jsonl names draw 1000000000000, and the run has 5 trained draws"):
+        audit(run)
+
+
+def test_a_forged_record_whose_checksum_holds_is_skipped_and_named(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = run / "journal" / "000001.groups"
+    with Journal(run / "journal") as journal:
+        before = [group.draw for group in journal.read(1)]
+        for header in (b"[]", b'{"draw": 0}', b'{"draw": "x", "step": 1}', b"[" * 100_000):
+            payload = struct.pack("<I", len(header)) + header
+            record = struct.pack("<8sQI", MAGIC, len(payload), zlib.crc32(payload)) + payload
+            path.write_bytes(path.read_bytes() + record)
+        assert [group.draw for group in journal.read(1)] == before
+    assert "000001.groups: a record is no group" in caplog.text
+    assert inspect(run / "journal")[0].num_bad_bytes
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "a: &a [*a]", "run: {seed: x}", "- " * 3000, "\0"])
+def test_a_damaged_run_file_is_named_by_train_and_eval_and_recover_does_without(
+    whole: Path, run: Path, text: str
+) -> None:
+    (run / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run/run\.yaml.*(.|\n)*this run's record of its settings; restore it"):
+        finish(again(whole, run))
+    with pytest.raises(ConfigError, match=r"run/run\.yaml"):
+        plan_evaluation(run, overrides=[], data=None, samples=None, temperature=None, max_prompts=None)
+    assert CliRunner().invoke(app, ["recover", str(run)]).exit_code == 0
+
+
+def test_a_forged_state_is_named(run: Path) -> None:
+    path = run / "checkpoints" / "step-000002"
+    with pytest.raises(ValueError, match="step-2: its state does not say which draw comes next"):
+        Cursor.of({"next_draw": "x"}, where="step-2")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {"state.json": {"size": 2, "blake2b": ""}}
+    import hashlib
+
+    manifest["files"]["state.json"]["blake2b"] = hashlib.blake2b(b"[]", digest_size=16).hexdigest()
+    (path / "state.json").write_bytes(b"[]")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"step-000002/state\.json is not a run's state"):
+        CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1).latest()
+
+
+@pytest.mark.parametrize("change", [{"score": "high"}, {"score": float("nan")}, {"files": []}, {"step": None}])
+def test_a_forged_manifest_is_a_torn_checkpoint(run: Path, change: dict[str, object]) -> None:
+    path = run / "checkpoints" / "step-000002" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    found = CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1).latest()
+    assert found is not None and found.step == 1
+
+
+def test_a_forged_lease_says_nothing_of_any_process(run: Path) -> None:
+    fields = {
+        "owner": "x",
+        "host": "h",
+        "pid": "../..",
+        "place": "p",
+        "process_start": 1,
+        "since": "s",
+        "counter": "3",
+        "released": False,
+    }
+    (run.parent / ".run.lease-9").write_text(json.dumps(fields))
+    holder = read_holder(run)
+    assert holder is not None and (holder.host, holder.pid, holder.is_gone) == ("unknown", 0, False)

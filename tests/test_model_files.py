@@ -1,0 +1,75 @@
+"""A model directory's config.json: sizes that no model has are refused before anything is built by them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import save_model
+
+from rollcall.cluster.memory import SizesUnknown, read_sizes
+from rollcall.learner.model import ModelError, load_tokenizer
+from rollcall.model_files import ModelFilesError, check_model_dir
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def a_dir(folder: Path, *, weights: int = 1 << 20, text: str | None = None, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**SIZES, **changes}) if text is None else text)
+    (folder / "model.safetensors").write_bytes(bytes(weights))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 1_000_000},
+            "num_hidden_layers=1000000 is no model's; it is a whole number from 1 to 1000",
+        ),
+        ({"hidden_size": -64}, "hidden_size=-64 is no model's"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is no model's"),
+        ({"vocab_size": "100"}, "vocab_size='100' is no model's"),
+        ({"vocab_size": 1.5}, "vocab_size=1.5 is no model's"),
+        ({"head_dim": True}, "head_dim=True is no model's"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a finite number"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_parameters.rope_theta=inf is not a finite number"),
+        ({"vocab_size": 10_000_000}, "describes a model of more than 640,032,768 weights, .* have 1,048,576 bytes"),
+        ({"text": "{"}, "is not JSON"),
+        ({"text": "[]"}, "it holds a list, not a map"),
+        ({"text": "[" * 100_000}, "its lists and maps stand too deep"),
+        ({"text": '{"a": ' * 60 + "1" + "}" * 60}, "more than 50 deep"),
+    ],
+)
+def test_a_config_that_is_no_models_is_refused_by_file_and_key(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFilesError, match=message) as refused:
+        check_model_dir(a_dir(tmp_path, **changes))
+    assert "config.json" in str(refused.value)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelFilesError, match="config.json cannot be read: it is a pipe or a device"):
+        check_model_dir(tmp_path)
+
+
+def test_whole_directories_pass(tmp_path: Path) -> None:
+    check_model_dir(a_dir(tmp_path, head_dim=None, sliding_window=None))
+    check_model_dir(save_model(tmp_path / "saved"))
+
+
+def test_loading_and_planning_refuse_alike(tmp_path: Path) -> None:
+    path = a_dir(tmp_path, num_hidden_layers=-1)
+    with pytest.raises(ModelError, match="model.path=.*num_hidden_layers=-1"):
+        load_tokenizer(str(path), chat_template=None)
+    with pytest.raises(SizesUnknown, match="num_hidden_layers=-1"):
+        read_sizes(str(path))
