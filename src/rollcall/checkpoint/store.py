@@ -287,8 +287,9 @@ def _read_entry(path: Path, *, step: int) -> _Entry:
         manifest = json.loads((path / MANIFEST).read_bytes())
         files = {name: (int(facts["size"]), str(facts["blake2b"])) for name, facts in manifest["files"].items()}
         recorded = manifest["step"], manifest["score"]
-        if recorded[1] is not None and not math.isfinite(recorded[1]):
-            raise ValueError(f"a score of {recorded[1]}")
+        for score in (recorded[1], *manifest.get("scores", {}).values()):
+            if score is not None and not math.isfinite(score):
+                raise ValueError(f"a score of {score}")
     except FileNotFoundError:
         return torn(f"no {MANIFEST}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
