@@ -140,7 +140,10 @@ def test_a_forged_state_is_named(run: Path) -> None:
         CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1).latest()
 
 
-@pytest.mark.parametrize("change", [{"score": "high"}, {"score": float("nan")}, {"scores": {"eval/accuracy": "x"}}, {"files": []}, {"step": None}])
+@pytest.mark.parametrize(
+    "change",
+    [{"score": "high"}, {"score": float("nan")}, {"scores": {"eval/accuracy": "x"}}, {"files": []}, {"step": None}],
+)
 def test_a_forged_manifest_is_a_torn_checkpoint(run: Path, change: dict[str, object]) -> None:
     path = run / "checkpoints" / "step-000002" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
