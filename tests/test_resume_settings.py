@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rollcall.config import Config, ConfigError, dump_config, load_config
 from rollcall.journal import Journal
 from rollcall.observe.events import read_events
-from rollcall.resume import Change, changes_on_resume, notes_on
+from rollcall.resume import FREE_OF_REWARDS, Change, changes_on_resume, notes_on
 from rollcall.train import train
 
 
@@ -57,6 +57,15 @@ def test_what_may_change_is_told_key_by_key(tmp_path: Path) -> None:
         "actor.weight_decay: 0.0 -> 0.1",
         "actor.optimizer.kwargs.foreach: not set -> false",
     ]
+
+
+def test_how_a_reward_runs_may_change(tmp_path: Path) -> None:
+    function = {"type": "function", "path": "rewards_bad:share_of_answer"}
+    a_run(tmp_path, reward=[function])
+    limits = {"timeout_s": 3, "env": ["MODE"], "network": False, "memory_mb": 512, "file_mb": 8, "processes": 2}
+    assert sorted(limits) == sorted(FREE_OF_REWARDS)
+    found = told(tmp_path, reward=[{**function, **limits}])
+    assert [line.partition(":")[0] for line in found] == [f"reward.0.{key}" for key in limits]
 
 
 def test_secrets_of_workers_are_not_told(tmp_path: Path) -> None:
