@@ -17,9 +17,9 @@ def show(report: Report) -> None:
     console = make_console()
     console.print(_nodes(report))
     for text in _measured(report):
-        console.print(Text(text))
+        console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
     for finding in report.findings:
-        console.print(_finding(finding))
+        console.print(_finding(finding), soft_wrap=True)
     console.print(_verdict(report))
 
 
