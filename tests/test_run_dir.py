@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-from runs import finish, letter_rows, make_run
+from runs import column, finish, letter_rows, make_run
 
 from rollcall.checkpoint.size import GIB, RunSize, run_size
-from rollcall.config import ConfigError
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.cli.train import _in_run_dir
+from rollcall.cluster.failures import WorkerDiedError
+from rollcall.config import ConfigError, load_config
+from rollcall.controller import Controller
+from rollcall.observe.console import QuietConsole
 from rollcall.train import train
 
 
@@ -75,6 +82,72 @@ def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> 
     finish(make_run(tmp_path, "trainer.steps=1"))
     with pytest.raises(ConfigError, match="run.seed"):
         finish(make_run(tmp_path, "trainer.steps=2", "run.seed=8"))
+
+
+def test_a_run_directory_is_as_good_as_its_run_file(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "trainer.steps=1")
+    with pytest.raises(ConfigError, match="without run.yaml"):
+        _in_run_dir(tmp_path / "model", [])
+    finish(config)
+    moved = config.run.dir.rename(tmp_path / "1000")  # a name that YAML reads as a number
+    again = load_config(*_in_run_dir(moved, ["trainer.steps=2"]))
+    assert again.run.dir == moved and again.trainer.steps == 2 and finish(again)["steps"] == 2
+    (moved / "run.yaml").write_text("cluster: {env: {HF_TOKEN: <redacted>}}")
+    with pytest.raises(ConfigError, match="has no secrets"):
+        _in_run_dir(moved, [])
+
+
+GRADED = ("trainer.eval_every=1", "trainer.save_every=1", "trainer.keep_last=1", "eval.temperature=1", "actor.lr=3e-2")
+
+
+def test_graded_rewards_are_the_headline_and_rank_the_checkpoints_also_after_a_resume(tmp_path: Path) -> None:
+    finish(make_run(tmp_path, *GRADED, "trainer.steps=2", val=letter_rows(8)))
+    config = make_run(tmp_path, *GRADED, "trainer.steps=5", val=letter_rows(8))
+    summary = finish(config)
+    rewards = column(config, "eval/reward_mean")
+    assert summary["headline"] == "eval/reward_mean" and max(column(config, "eval/graded_fraction")) > 0
+    assert summary["eval"]["reward_mean"] == {"first": rewards[0], "last": rewards[-1], "best": max(rewards)}
+    best = max(range(1, 6), key=lambda step: (rewards[step], step))
+    kept = {path.name for path in (config.run.dir / "checkpoints").iterdir()}
+    assert kept == {"step-000005", f"step-{best:06d}"}
+    last = CheckpointStore(config.run.dir / "checkpoints", keep_last=1, keep_best=1).latest()
+    assert last is not None and last.score == rewards[-1]
+
+
+class Recorder(QuietConsole):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "time/step_s" in metrics:
+            self.seen.append(f"step {step}")
+
+    def restart(self, step: int) -> None:
+        self.seen.append(f"restart at {step}")
+
+    def phase(self, text: str | None) -> None:
+        if text is not None and text.startswith(("rollout", "export")):
+            self.seen.append(text)
+
+
+def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, made, lost = Recorder(), Controller._metrics, []
+
+    def lose_once(self: Controller, batch: Any, *rest: Any) -> dict[str, float]:
+        if batch.step == 3 and not lost:
+            lost.append(batch.step)
+            raise WorkerDiedError("rollout rank 0 is lost", role="rollout", ranks=[0], node_ranks=[])
+        return made(self, batch, *rest)
+
+    monkeypatch.setattr(Controller, "_metrics", lose_once)
+    monkeypatch.setattr("rollcall.train.make_console", lambda **_: console)
+    train(make_run(tmp_path, "trainer.steps=3", "trainer.save_every=2"))
+    assert console.seen == [
+        "restart at 0", "rollout of step 1", "step 1", "rollout of step 2", "step 2", "rollout of step 3",
+        "restart at 2", "rollout of step 3", "step 3", "export of step 3",
+    ]  # fmt: skip
 
 
 def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.evaluate import Evaluation, evaluate
 from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.rollout import Rollouts
@@ -35,7 +36,7 @@ NUM_SAMPLES_SHOWN = 6
 MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
 PROGRESS_EVERY_S = 0.5
 
-OnProgress = Callable[[int, int], None]  # prompts done, prompts in all
+OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,11 @@ class EvalReport:
     failures: list[Failure]
     num_unscored: int
     seconds: float
+    max_response_tokens: int
+
+    @property
+    def headline(self) -> Headline:
+        return headline_of([self.evaluation.metrics()])
 
     @property
     def samples(self) -> list[tuple[str, str, str, float]]:
@@ -70,6 +76,8 @@ class EvalReport:
             "overlong_prompts": self.num_overlong,
             "samples_per_prompt": section.samples_per_prompt,
             "temperature": section.temperature,
+            "max_response_tokens": self.max_response_tokens,
+            "headline": self.headline.key,
             "accuracy": evaluation.accuracy,
             "pass_at": {str(k): value for k, value in evaluation.pass_at.items()},
             "reward_mean": evaluation.reward_mean,
@@ -127,6 +135,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
     path = resolve_model(plan.model_path)
+    say(f"loading {plan.model_path} ({plan.origin})")
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, chat_template=config.model.chat_template, trust_remote_code=trust)
     check_stop_strings(tokenizer, config.rollout.stop)
@@ -144,6 +153,10 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     engine = build_engine(config.rollout, model, tokenizer, say=say)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
+    say(
+        f"answering {len(prompts.prompts):,} prompts, {config.eval.samples_per_prompt} completions each, of at most "
+        f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
+    )
     with closing(engine), _scorer(config, device) as scorer:
         work = _evaluate(config, prompts, engine=engine, scorer=scorer, sampling=sampling, on_progress=on_progress)
         evaluation = asyncio.run(work)
@@ -155,6 +168,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
             failures=scorer.failures,
             num_unscored=sum(counts.failed for counts in scorer.counts.values()),
             seconds=time.perf_counter() - started,
+            max_response_tokens=sampling.max_tokens,
         )
 
 
@@ -246,7 +260,7 @@ async def _evaluate(
             step=0,
         )
     )
-    background = [asyncio.create_task(rollouts.pump()), asyncio.create_task(_watch(engine, prompts, on_progress))]
+    background = [asyncio.create_task(rollouts.pump()), asyncio.create_task(_watch(rollouts, prompts, on_progress))]
     try:
         await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
         for task in background:
@@ -259,8 +273,8 @@ async def _evaluate(
         await asyncio.gather(work, *background, return_exceptions=True)
 
 
-async def _watch(engine: LocalEngine, prompts: PromptSet, on_progress: OnProgress) -> None:
+async def _watch(rollouts: Rollouts, prompts: PromptSet, on_progress: OnProgress) -> None:
     total = len(prompts.prompts)
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
-        on_progress(total - engine.num_unfinished, total)
+        on_progress(total - rollouts.engine.num_unfinished, total, rollouts.clock.engine_tokens)

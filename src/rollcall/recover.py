@@ -123,6 +123,13 @@ def repair(run_dir: Path, *, say: Callable[[str], None]) -> list[Path]:
         return moved
 
 
+def num_steps_of(run_dir: Path) -> int | None:
+    """``trainer.steps`` of the run; None: its run file does not say."""
+    trainer = _run_file(run_dir).get("trainer")
+    steps = trainer.get("steps") if isinstance(trainer, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
 def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:
     if holder is None:
         return None

@@ -103,7 +103,6 @@ def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds
     heeded().check()
     run_dir, resume = config.run.dir, store.latest()
     console.restart(resume.step if resume else 0)
-    console.phase("loading the model and the data")
     workers = _build(config, say=console.note)
     with closing(workers, say=console.note), ExitStack() as opened:
         _check_lengths(config, workers)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from rollcall.cli import Debug, Json, Overrides, calm_libraries
+from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain
 from rollcall.observe.console import samples_table
+from rollcall.observe.headline import REWARD
 from rollcall.stop import heed
+
+LINE_EVERY_S = 5.0
 
 if TYPE_CHECKING:
     from rollcall.evaluate_run import EvalReport
@@ -48,7 +52,7 @@ def evaluate(
       rollcall eval runs/gsm8k --samples 8 --temperature 0.8 --max-prompts 200
       rollcall eval MODEL --data data/gsm8k/test.parquet 'reward=[{type: math}]'
     """
-    console = Console(stderr=True, highlight=False)
+    complain("loading torch and transformers")
     with heed():
         calm_libraries()
         from rollcall.evaluate_run import plan_evaluation, run_evaluation
@@ -61,29 +65,63 @@ def evaluate(
             temperature=temperature,
             max_prompts=max_prompts,
         )
-        with console.status(Text("loading the model")) as status:
-            report = run_evaluation(
-                plan,
-                on_progress=lambda done, total: status.update(Text(f"{done} of {total} prompts answered")),
-                say=lambda text: console.print(Text(text)),
-            )
+        with _Shown() as shown:
+            report = run_evaluation(plan, on_progress=shown.progress, say=shown.note)
     if as_json:
         print(json.dumps(report.as_json()))
     else:
         _show(report)
 
 
+class _Shown:
+    """What the evaluation does, on stderr: a line that changes in place on a terminal, a line now and then in a log."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._status = self._console.status(Text("getting ready"))
+        self._started = self._printed = time.monotonic()
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def progress(self, done: int, total: int, num_tokens: int) -> None:
+        now = time.monotonic()
+        text = f"{done:,} of {total:,} prompts answered, {num_tokens:,} tokens, {now - self._started:.0f} s"
+        if self._live:
+            self._status.update(Text(text))
+        elif now - self._printed >= LINE_EVERY_S:
+            self._printed = now
+            self.note(text)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._status.stop()
+
+
 def _show(report: EvalReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     evaluation, section = report.evaluation, report.plan.config.eval
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
+    means = f"   (share with a first reward of at least {section.threshold:g})" if report.headline is REWARD else ""
+    accuracy = [
+        ("accuracy", f"{evaluation.accuracy:.3f}{means}"),
+        *((f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1),
+    ]
+    reward = [("mean reward", f"{evaluation.reward_mean:.3f}")]
+    limit = f"at most {report.max_response_tokens:,}"
     rows = [
         ("model", f"{report.plan.model_path}   ({report.plan.origin})"),
         ("data", f"{report.source}   {len(evaluation.groups):,} prompts x {section.samples_per_prompt}, {how}"),
-        ("accuracy", f"{evaluation.accuracy:.3f}"),
-        *((f"pass@{k}", f"{value:.3f}") for k, value in evaluation.pass_at.items() if k > 1),
-        ("mean reward", f"{evaluation.reward_mean:.3f}"),
-        ("mean length", f"{evaluation.response_length_mean:.1f} tokens, {evaluation.truncated_fraction:.1%} cut off"),
+        *([*reward, *accuracy] if report.headline is REWARD else [*accuracy, *reward]),
+        (
+            "mean length",
+            f"{evaluation.response_length_mean:.1f} tokens ({limit}), {evaluation.truncated_fraction:.1%} cut off",
+        ),
         ("time", f"{report.seconds:.1f} s"),
     ]
     if report.num_overlong:

@@ -15,6 +15,7 @@ from rollcall.cli.config import config
 from rollcall.cli.data import data
 from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
+from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.plan import plan
 from rollcall.cli.recover import recover
@@ -32,7 +33,7 @@ New here? In a checkout, without a GPU and without a model to download:
 \b
 Once installed:
   rollcall train               the demo: the run file inside the package
-  rollcall config > run.yaml   a run file to start from
+  rollcall init                a short run file to start from
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what it would resume
@@ -96,6 +97,7 @@ for name, command in (
     ("train", train),
     ("eval", evaluate),
     ("recover", recover),
+    ("init", init),
     ("config", config),
     ("data", data),
     ("plan", plan),

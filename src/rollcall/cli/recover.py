@@ -52,7 +52,8 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     """What a run does now, and what its last steps did."""
     from rollcall.lease import read_holder
     from rollcall.observe.events import read_phases
-    from rollcall.recover import describe, holder_as_json
+    from rollcall.observe.standing import standing
+    from rollcall.recover import describe, holder_as_json, num_steps_of
 
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, or nothing to see the cluster")
@@ -60,9 +61,11 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     steps = sorted({event.step for event in phases})[-STEPS_SHOWN:]
     recent = [event for event in phases if event.step in steps]
     current = phases[-1] if phases else None
+    stands = standing(run_dir, num_steps=num_steps_of(run_dir), holder=holder)
     if as_json:
         shown = {
             "run_dir": str(run_dir),
+            **stands.as_json(),
             "current": asdict(current) if current else None,
             "lease": holder_as_json(holder),
             "phases": [asdict(event) for event in recent],
@@ -72,6 +75,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     print(f"run      {run_dir}\nheld by  {describe(holder)}")
     ended = holder is None or holder.is_gone
     print(f"{'last' if ended else 'now':<8} {_now(current, ended=ended)}")
+    print(f"{'stands':<8} {', '.join(f'{label} {text}' for label, text in stands.rows())}")
     for step in steps:
         print(f"step {step}")
         for event in (event for event in recent if event.step == step):

@@ -186,5 +186,5 @@ def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
     checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
     return (
         f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {checkpoint} and every group finished since: "
-        f"`rollcall train {run_dir}` goes on"
+        f"the same command continues (leave out --fresh), and so does `rollcall train {run_dir}`"
     )

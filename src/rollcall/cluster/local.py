@@ -110,6 +110,7 @@ class Inputs:
 
 def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
     path = resolve_model(config.model.path)
+    say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = load_tokenizer(
         path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
     )
@@ -137,13 +138,15 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     dtype = resolve_dtype(config.model.dtype, device)
     inputs = load_inputs(config, say=say)
     trust = config.model.trust_remote_code
+    say(f"loading the model {config.model.path}")
     load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
-    learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
+    learner = build_learner(config, model, gang=Gang.alone(), mirror=True, say=say)
     engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
     load_reward = partial(load_reward_model, device=device, trust_remote_code=trust)
     rewards = model_rewards(config, score=learner.score, load_reward_model=load_reward)
+    say("starting the reward processes")
     scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
     return Workers(
         tokenizer=inputs.tokenizer,
@@ -160,7 +163,13 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
 
 
 def build_learner(
-    config: Config, model: Any, *, gang: Gang, device: torch.device | None = None, mirror: bool = False
+    config: Config,
+    model: Any,
+    *,
+    gang: Gang,
+    device: torch.device | None = None,
+    mirror: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
@@ -181,6 +190,7 @@ def build_learner(
     if config.actor.compile if config.actor.compile is not None else pays:
         if on_cpu:
             check_compiler("actor.compile")
+        say("the first update waits for the compiler (actor.compile; a minute or so)")
         learner.body.compile()
     return learner
 

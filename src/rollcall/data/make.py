@@ -237,7 +237,11 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
 def _fetch_from_hub(repository: str, *, folder: str, split: str) -> list[Path]:
     from huggingface_hub import HfApi, hf_hub_download
 
+    from rollcall.learner.hub import hub_fault
+
     try:
+        if fault := hub_fault(repository, file="README.md", kind="dataset"):
+            raise OSError(fault)
         names = HfApi().list_repo_files(repository, repo_type="dataset")
         wanted = [name for name in names if name.startswith(f"{folder}{split}") and name.endswith(".parquet")]
         files = [Path(hf_hub_download(repository, name, repo_type="dataset")) for name in wanted]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollcall.attention import layout_of, packed_attention
 from rollcall.decoder import Decoder, fuse_parameters
+from rollcall.learner.hub import hub_options
 from rollcall.model_files import ModelFilesError, check_model_dir
 from rollcall.types import MicroBatch
 
@@ -57,6 +58,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
+            **hub_options(path),
         )
     model, info = loaded
     refuse_other_tensors(
@@ -81,11 +83,11 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
 
     check_model_path(path)
     with loading(f"model.path={path}"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     with suppress(OSError):  # most small models have none
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
     model = model.eval().requires_grad_(False)
     fuse_parameters(model)
     return model
@@ -187,7 +189,7 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
 
     check_model_path(path)
     with loading(f"model.path={path}", part="tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {path} has no eos token, so no completion could ever stop; set eos_token in its "
@@ -208,11 +210,13 @@ def check_model_path(path: str) -> None:
         raise ModelError(f"model.path={path} is not a directory; give a transformers model directory or a hub name")
     if looks_local and not (local / "config.json").exists():
         raise ModelError(f"model.path={path} has no config.json, so it is not a transformers model directory")
-    if looks_local:
-        try:
-            check_model_dir(local)
-        except ModelFilesError as error:
-            raise ModelError(f"model.path={path}: {error}") from None
+    if not looks_local:
+        hub_options(path)
+        return
+    try:
+        check_model_dir(local)
+    except ModelFilesError as error:
+        raise ModelError(f"model.path={path}: {error}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rollcall.learner.hub import hub_options
 from rollcall.learner.model import loading, refuse_other_tensors
 from rollcall.types import Completion, Prompt
 
@@ -27,7 +28,7 @@ class RewardModel:
     def __init__(
         self, path: str, *, device: str | torch.device, max_tokens: int, trust_remote_code: bool = False
     ) -> None:
-        trust = {"trust_remote_code": trust_remote_code}
+        trust = {"trust_remote_code": trust_remote_code, **hub_options(path, key="reward.path")}
         with loading(f"reward.path={path}"):
             config = AutoConfig.from_pretrained(path, **trust)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, **trust)

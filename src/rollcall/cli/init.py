@@ -1,0 +1,43 @@
+"""`rollcall init`: a run file to start from."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollcall.cli import Debug
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="Where to write it.")] = Path("run.yaml"),
+    debug: Debug = False,
+) -> None:
+    """Write a short run file with comments; as it is, it trains the demo. A file that is there is left alone.
+
+    \b
+    Examples:
+      rollcall init
+      rollcall init runs/mine.yaml
+      rollcall init && rollcall train run.yaml trainer.steps=20
+    """
+    text = (files("rollcall") / "init.yaml").read_text().replace("NAME", _name(file))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with file.open("x") as out:
+            out.write(text)
+    except FileExistsError:
+        raise ValueError(f"{file} exists and was left as it is; give another name, or move it away") from None
+    print(f"wrote {file}; look at it with `rollcall config {file}`, train it with `rollcall train {file}`")
+
+
+def _name(file: Path) -> str:
+    """The run's name, from the file's.
+
+    >>> _name(Path("runs/my first.yaml"))
+    'my-first'
+    """
+    kept = "".join(char if char.isascii() and char.isalnum() else "-" for char in file.stem).strip("-")
+    return "mine" if kept in ("", "run") else kept

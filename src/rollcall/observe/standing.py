@@ -1,0 +1,90 @@
+"""How a run stands, from its directory alone: step of steps, reward, headline, time left."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rollcall.lease import Holder
+from rollcall.observe.headline import headline_of
+from rollcall.observe.progress import STEPS_COUNTED, format_duration
+from rollcall.observe.sinks import read_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    step: int  # the last that was trained
+    num_steps: int | None  # None: the run file does not say
+    reward: float | None  # of that step
+    headline: str  # its name in metrics.jsonl
+    headline_words: str
+    first: float | None
+    last: float | None
+    left_s: float | None  # None: nothing runs, or no whole step of this process has been measured
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and text of each number there is."""
+        of = "" if self.num_steps is None else f" of {self.num_steps}"
+        found = [("step", f"{self.step}{of}")]
+        if self.reward is not None:
+            found.append(("reward", f"{self.reward:.3f}"))
+        if self.first is not None and self.last is not None:
+            found.append((self.headline_words, f"{self.first:.3f} -> {self.last:.3f}"))
+        if self.left_s is not None:
+            found.append(("left", format_duration(self.left_s)))
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "steps": self.num_steps,
+            "reward": self.reward,
+            "headline": {"metric": self.headline, "first": self.first, "last": self.last},
+            "left_s": None if self.left_s is None else round(self.left_s),
+        }
+
+
+def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> Standing:
+    """``holder`` is who has the run directory; a run that nobody has is not on its way to an end."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    steps = [row for row in rows if row.get("time/step_s") is not None]
+    headline = headline_of(rows)
+    values = headline.values(rows)
+    step = steps[-1]["step"] if steps else 0
+    runs = holder is not None and not holder.is_gone
+    return Standing(
+        step=step,
+        num_steps=num_steps,
+        reward=steps[-1].get("train/reward_mean") if steps else None,
+        headline=headline.metric,
+        headline_words=headline.words,
+        first=values[0] if values else None,
+        last=values[-1] if values else None,
+        left_s=_left_s(steps, num_steps=num_steps, since=_since(holder)) if runs else None,
+    )
+
+
+def _left_s(steps: Sequence[Mapping[str, Any]], *, num_steps: int | None, since: float) -> float | None:
+    """At the pace of the recent steps that the present process has trained, without its first, which also warms up."""
+    recent = [row for row in steps if row.get("time", 0.0) >= since][1:][-STEPS_COUNTED:]
+    if not recent or num_steps is None or recent[-1]["step"] >= num_steps:
+        return None
+    pace = statistics.fmean(
+        sum(row.get(f"time/{part}_s") or 0.0 for part in ("step", "eval", "save")) for row in recent
+    )
+    return max(0.0, pace * (num_steps - recent[-1]["step"]) - (time.time() - recent[-1]["time"]))
+
+
+def _since(holder: Holder | None) -> float:
+    """When the holder took the directory, by its own clock, as its rows are; 0 where it does not say."""
+    if holder is None:
+        return 0.0
+    try:
+        return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return 0.0
