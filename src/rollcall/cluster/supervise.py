@@ -1,7 +1,8 @@
 """The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. A worker that is stopped or stuck is
-made to tell the stacks of its threads, which go to stderr under its name. ``on_loss`` hears of every loss, in this thread,
+made to tell the stacks of its threads, which go to stderr under its name; a call that has become slow is told there too,
+with what the nodes' links carry. ``on_loss`` hears of every loss, in this thread,
 with the reason by rank; then whoever is stopped or stuck is killed.
 
 The process on a node that is asked nothing any more for ``ALONE_S`` is cut off, or its controller is gone: it ends the
@@ -25,7 +26,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcall.cluster.actor import MARK, end_group
 from rollcall.cluster.backend import WorkerSpec
-from rollcall.cluster.pulse import Seen, dump_stacks, look
+from rollcall.cluster.pulse import dump_stacks, look
+from rollcall.cluster.slow import NodeLook, Place, SlowCalls, read_traffic
 from rollcall.cluster.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 
 STACKS_S = 10.0
@@ -40,11 +42,11 @@ class Eyes:
         self._mark = mark
         self._asked_s: float | None = None
 
-    def look(self, pids: Mapping[int, int]) -> dict[int, Seen]:
+    def look(self, pids: Mapping[int, int]) -> NodeLook:
         if self._asked_s is None:
             threading.Thread(target=self._end_when_alone, name="waits for questions", daemon=True).start()
         self._asked_s = time.monotonic()
-        return {rank: look(pid) for rank, pid in pids.items()}
+        return NodeLook(workers={rank: look(pid) for rank, pid in pids.items()}, traffic=read_traffic())
 
     def _end_when_alone(self) -> None:
         while self._asked_s is None or time.monotonic() - self._asked_s < ALONE_S:
@@ -66,6 +68,7 @@ class Supervisor:
         self._mark = mark
         self._on_loss = on_loss
         self._watch = Watch()
+        self._slow = SlowCalls()
         self._eyes: dict[str, Any] = {}  # by node
         self._asked: dict[str, Any] = {}
         self._seats: dict[int, tuple[WorkerSpec, int]] = {}  # worker and process id, by rank
@@ -150,9 +153,20 @@ class Supervisor:
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} & set(by_node)
         with self._lock:
             self._silent_nodes = {node_id for node_id in by_node if node_id in gone or looks.get(node_id) is None}
-        return self._watch.judge(looks, seats={node: list(pids) for node, pids in by_node.items()}, gone=gone)
+        answered = {node_id: answer for node_id, answer in looks.items() if answer is not None}
+        places = {
+            rank: Place(who=spec.where, node=spec.node.node_id, node_rank=spec.node.node_rank)
+            for rank, (spec, _) in seats.items()
+        }
+        if (text := self._slow.note(answered, places, now_s=time.monotonic())) is not None:
+            print(text, file=sys.stderr, flush=True)
+        return self._watch.judge(
+            {node_id: answer and answer.workers for node_id, answer in looks.items()},
+            seats={node: list(pids) for node, pids in by_node.items()},
+            gone=gone,
+        )
 
-    def _answers(self, nodes: list[str]) -> dict[str, dict[int, Seen] | None]:
+    def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """Of those that answer within a look's time; the question to the others stays, and is looked at again."""
         asked = [self._asked[node_id] for node_id in nodes]
         ready: list[Any] = []
@@ -162,7 +176,7 @@ class Supervisor:
             # Early answers do not shorten the turn of those that are silent: silence is counted in turns.
             if len(ready) < len(asked):
                 self._ended.wait(max(ANSWER_S - (time.monotonic() - started), 0))
-        found: dict[str, dict[int, Seen] | None] = {}
+        found: dict[str, NodeLook | None] = {}
         for node_id in nodes:
             if self._asked[node_id] not in ready:
                 continue

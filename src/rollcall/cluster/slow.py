@@ -1,0 +1,136 @@
+"""Calls that take far longer than such calls took before, told with what the nodes' links carry meanwhile.
+
+A link that turns slow does not end a run: the sender of new weights, their receivers, a gang in a collective all wait for
+it. Who waits, in which call and for how long is known from their pulses; how many bytes their nodes move from the kernel's
+counters. ``SlowCalls`` is pure: looks in, words out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.cluster.pulse import Seen
+
+LEAST_S, FACTOR = 20.0, 3.0  # a call is slow past both, the second times the longest call of its method so far
+RATE_S = 10.0  # over which a rate is measured
+KEPT = 3600  # looks of a node
+COUNTERS = Path("/proc/net/dev")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes over a node's interfaces, loopback left out, since it was booted."""
+
+    received: int
+    sent: int
+
+
+def read_traffic(path: Path = COUNTERS) -> Traffic:
+    """Of this node."""
+    received = sent = 0
+    for line in path.read_text().splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        if name.strip() != "lo":
+            fields = counts.split()
+            received += int(fields[0])
+            sent += int(fields[8])
+    return Traffic(received=received, sent=sent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLook:
+    """What a node says when it is asked."""
+
+    workers: Mapping[int, Seen]  # by rank
+    traffic: Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Of a worker, in words."""
+
+    who: str
+    node: str  # its id
+    node_rank: int
+
+
+class SlowCalls:
+    def __init__(self) -> None:
+        self._longest_s: dict[str, float] = {}
+        self._tell_at_s: dict[tuple[int, str, int], float] = {}  # by rank, method and number of the call
+        self._moved: dict[str, deque[tuple[float, Traffic]]] = {}
+        self._fastest: dict[str, float] = {}  # bytes a second, by node
+
+    def note(self, looks: Mapping[str, NodeLook], places: Mapping[int, Place], *, now_s: float) -> str | None:
+        """What to tell, if a call has become slow, or is slow for twice as long as it was when it was told."""
+        for node, look in looks.items():
+            self._count(node, look.traffic, now_s=now_s)
+        workers = {rank: seen for look in looks.values() for rank, seen in look.workers.items() if rank in places}
+        slow = {rank: seen for rank, seen in workers.items() if seen.doing and seen.busy_s > self._allowed_s(seen)}
+        calls = {rank: (rank, seen.doing, seen.num_done) for rank, seen in slow.items()}
+        self._tell_at_s = {call: self._tell_at_s.get(call, 0.0) for call in calls.values()}
+        for seen in workers.values():
+            for method, took_s in (seen.longest_s or {}).items():
+                self._longest_s[method] = max(self._longest_s.get(method, 0.0), took_s)
+        if not any(seen.busy_s >= self._tell_at_s[calls[rank]] for rank, seen in slow.items()):
+            return None
+        for rank, seen in slow.items():
+            self._tell_at_s[calls[rank]] = 2 * seen.busy_s
+        return self._words(slow, places, now_s=now_s)
+
+    def _allowed_s(self, seen: Seen) -> float:
+        """The first call of a method makes and compiles what later ones use; it is left to the watch."""
+        longest_s = self._longest_s.get(seen.doing)
+        return float("inf") if longest_s is None else max(LEAST_S, FACTOR * longest_s)
+
+    def _count(self, node: str, traffic: Traffic, *, now_s: float) -> None:
+        kept = self._moved.setdefault(node, deque(maxlen=KEPT))
+        kept.append((now_s, traffic))
+        self._fastest[node] = max(self._fastest.get(node, 0.0), *self._rates(node, over_s=RATE_S, now_s=now_s))
+
+    def _since(self, node: str, *, over_s: float, now_s: float) -> tuple[float, int, int]:
+        """Seconds, bytes received, bytes sent, since the last look at the node that lies this far back."""
+        kept = self._moved[node]
+        then_s, then = next((entry for entry in reversed(kept) if now_s - entry[0] >= over_s), kept[0])
+        last_s, last = kept[-1]
+        return last_s - then_s, last.received - then.received, last.sent - then.sent
+
+    def _rates(self, node: str, *, over_s: float, now_s: float) -> tuple[float, float]:
+        seconds, received, sent = self._since(node, over_s=over_s, now_s=now_s)
+        return (received / seconds, sent / seconds) if seconds else (0.0, 0.0)
+
+    def _words(self, slow: Mapping[int, Seen], places: Mapping[int, Place], *, now_s: float) -> str:
+        calls = "; ".join(
+            f"{places[rank].who} is in {seen.doing} for {seen.busy_s:.0f} s ({self._longest_s[seen.doing]:.1f} s at most before)"
+            for rank, seen in sorted(slow.items())
+        )
+        nodes = {places[rank].node: places[rank].node_rank for rank in slow}
+        links = "; ".join(
+            self._link(
+                node, rank, over_s=max(seen.busy_s for at, seen in slow.items() if places[at].node == node), now_s=now_s
+            )
+            for node, rank in sorted(nodes.items(), key=lambda entry: entry[1])
+            if node in self._moved
+        )
+        between = " and ".join(str(rank) for rank in sorted(nodes.values()))
+        advice = (
+            f"if that is little, the link between nodes {between} may have become slow: `rollcall doctor` measures it"
+            if len(nodes) > 1
+            else f"if that is little, the link of node {between} may have become slow: `rollcall doctor` measures it"
+        )
+        return f"the run waits: {calls}. Meanwhile {links}; {advice}"
+
+    def _link(self, node: str, rank: int, *, over_s: float, now_s: float) -> str:
+        _, received, sent = self._since(node, over_s=over_s, now_s=now_s)
+        received_s, sent_s = self._rates(node, over_s=RATE_S, now_s=now_s)
+        return (
+            f"node {rank} received {_mb(received)} MB and sent {_mb(sent)} MB, now {_mb(received_s)} and {_mb(sent_s)} MB/s "
+            f"({_mb(self._fastest[node])} MB/s at its fastest in this run)"
+        )
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f}"
