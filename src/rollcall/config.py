@@ -305,7 +305,11 @@ class TrainerSection(Section):
     eval_every: int = _field(20, "Steps between evaluations; 0: only first and last.", ge=0)
     save_every: int = _field(20, "Steps between checkpoints; 0: only the last.", ge=0)
     keep_last: int = _field(2, "Newest checkpoints to keep.", ge=1)
-    keep_best: int = _field(1, "Best checkpoints (by eval accuracy) to keep beside them.", ge=0)
+    keep_best: int = _field(
+        1,
+        "Best checkpoints to keep beside them: by held-out accuracy, or by held-out reward where rewards are not 0 or 1.",
+        ge=0,
+    )
     staleness: int = _field(
         0, "Versions that a token trained on may be older than the policy it trains; 0: synchronous.", ge=0
     )
