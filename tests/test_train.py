@@ -26,9 +26,13 @@ from runs import (
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollcall.audit import audit
 from rollcall.config import Config, ConfigError, load_config
+from rollcall.controller import RunError
+from rollcall.journal import Journal
 from rollcall.lease import hold
 from rollcall.observe.metrics import check_names
+from rollcall.train import train
 
 SUMMARY_KEYS = {
     "steps", "seconds", "eval", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",
@@ -195,3 +199,58 @@ def test_a_second_process_on_the_same_run_directory_is_refused(tmp_path: Path) -
         pass
     with hold(tmp_path / "run"):
         assert list(tmp_path.glob(".run.lease-*"))
+
+
+# A reward that scores nothing
+
+
+def a_run_whose_reward_fails(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Config:
+    """Its function raises while the file ``broken`` is there, on every row or on those that ``broken`` names."""
+    (folder / "my_scores.py").write_text(
+        "import pathlib\n"
+        "def score(prompt, completion, answer, metadata):\n"
+        "    broken = pathlib.Path(__file__).with_name('broken')\n"
+        "    if broken.exists() and answer in broken.read_text():\n"
+        "        raise KeyError('judge')\n"
+        "    return completion.count(answer) / 4\n"
+    )
+    (folder / "broken").write_text("abcd")
+    monkeypatch.chdir(folder)
+    reward = [{"type": "function", "path": "my_scores:score"}, {"type": "regex", "pattern": "."}]
+    return make_run(folder, "trainer.steps=2", "data.prompts_per_step=4", *overrides, reward=reward)
+
+
+@pytest.mark.parametrize("overrides", [(), ("trainer.staleness=1", "trainer.order=as_completed")])
+def test_a_run_stops_when_a_reward_fails_on_every_completion_and_goes_on_when_it_is_put_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    config = a_run_whose_reward_fails(tmp_path, monkeypatch, *overrides)
+    with pytest.raises(RunError) as caught:
+        finish(config)
+    told = str(caught.value)
+    assert "step 1: the reward score failed on all 16 completions (16 raised)" in told
+    assert "my_scores.py" in told and "KeyError: 'judge'" in told and "run the same command again" in told
+    assert not Journal(config.run.dir / "journal").trained()
+    sampled = groups(config, 1)
+    with pytest.raises(RunError, match="failed on all 16"):
+        finish(config)
+    (tmp_path / "broken").unlink()
+    finish(config)
+    scored = groups(config, 1)
+    assert all(not score.errors for group in scored.values() for score in group.scores)
+    assert {draw: [c.text for c in group.completions] for draw, group in sampled.items()} == {
+        draw: [c.text for c in scored[draw].completions] for draw in sampled
+    }
+    assert audit(config.run.dir).is_clean
+    assert column(config, "train/reward_errors") == [0, 0]
+
+
+def test_a_reward_that_fails_on_some_is_counted_and_shown_and_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = a_run_whose_reward_fails(tmp_path, monkeypatch)
+    (tmp_path / "broken").write_text("ab")
+    train(config)
+    errors = column(config, "train/reward_errors")
+    assert all(0 < number < 16 for number in errors) and column(config, "train/completions") == [16, 16]
+    assert f"reward errors {errors[-1]:.0f}/16" in capsys.readouterr().out

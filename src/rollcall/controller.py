@@ -28,7 +28,7 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -54,13 +54,13 @@ from rollcall.observe.step_metrics import batch_metrics
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
 from rollcall.patience import persist
 from rollcall.phases import Bounds, Split
-from rollcall.reward.scorer import Scorer
+from rollcall.reward.scorer import Scorer, why_unscored
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
 from rollcall.samples import Score as ScoreSamples
 from rollcall.samples import has_signal, make_samples
 from rollcall.stop import Stop
 from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, NothingLeftError, StepBatch, Supply
-from rollcall.types import Floats, Group, Prompt, Sample
+from rollcall.types import Floats, Group, Prompt, Sample, failed_on_all
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
@@ -209,6 +209,7 @@ class Controller:
         self._unsaved: StepBatch | None = None  # trained since the newest checkpoint
         self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
         self._update_s = 0.0  # of the last step
+        self._unscored: set[int] = set()  # steps of which it could score nothing
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
@@ -304,7 +305,28 @@ class Controller:
             outcome.result = f"{len(batch.groups)} groups, {batch.num_from_journal} from the journal"
         with self.events.phase(StepPhase.AGGREGATE, step):
             await self._call(self.journal.sync)
+        self._refuse_unscored(batch)
         return batch
+
+    def _refuse_unscored(self, batch: StepBatch) -> None:
+        """A reward that scores nothing teaches nothing: better to stop than to train on its zeros until the last step."""
+        failed = failed_on_all(batch.groups)
+        if failed and not self._is_trained(batch.groups[0].draw):
+            raise RunError(
+                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.workers.scorer)}\n"
+                "Nothing was trained on them. Put the reward right (`rollcall reward test RUN.yaml` tries it), then run the same "
+                "command again: the completions are kept and scored again"
+            )
+
+    async def _score_again(self, group: Group) -> Group:
+        """A group of a step whose rewards failed, which ended an earlier process."""
+        scores = await self.rollouts.score(group.prompt, group.completions, scorer=self.workers.scorer)
+        group = replace(group, scores=scores)
+        await self._call(partial(self.journal.append, group, again=True))
+        return group
+
+    def _is_trained(self, draw: int) -> bool:
+        return any(draw in draws for draws in self._trained.values())
 
     async def _keep_lease(self) -> None:
         """Ends the run when another controller has taken the run directory over."""
@@ -364,7 +386,10 @@ class Controller:
     def _take_journaled(self, step: int, draw: int) -> Group | None:
         """What an earlier process made of this draw. A step's file is read before this process adds to it."""
         if step not in self._journaled:
-            self._journaled[step] = {group.draw: group for group in self.journal.read(step)}
+            groups = self.journal.read(step)
+            self._journaled[step] = {group.draw: group for group in groups}
+            if failed_on_all(groups):
+                self._unscored.add(step)
         return self._journaled[step].pop(draw, None)
 
     async def _group(self, step: int, draw: int) -> Made:
@@ -377,6 +402,8 @@ class Controller:
                     f"the journal has another prompt {before.id!r} for draw {draw} of step {step} than the {prompt.id!r} that "
                     "the data now gives: the data changed under the run; restore it, or start over with --fresh"
                 )
+            if step in self._unscored and not self._is_trained(draw):
+                found = await self._score_again(found)
             return Made(group=found, journaled=True)
         if not self.bounds.generates:
             raise NothingLeftError

@@ -132,9 +132,10 @@ class Journal:
                 "choose another run.dir"
             ) from error
 
-    def append(self, group: Group) -> None:
-        """Write a finished group; when this returns, the group outlives the process."""
-        payload = _encode(group)
+    def append(self, group: Group, *, again: bool = False) -> None:
+        """Write a finished group; when this returns, the group outlives the process. ``again``: it is there already, and
+        only its scores are new; from now on this record counts."""
+        payload = _encode(group, again=again)
         record = b"".join((_HEAD.pack(MAGIC, _total(payload), _crc(payload)), *payload))
 
         def write() -> None:
@@ -191,7 +192,7 @@ class Journal:
                     path, type(error).__name__, error,
                 )  # fmt: skip
                 continue
-            if group.draw in groups:
+            if group.draw in groups and not _header(payload).get("scored_again"):
                 log.warning(
                     "journal %s: draw %d is recorded more than once; the first record is used", path, group.draw
                 )
@@ -286,7 +287,7 @@ class Journal:
         return self._files[step]
 
 
-def _encode(group: Group) -> list[bytes]:
+def _encode(group: Group, *, again: bool = False) -> list[bytes]:
     completions = group.completions
     header = {
         "step": int(group.step),
@@ -320,6 +321,7 @@ def _encode(group: Group) -> list[bytes]:
             }
             for score in group.scores
         ],
+        **({"scored_again": True} if again else {}),
     }
     try:
         text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
@@ -426,7 +428,7 @@ class StepFile:
 
     path: Path
     step: int
-    draws: tuple[int, ...]  # of all whole records, in order, repeats included
+    draws: tuple[int, ...]  # of all whole records, in order, repeats included, but for groups that were scored again
     whole: bytes  # the whole records alone
     num_bad_bytes: int  # torn or damaged
 
@@ -445,7 +447,7 @@ def inspect(dir: Path) -> list[StepFile]:
                 StepFile(
                     path=path,
                     step=int(match.group(1)),
-                    draws=tuple(draw for _, _, draw in records),
+                    draws=tuple(draw for _, payload, draw in records if not _header(payload).get("scored_again")),
                     whole=whole,
                     num_bad_bytes=len(data) - len(whole),
                 )

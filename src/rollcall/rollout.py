@@ -101,6 +101,17 @@ class Rollouts:
             self._held_back.append(request)
         return await done
 
+    async def score(self, prompt: Prompt, completions: tuple[Completion, ...], *, scorer: Scorer) -> tuple[Score, ...]:
+        """Scores of completions that are there already."""
+        key, self._num_attempts = self._num_attempts, self._num_attempts + 1
+        done: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[key] = _Waiting(prompt, scorer, time.time(), done, completions=completions)
+        if scorer not in self._scorers:
+            self._scorers.append(scorer)
+        self._hand_to_rewards(key, waiting)
+        self._work.set()
+        return (await done).scores
+
     async def drain(self) -> None:
         """Hand nothing new to the engine, and wait until it has finished what it has."""
         self._held_back = [] if self._held_back is None else self._held_back
@@ -183,10 +194,13 @@ class Rollouts:
             if self._elsewhere is not None:
                 waiting.worker = self._elsewhere.take_maker(result.request_id)
             self.clock.engine_tokens += sum(len(completion.token_ids) for completion in result.completions)
-            if self._elsewhere is not None and waiting.scorer.asks_models:
-                self._asking.add(asyncio.create_task(self._ask(key, waiting)))
-            else:
-                waiting.scorer.submit(key, waiting.prompt, result.completions)
+            self._hand_to_rewards(key, waiting)
+
+    def _hand_to_rewards(self, key: int, waiting: _Waiting) -> None:
+        if self._elsewhere is not None and waiting.scorer.asks_models:
+            self._asking.add(asyncio.create_task(self._ask(key, waiting)))
+        else:
+            waiting.scorer.submit(key, waiting.prompt, waiting.completions)
 
     async def _ask(self, key: int, waiting: _Waiting) -> None:
         """Score by a model in another process: one group at a time, since a scorer belongs to one thread at a time."""

@@ -10,6 +10,7 @@ micro-batch, K packed key positions, L loss tokens (those whose mask is true).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -102,6 +103,12 @@ class Group:
     @property
     def num_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
+
+
+def failed_on_all(groups: Sequence[Group]) -> frozenset[str]:
+    """The rewards that could score none of the completions of these groups."""
+    errors = [frozenset(score.errors) for group in groups for score in group.scores]
+    return frozenset.intersection(*errors) if errors else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.plan import plan
 from rollcall.cli.recover import recover
+from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
 from rollcall.cli.train import train
 from rollcall.redact import guard_streams
@@ -34,6 +35,8 @@ New here? In a checkout, without a GPU and without a model to download:
 Once installed:
   rollcall train               the demo: the run file inside the package
   rollcall init                a short run file to start from
+  rollcall reward test examples/gsm8k.yaml model.path=MODEL
+                               its rewards on a few rows, before training
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what it would resume
@@ -110,6 +113,7 @@ for name, command in (
 ):
     app.command(name)(reported(command))
 app.add_typer(job, name="job")
+app.add_typer(reward, name="reward")
 
 
 def main() -> None:

@@ -37,6 +37,8 @@ METRICS: dict[str, Metric] = {
     "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
     "train/advantage_abs_mean": Metric("", "Mean absolute advantage; near 0 means nothing to learn from."),
     "train/zero_variance_groups": Metric("share", "Groups whose rewards are all equal."),
+    "train/completions": Metric("count", "Completions trained on."),
+    "train/reward_errors": Metric("count", "Those of them that some reward could not score."),
     "train/refills": Metric("count", "Times the step drew extra prompts for dynamic sampling."),
     "train/tokens": Metric(
         "tokens",
@@ -91,7 +93,7 @@ _GROUPS = {
     "train": "What the update saw and did.",
     "rollout": "What the engine sampled.",
     "reward": "One line per reward of the run file.",
-    "reward_errors": "A reward that fails scores 0 and is counted; the run goes on.",
+    "reward_errors": "A reward that fails scores 0 and is counted. The run goes on, unless it failed on every completion of a step.",
     "eval": "Held-out prompts, at the first step, every `trainer.eval_every` steps and the last.",
     "time": "Where the seconds go.",
     "perf": "Speed and memory.",

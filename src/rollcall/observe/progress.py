@@ -96,6 +96,8 @@ class Progress:
         ):
             if key in self.metrics:
                 found.append((label, form.format(self.metrics[key])))
+        if errors := self.metrics.get("train/reward_errors"):
+            found.append(("reward errors", f"{errors:.0f}/{self.metrics['train/completions']:.0f}"))
         if self.left_s is not None and self.step < self.num_steps:
             found.append(("left", format_duration(self.left_s)))
         else:

@@ -25,6 +25,8 @@ def batch_metrics(
         "train/reward_std": float(rewards.std()),
         "train/accuracy": float(np.mean([score.parts[first_reward] >= threshold for score in scores])),
         "train/advantage_abs_mean": float(np.abs(loss_tokens).mean()) if len(loss_tokens) else 0.0,
+        "train/completions": float(len(scores)),
+        "train/reward_errors": float(sum(bool(score.errors) for score in scores)),
         "train/zero_variance_groups": batch.zero_variance,
         "train/refills": float(batch.num_refills),
         "rollout/staleness_mean": sum(lag * count for lag, count in lags.items()) / max(lags.total(), 1),

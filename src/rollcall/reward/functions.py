@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import logging
 import math
@@ -28,6 +29,7 @@ RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
 PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
 
+_EXPECTED = "f(prompt: str, completion: str, answer: str, metadata: dict) -> float"
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?"  # a minus after a digit or a bracket is a subtraction
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))"
@@ -88,10 +90,30 @@ def load_function(path: str) -> RewardFunction:
             )
         target = getattr(target, part)
     if not callable(target):
-        raise RewardLoadError(
-            f"path={path!r} is {type(target).__name__}, not a function; give f(prompt, completion, answer, metadata) -> float"
-        )
+        raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
+    _check_signature(path, target)
     return cast(RewardFunction, target)
+
+
+def _check_signature(path: str, target: Any) -> None:
+    """Refuse what could never be called as a reward, or never return a number."""
+    called = target if inspect.isroutine(target) else getattr(type(target), "__call__", target)  # noqa: B004
+    if inspect.isclass(target):
+        raise RewardLoadError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
+    if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        raise RewardLoadError(
+            f"path={path!r} is an async function or a generator, which returns no number when it is called; give {_EXPECTED}"
+        )
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return  # written in C, and says nothing of itself
+    try:
+        signature.bind("", "", "", {})
+    except TypeError as error:
+        raise RewardLoadError(
+            f"path={path!r} takes {signature} and cannot be called with four arguments ({error}); give {_EXPECTED}"
+        ) from None
 
 
 def check_score(value: Any) -> float:

@@ -19,11 +19,12 @@ from rollcall.redact import redact, remember
 from rollcall.reward.functions import PROCESS_TYPES, check_score
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
 from rollcall.reward.worker import Item
-from rollcall.types import Completion, Prompt, Score
+from rollcall.types import Completion, Group, Prompt, Score
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 
 _MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
+_MAX_LINES_TOLD = 25  # of a traceback
 _WAIT_S = 1.0
 
 
@@ -229,6 +230,18 @@ class Scorer:
         )
         if job.key is not None:
             self._finished.append(job)
+
+
+def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
+    """What to tell of a reward that failed on every completion of these groups: how, and the first failure whole."""
+    scores = [score for group in groups for score in group.scores]
+    first = next((failure.why for failure in scorer.failures if failure.reward == reward), scores[0].errors[reward])
+    kinds = Counter(score.errors[reward].partition(":")[0] for score in scores)
+    how = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    lines = first.strip().splitlines()
+    shown = lines if len(lines) <= _MAX_LINES_TOLD else ["...", *lines[-_MAX_LINES_TOLD:]]
+    told = "\n".join(f"  {line}" for line in shown)
+    return f"the reward {reward} failed on all {len(scores)} completions ({how}). The first failure:\n{told}"
 
 
 def reward_names(rewards: Sequence[Any]) -> list[str]:

@@ -1,0 +1,106 @@
+"""`rollcall reward`: the run's rewards, tried before training."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, complain, reported, split_arguments
+
+if TYPE_CHECKING:
+    from rollcall.reward.trial import Trial
+
+
+def test(
+    file: RunFile = None,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="How many rows of data.train to score.")] = 3,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Score a few rows before training: each with its own answer, with nothing, and with a text that answers nothing.
+
+    Shows scores, times and errors, and what confines the rewards' processes on this machine. Ends with status 1 if a reward
+    cannot be loaded or fails on everything.
+
+    \b
+    Examples:
+      rollcall reward test run.yaml
+      rollcall reward test run.yaml --rows 20 reward.0.timeout_s=5
+    """
+    calm_libraries()
+    from rollcall.config import load_config
+    from rollcall.reward.trial import try_run
+
+    trial = try_run(load_config(*split_arguments(file, overrides)), num_rows=rows, say=complain)
+    if as_json:
+        print(json.dumps(trial.as_json()))
+    else:
+        _show(trial)
+    if trial.broken:
+        raise typer.Exit(FAILED)
+
+
+def _show(trial: Trial) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if trial.scored:
+        console.print(_table(trial))
+    for name, told in trial.in_force.items():
+        console.print(Text(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items())))
+    for name in trial.left_out:
+        console.print(Text(f"{name} needs the policy, so it is not tried here"))
+    for failure in trial.failures[:3]:
+        console.print(Text(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}"))
+    if trial.broken:
+        console.print(
+            Text(f"\n{', '.join(trial.broken)} failed on everything: training would stop after its first step")
+        )
+    elif trial.gives_answers_nothing:
+        console.print(
+            Text("\nthe rows' own answers score 0: see whether the reward reads them as your model writes them")
+        )
+
+
+def _table(trial: Trial) -> Table:
+    names = list(trial.scored[0].parts)
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("row", "completion", *(names if len(names) > 1 else ()), "score", "seconds", "error"):
+        table.add_column(title, overflow="fold")
+    for scored in trial.scored:
+        parts = [f"{scored.parts[name]:.3f}" for name in names] if len(names) > 1 else []
+        shown = f"{scored.completion}: {scored.text[:60]}" if scored.text else scored.completion
+        error = "; ".join(f"{name} {why}" for name, why in scored.errors.items())
+        # Text, not str: what stands in a row must not be read as rich markup.
+        cells = (
+            scored.row,
+            _printable(shown),
+            *parts,
+            f"{scored.score:.3f}",
+            f"{scored.seconds:.3f}",
+            _printable(error[:200]),
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+reward = typer.Typer(
+    name="reward", help="Try a run's rewards before training.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@reward.callback()
+def _top() -> None:  # with one verb alone typer would leave its name out
+    return None
+
+
+reward.command("test")(reported(test))

@@ -1,0 +1,142 @@
+"""`rollcall reward test`: a run's rewards on a few of its rows, before anything is trained.
+
+Each row is scored three times: with its own answer as the completion, with nothing, and with a text that answers nothing.
+A reward that cannot be loaded, that fails on everything, or that gives its own answers nothing is found here and not in
+the morning.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rollcall.config import Config
+from rollcall.reward.functions import decode_entry
+from rollcall.reward.scorer import Failure, ModelRewardFunction, Scorer
+from rollcall.types import Completion, FinishReason, Prompt, Segment
+
+SAMPLE_TEXT = "Let me think about it. I do not know the answer."
+ANSWER, EMPTY, SAMPLE = "its answer", "empty", "a text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One completion of the trial."""
+
+    row: str
+    completion: str  # which of the three
+    text: str
+    score: float  # the weighted sum
+    parts: dict[str, float]
+    errors: dict[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    scored: list[Scored]
+    failures: list[Failure]  # the first of each reward and kind, with tracebacks
+    in_force: dict[str, dict[str, str]]  # what confines each reward's processes on this machine
+    left_out: list[str]  # rewards that need the policy
+
+    @property
+    def broken(self) -> list[str]:
+        """Rewards that failed on everything."""
+        names = self.scored[0].parts if self.scored else ()
+        return [name for name in names if all(name in scored.errors for scored in self.scored)]
+
+    @property
+    def gives_answers_nothing(self) -> bool:
+        answers = [scored for scored in self.scored if scored.completion == ANSWER and not scored.errors]
+        return bool(answers) and all(scored.score <= 0 for scored in answers)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ok": not self.broken,
+            "broken": self.broken,
+            "answers_score_nothing": self.gives_answers_nothing,
+            "scored": [asdict(scored) for scored in self.scored],
+            "failures": [asdict(failure) for failure in self.failures],
+            "in_force": self.in_force,
+            "left_out": self.left_out,
+        }
+
+
+def try_run(config: Config, *, num_rows: int, say: Callable[[str], None]) -> Trial:
+    """Score the first rows of the run's training data."""
+    from rollcall.data.load import load_prompts
+    from rollcall.learner.model import load_tokenizer
+    from rollcall.tiny import resolve_model
+
+    model, data = config.model, config.data
+    path = resolve_model(model.path, say=say)
+    tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+    return try_rewards(config, load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows).prompts)
+
+
+def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
+    """Score the prompts' own answers, nothing, and a text that answers nothing."""
+    rewards = [reward for reward in config.reward if reward.type != "self_certainty"]
+    left_out = [reward.type for reward in config.reward if reward.type == "self_certainty"]
+    if not rewards:
+        return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
+    models: dict[int, ModelRewardFunction] = {}
+    for index, reward in enumerate(rewards):
+        if reward.type == "model":
+            from rollcall.cluster.local import load_reward_model
+            from rollcall.learner.model import resolve_device
+
+            trust = config.model.trust_remote_code
+            models[index] = load_reward_model(
+                reward, device=resolve_device(config.model.device), trust_remote_code=trust
+            )
+    with Scorer(rewards, num_workers=1, model_rewards=models) as scorer:
+        scored = [
+            _score(scorer, prompt, kind=kind, text=text) for prompt in prompts for kind, text in completions_for(prompt)
+        ]
+        return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
+
+
+def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
+    """What a row is tried with; a row whose answer is not written down has no first one."""
+    answer = prompt.answer
+    made = prompt.metadata.get("reasoning_gym")
+    if not answer.strip() and isinstance(made, dict):
+        try:
+            answer = str(decode_entry(made["entry"])["answer"])
+        except (KeyError, TypeError, json.JSONDecodeError):
+            answer = ""  # the reward itself says what is wrong with the row
+    found = [(ANSWER, answer)] if answer.strip() else []
+    return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
+
+
+def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
+    started = time.perf_counter()
+    (score,) = scorer.score(prompt, (_completion(text),))
+    return Scored(
+        row=prompt.id,
+        completion=kind,
+        text=text,
+        score=score.value,
+        parts=score.parts,
+        errors=score.errors,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _completion(text: str) -> Completion:
+    """A completion that nobody sampled: rewards read its text."""
+    return Completion(
+        token_ids=np.zeros(1, dtype=np.int32),
+        logprobs=np.zeros(1, dtype=np.float32),
+        mask=np.ones(1, dtype=np.bool_),
+        segments=(Segment(version=0, num_tokens=1),),
+        finish=FinishReason.STOP,
+        seed=0,
+        text=text,
+    )

@@ -1,0 +1,98 @@
+"""`rollcall reward test`: what it scores, what it finds wrong, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rewards_bad import RAISES
+from runs import letter_rows, make_run
+from typer.testing import CliRunner
+
+from rollcall.cli.main import app
+from rollcall.config import Config, dump_config
+from rollcall.reward.trial import ANSWER, EMPTY, SAMPLE, try_run
+
+
+def a_run_file(config: Config, folder: Path) -> str:
+    path = folder / "tried.yaml"
+    path.write_text(dump_config(config))
+    return str(path)
+
+
+def test_each_row_is_scored_with_its_answer_with_nothing_and_with_a_text(tmp_path: Path) -> None:
+    reward = [{"type": "exact"}, {"type": "function", "path": "rewards_bad:raises"}]
+    rows = letter_rows(4, bad="") + letter_rows(1, bad=RAISES)
+    trial = try_run(make_run(tmp_path, rows=rows, reward=reward), num_rows=5, say=print)
+    assert [scored.completion for scored in trial.scored] == [ANSWER, EMPTY, SAMPLE] * 5
+    assert [scored.parts["exact"] for scored in trial.scored] == [1, 0, 0] * 5
+    assert [bool(scored.errors) for scored in trial.scored] == [False] * 12 + [True] * 3
+    assert not trial.broken and not trial.gives_answers_nothing
+    assert "cannot score" in trial.failures[0].why
+    assert set(trial.in_force) == {"exact", "raises"} and trial.in_force["raises"]["network"] == "on"
+
+
+def test_a_reward_that_fails_on_everything_ends_the_command_with_status_1_and_its_traceback(tmp_path: Path) -> None:
+    config = make_run(
+        tmp_path, rows=letter_rows(2, bad=RAISES), reward=[{"type": "function", "path": "rewards_bad:raises"}]
+    )
+    run_file = a_run_file(config, tmp_path)
+    shown = CliRunner().invoke(app, ["reward", "test", run_file, "--rows", "1"])
+    assert shown.exit_code == 1
+    assert "rewards_bad.py" in shown.output and "raises failed on everything" in shown.output
+    as_json = CliRunner().invoke(app, ["reward", "test", run_file, "--json"])
+    told = json.loads(as_json.stdout)
+    assert as_json.exit_code == 1 and told["broken"] == ["raises"] and len(told["scored"]) == 6
+
+
+def test_answers_that_score_nothing_are_pointed_out(tmp_path: Path) -> None:
+    config = make_run(tmp_path, reward=[{"type": "regex", "pattern": "<answer>"}])
+    shown = CliRunner().invoke(app, ["reward", "test", a_run_file(config, tmp_path), "--rows", "1"])
+    assert shown.exit_code == 0 and "own answers score 0" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("definition", "message"),
+    [
+        ("def score(prompt, completion, answer): return 1", "cannot be called with four arguments"),
+        ("def score(prompt, completion, answer, metadata, judge): return 1", "missing a required argument: 'judge'"),
+        ("def score(*, prompt, completion, answer, metadata): return 1", "too many positional arguments"),
+        ("async def score(prompt, completion, answer, metadata): return 1", "async function"),
+        ("def score(prompt, completion, answer, metadata): yield 1", "generator"),
+        ("class score: pass", "is a class"),
+        ("score = 'text'", "is str, not a function"),
+    ],
+)
+def test_a_function_that_could_never_score_is_refused_with_the_signature_it_should_have(
+    definition: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollcall.reward.functions import load_function
+
+    name = f"wrong_{abs(hash(definition))}"
+    (tmp_path / f"{name}.py").write_text(definition + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_function(f"{name}:score")
+    assert "f(prompt: str, completion: str, answer: str, metadata: dict) -> float" in str(caught.value)
+
+
+def test_functions_of_other_shapes_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollcall.reward.functions import load_function
+
+    (tmp_path / "other_shapes.py").write_text(
+        "from functools import partial\n"
+        "def loose(*args, **kwargs): return 1\n"
+        "def more(prompt, completion, answer, metadata, weight=2): return weight\n"
+        "some = partial(more, weight=3)\n"
+        "class Judge:\n"
+        "    def __call__(self, prompt, completion, answer, metadata): return 4\n"
+        "    def score(self, prompt, completion, answer, metadata): return 5\n"
+        "judge = Judge()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    values = [
+        load_function(f"other_shapes:{name}")("", "", "", {})
+        for name in ("loose", "more", "some", "judge", "judge.score")
+    ]
+    assert values == [1, 2, 3, 4, 5]
