@@ -90,7 +90,7 @@ def _app(group: Any) -> Any:
 def test_these_are_the_verbs() -> None:
     assert sorted(commands()) == [
         "check", "config", "data", "doctor", "down", "env", "eval", "init", "job list", "job logs", "job status", "job stop",
-        "node", "plan", "recover", "simulate", "status", "submit", "train", "version",
+        "node", "plan", "recover", "reward test", "simulate", "status", "submit", "train", "version",
     ]  # fmt: skip
 
 
