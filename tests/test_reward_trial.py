@@ -24,7 +24,7 @@ def a_run_file(config: Config, folder: Path) -> str:
 def test_each_row_is_scored_with_its_answer_with_nothing_and_with_a_text(tmp_path: Path) -> None:
     reward = [{"type": "exact"}, {"type": "function", "path": "rewards_bad:raises"}]
     rows = letter_rows(4, bad="") + letter_rows(1, bad=RAISES)
-    trial = try_run(make_run(tmp_path, rows=rows, reward=reward), num_rows=5, say=print)
+    trial = try_run(make_run(tmp_path, rows=rows, reward=reward), num_rows=5)
     assert [scored.completion for scored in trial.scored] == [ANSWER, EMPTY, SAMPLE] * 5
     assert [scored.parts["exact"] for scored in trial.scored] == [1, 0, 0] * 5
     assert [bool(scored.errors) for scored in trial.scored] == [False] * 12 + [True] * 3

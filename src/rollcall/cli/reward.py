@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, complain, reported, split_arguments
+from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, reported, split_arguments
 
 if TYPE_CHECKING:
     from rollcall.reward.trial import Trial
@@ -38,7 +38,7 @@ def test(
     from rollcall.config import load_config
     from rollcall.reward.trial import try_run
 
-    trial = try_run(load_config(*split_arguments(file, overrides)), num_rows=rows, say=complain)
+    trial = try_run(load_config(*split_arguments(file, overrides)), num_rows=rows)
     if as_json:
         print(json.dumps(trial.as_json()))
     else:
@@ -55,7 +55,8 @@ def _show(trial: Trial) -> None:
         console.print(Text(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items())))
     for name in trial.left_out:
         console.print(Text(f"{name} needs the policy, so it is not tried here"))
-    for failure in trial.failures[:3]:
+    first = {(failure.reward, failure.kind): failure for failure in reversed(trial.failures)}
+    for failure in first.values():
         console.print(Text(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}"))
     if trial.broken:
         console.print(
@@ -74,7 +75,7 @@ def _table(trial: Trial) -> Table:
         table.add_column(title, overflow="fold")
     for scored in trial.scored:
         parts = [f"{scored.parts[name]:.3f}" for name in names] if len(names) > 1 else []
-        shown = f"{scored.completion}: {scored.text[:60]}" if scored.text else scored.completion
+        shown = f"{scored.completion}: {scored.text[:24]}" if scored.text else scored.completion
         error = "; ".join(f"{name} {why}" for name, why in scored.errors.items())
         # Text, not str: what stands in a row must not be read as rich markup.
         cells = (

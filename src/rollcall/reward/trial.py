@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,14 +66,14 @@ class Trial:
         }
 
 
-def try_run(config: Config, *, num_rows: int, say: Callable[[str], None]) -> Trial:
+def try_run(config: Config, *, num_rows: int) -> Trial:
     """Score the first rows of the run's training data."""
     from rollcall.data.load import load_prompts
     from rollcall.learner.model import load_tokenizer
     from rollcall.tiny import resolve_model
 
     model, data = config.model, config.data
-    path = resolve_model(model.path, say=say)
+    path = resolve_model(model.path)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     return try_rewards(config, load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows).prompts)
 
