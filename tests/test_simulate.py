@@ -43,6 +43,17 @@ def simulated_processes() -> list[str]:
     return found
 
 
+def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(tmp_path: Path) -> None:
+    cluster = {"num_nodes": 1, "num_gpus_per_node": 2, "component_placement": {"rollout": "0", "actor": "1"}}
+    result = run_simulate(tmp_path, parse_config({"cluster": cluster}))
+    assert result.returncode == 0, result.stderr
+    verdict = json.loads(result.stdout.splitlines()[-1])
+    assert verdict["ok"] and verdict["steps"] == 2 and verdict["why"] is None
+    assert (verdict["num_nodes"], verdict["num_slots"], verdict["num_processes"]) == (1, 2, 2)
+    assert simulated_processes() == [] and list(Path("/tmp").glob("rc-sim-*")) == []
+
+
+@pytest.mark.slow
 def test_hybrid_ppo_runs_on_two_nodes_of_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     placement = {"rollout": "0-3", "actor": "0-1", "critic,reference": "2", "inference": "3"}
     config = make_config(placement, algorithm={"name": "ppo", "kl_coef": 0.01}, actor={"minibatches": 2})
