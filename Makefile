@@ -18,7 +18,7 @@ DEV  = $(VENV)/.installed-dev
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(CORE)  ## install, then train a small model to add on a CPU (a few minutes)
+demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes on two cores)
 	$(BIN)/rollcall train --fresh
 
 test: $(DEV)  ## the tests, but not the slow ones and those that need vLLM
