@@ -97,6 +97,7 @@ def test_env_shows_each_nodes_own_variables(lab_cluster: LabCluster) -> None:
         assert not host_files_with(SECRET, host)
 
 
+@pytest.mark.slow  # a second cluster; `test_jobs.py` has one node that is spoken to by its address
 def test_a_fifth_host_submits_by_address_and_token(open_cluster: LabCluster) -> None:
     run = write_run(open_cluster.lab.shared, "fifth", cluster={"env_pass": ["A_KEY"]})
     url = json.loads(rollcall(open_cluster.head, "status", "--cluster", CLUSTER, "--json").stdout)["dashboard_url"]
@@ -113,6 +114,7 @@ def test_a_fifth_host_submits_by_address_and_token(open_cluster: LabCluster) -> 
     assert open_cluster.outsider.processes() == []
 
 
+@pytest.mark.slow
 def test_a_fifth_host_follows_and_stops_a_job_by_the_rendezvous_folder(open_cluster: LabCluster) -> None:
     run = write_run(open_cluster.lab.shared, "long")
     where = ["--rendezvous", str(open_cluster.rendezvous), "--cluster", CLUSTER]

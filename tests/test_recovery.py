@@ -464,6 +464,7 @@ def test_a_stopped_rollout_process_tells_its_stacks_and_others_do_its_part(
     check_whole(config, undisturbed)
 
 
+@pytest.mark.slow  # the attempts themselves are tested above, and the loss of a process on Ray
 def test_a_lost_actor_ends_the_attempt_and_the_next_one_goes_on(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
