@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import json
 import os
 import pickle
@@ -110,6 +111,8 @@ def read_said(body: bytes) -> Said:
 def main(arguments: list[str]) -> None:
     read_fd, write_fd, lifeline_fd, crash_fd = map(int, arguments)
     _end_with_parent(lifeline_fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what is held back is lost with a worker that is ended
     faulthandler.enable(crash_fd)
     faulthandler.register(STACK_SIGNAL, crash_fd)
     # A stop that is sent to every process of a run is the controller's to heed: it still needs this one's scores.

@@ -1,0 +1,37 @@
+"""What child processes print reaches this process's stderr while a panel is on the screen, and no word of it is lost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from test_reward import a_prompt, completions_of, in_a_directory_with
+
+from rollcall.config import FunctionReward
+from rollcall.observe.prints import STDERR, ChildPrints, child_output
+from rollcall.reward.scorer import Scorer
+
+MODULE = """
+def score(prompt, completion, answer, metadata):
+    print("heard", completion)
+    return 1
+"""
+
+
+def test_what_a_reward_prints_is_heard_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    in_a_directory_with(MODULE, path=tmp_path, monkeypatch=monkeypatch)
+    prints = ChildPrints()
+    assert child_output() != STDERR
+    with Scorer([FunctionReward(path="my_rewards:score")], num_workers=1, model_rewards={}) as scorer:
+        scorer.score(a_prompt(), completions_of("a", "b"))
+        heard, until = "", time.monotonic() + 20
+        while "heard b" not in heard and time.monotonic() < until:  # while the worker lives: nothing is held back
+            time.sleep(0.01)
+            heard += capsys.readouterr().err
+    prints.close()
+    assert child_output() == STDERR
+    assert heard.splitlines() == ["heard a", "heard b"]
