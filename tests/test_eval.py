@@ -148,6 +148,17 @@ def test_a_model_directory_without_data_and_a_folder_that_is_neither_are_refused
         plan(tmp_path / "empty")
 
 
+def test_a_path_that_looks_like_a_number_is_a_path(tmp_path: Path) -> None:
+    made = plan(save_model(tmp_path / "1000"), data="2024.jsonl")
+    assert made.config.run.name == "1000" and made.model_path == str(tmp_path / "1000")
+    assert made.config.data.val == "2024.jsonl"
+
+
+def test_an_option_stands_above_the_same_key_on_the_command_line(tmp_path: Path) -> None:
+    made = plan(write_run(tmp_path), "eval.temperature=0.5", "eval.samples_per_prompt=3", samples=2)
+    assert (made.config.eval.samples_per_prompt, made.config.eval.temperature) == (2, 0.5)
+
+
 def test_rewards_that_judge_no_answer_are_replaced_by_the_exact_one(tmp_path: Path) -> None:
     result = report(write_run(tmp_path), "reward=[{type: self_certainty}]")
     assert list(result.evaluation.groups[0].scores[0].parts) == ["exact"]

@@ -7,8 +7,10 @@ One case again: ``python -m pytest tests/test_fuzz.py -k overrides`` prints the 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +31,7 @@ from rollcall.observe.sinks import read_rows
 from rollcall.observe.summary import build_summary
 from rollcall.train import train
 
-Case = Callable[[Random, Path], Iterator[Failure | None]]
+Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +73,9 @@ def data_case(random: Random, folder: Path) -> Iterator[Failure | None]:
     yield judge("data file", load, named=path.name)
 
 
+@cache
 def _tokenizer() -> Any:
-    if not hasattr(_tokenizer, "made"):
-        _tokenizer.made = make_tokenizer()  # type: ignore[attr-defined]
-    return _tokenizer.made  # type: ignore[attr-defined]
+    return make_tokenizer()
 
 
 def model_case(random: Random, folder: Path, *, whole: Path) -> Iterator[Failure | None]:
@@ -131,15 +132,13 @@ def command_case(random: Random, folder: Path) -> Iterator[Failure | None]:
         "--model-config=/dev/zero", "--model-config=/", "--num=-3", "--seed=x", "--out=/dev/null", "--out=/proc/x", "--unknown", "[", "{",
         str(folder), str(folder / "pipe"), "run.dir=/", "trainer.steps=1", "cluster.num_nodes=99999999",
     )  # fmt: skip
-    import os
-
     if not (folder / "pipe").exists():
         os.mkfifo(folder / "pipe")
     verb = random.choice(
         ("config", "plan", "eval", "recover", "status", "data", "nothing", "version", "job", "simulate")
     )
     arguments = [random.choice(odd) for _ in range(random.randint(0 if verb == "version" else 1, 4))]
-    if verb in ("simulate",):
+    if verb == "simulate":
         arguments = ["nowhere.yaml", *arguments]  # an embedded run file would be rehearsed
     if verb == "status" and not arguments[0].strip("-"):
         arguments[0] = "nowhere"  # of no directory it is the cluster's
@@ -148,7 +147,7 @@ def command_case(random: Random, folder: Path) -> Iterator[Failure | None]:
     yield judge_command("command", [verb, *arguments])
 
 
-def failures(case: Any, *, name: str, count: int, folder: Path) -> list[Failure]:
+def failures(case: Case, *, name: str, count: int, folder: Path) -> list[Failure]:
     found: list[Failure] = []
     for number in range(count):
         place = folder / str(number)
@@ -166,13 +165,14 @@ def report(found: list[Failure]) -> str:
     return f"{len(found)} failures:\n" + "\n".join(map(str, found[:20]))
 
 
-FEW = {"run files": 150, "overrides": 150, "data files": 120, "models": 12, "run directories": 20, "commands": 60}
+# Cases of each kind: in `make test`, and in `make slow`.
+FEW = {"run files": 80, "overrides": 80, "data files": 300, "models": 12, "run directories": 12, "commands": 40}
 MANY = {
-    "run files": 2000,
-    "overrides": 2000,
-    "data files": 2000,
-    "models": 200,
-    "run directories": 200,
+    "run files": 1500,
+    "overrides": 1500,
+    "data files": 5000,
+    "models": 300,
+    "run directories": 100,
     "commands": 600,
 }
 
@@ -183,11 +183,11 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "state"))
     monkeypatch.setattr("rollcall.lease.WATCH_S", 0.1)
     monkeypatch.setattr("rollcall.lease.LOOK_S", 0.02)
-    found = failures(CASES(whole, trains)[name], name=name, count=count, folder=folder)
+    found = failures(cases(whole, trains=trains)[name], name=name, count=count, folder=folder)
     assert not found, report(found)
 
 
-def CASES(whole: Path, trains: bool) -> dict[str, Any]:
+def cases(whole: Path, *, trains: bool) -> dict[str, Case]:
     return {
         "run files": run_file_case,
         "overrides": override_case,
