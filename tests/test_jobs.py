@@ -510,7 +510,7 @@ def test_a_job_submitted_from_elsewhere_trains_on_the_cluster_and_its_secrets_ar
     user = one_node.write_run(
         "secret",
         cluster={"env": {"MODE": "fast", "A_KEY": SECRET}, "env_pass": ["B_TOKEN", "NCCL_*"]},
-        reward=[{"type": "function", "path": "my_reward:score"}],
+        reward=[{"type": "function", "path": "my_reward:score", "env": ["MODE", "A_KEY", "B_TOKEN", "NCCL_DEBUG"]}],
     )
     (user / "my_reward.py").write_text(SAYS_ITS_ENVIRONMENT)
     (user / "helper.py").write_text("def right(completion, answer):\n    return float(completion == answer)\n")

@@ -146,14 +146,18 @@ def test_the_run_file_that_a_run_saves_has_no_secrets(tmp_path: Path) -> None:
 def test_what_a_reward_raises_is_saved_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)
     monkeypatch.syspath_prepend(tmp_path)
-    code = "import os\ndef score(*_):\n    raise RuntimeError('refused: ' + os.environ['JUDGE_API_KEY'])\n"
+    code = (
+        "import os\ndef score(prompt, completion, answer, metadata):\n"
+        "    if answer != 'a':\n        return 0.0\n"
+        "    raise RuntimeError('refused: ' + os.environ['JUDGE_API_KEY'])\n"
+    )
     (tmp_path / "judge_of_test_redact.py").write_text(code)
-    reward = [{"type": "function", "path": "judge_of_test_redact:score"}]
+    reward = [{"type": "function", "path": "judge_of_test_redact:score", "env": ["JUDGE_API_KEY"]}]
     config = make_run(tmp_path / "run", "trainer.steps=1", reward=reward)
     summary = finish(config)
     assert summary["reward_failures"][0]["why"].endswith(f"refused: {REDACTED}")
     with Journal(config.run.dir / "journal") as journal:
-        assert REDACTED in str(journal.read(1)[0].scores[0].errors)
+        assert REDACTED in str([score.errors for group in journal.read(1) for score in group.scores])
     assert metric_rows(config) and not files_with(SECRET, config.run.dir)
 
 
