@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from rollcall.cluster.environment import (
     submitted_env,
     worker_env,
 )
+from rollcall.cluster.node_env import UNDECLARED, hint, missed, nodes_own, origins
 from rollcall.cluster.seal import SealError, seal, unseal
 from rollcall.cluster.state import ClusterError
 from rollcall.config import ClusterSection, parse_config
@@ -164,6 +168,40 @@ def test_an_envelope_that_was_changed_anywhere_does_not_open() -> None:
 
 def test_two_envelopes_of_the_same_secret_differ() -> None:
     assert seal({"A": "value"}, TOKEN) != seal({"A": "value"}, TOKEN)
+
+
+def test_a_nodes_workers_keep_where_things_are_and_how_the_machine_is_used_and_nothing_else() -> None:
+    kept = {
+        "PATH": "/bin",
+        "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_DEBUG": "WARN",
+        "RAY_worker_niceness": "0",
+    }
+    others = {
+        "HF_TOKEN": SECRET,
+        "HF_HOME": "/cache",
+        "WANDB_PROJECT": "p",
+        "SLURM_JOB_ID": "7",
+        "https_proxy": "http://x",
+    }
+    secret = {"RAY_REDIS_PASSWORD": SECRET, "NCCL_API_KEY": SECRET}
+    assert nodes_own({**kept, **others, **secret}) == kept
+    assert missed({**kept, **others}, given={"WANDB_PROJECT"}) == ["HF_HOME", "HF_TOKEN", "https_proxy"]
+    assert SECRET not in hint(missed(others)) and "HF_TOKEN" in hint(missed(others))
+
+
+def test_where_a_workers_variables_come_from_is_read_at_its_raylet() -> None:
+    script = "import time; print('up', flush=True); time.sleep(60)"
+    environ = {"PATH": os.environ["PATH"], "MY_OWN": "1", "ROLLCALL_NODE_DIR": "/x"}
+    with subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None and raylet.stdout.readline() == b"up\n"
+        found = origins({**environ, "RAY_RAYLET_PID": str(raylet.pid), "OMP_NUM_THREADS": "1"})
+        raylet.kill()
+    assert found == {
+        "PATH": "the node's own", "MY_OWN": UNDECLARED, "ROLLCALL_NODE_DIR": "rollcall", "RAY_RAYLET_PID": "Ray",
+        "OMP_NUM_THREADS": "Ray",
+    }  # fmt: skip
 
 
 def test_the_token_is_the_one_that_ray_uses(tmp_path: Path) -> None:

@@ -445,9 +445,10 @@ class OneNode:
         folder = self.folder
         started = rollcall(
             "node", "--rank", "0", "--num-nodes", "1", "--rendezvous", str(folder / "meet"), "--slots", "1",
-            cwd=folder, **self.node,
+            cwd=folder, **self.node, HF_TOKEN="of-the-nodes-own-shell", HF_HOME="/of/that/shell",
         )  # fmt: skip
         assert started.returncode == 0, started.stderr
+        assert "not seen by workers: HF_HOME, HF_TOKEN;" in started.stderr and "of-the-nodes" not in started.stderr
         found = json.loads((folder / "s/jobs/node.json").read_text())
         self.token = (folder / "s/jobs/token").read_text()
         # Another state folder: not a node. The address and the token are all it has.
@@ -574,12 +575,16 @@ def test_env_shows_what_a_worker_on_each_node_sees(one_node: OneNode) -> None:
         "env",
         cluster={"env": {"MODE": "fast"}, "env_pass": ["B_TOKEN", "NCCL_*"], "node_env": {0: {"ONLY_HERE": "yes"}}},
     )
-    variables = {**one_node.node, "B_TOKEN": "the-other-secret", "NCCL_DEBUG": "WARN"}
+    variables = {**one_node.node, "B_TOKEN": "the-other-secret", "NCCL_DEBUG": "WARN", "WANDB_PROJECT": "mine"}
     result = rollcall("env", "run.yaml", "--json", cwd=user, **variables)
     assert result.returncode == 0, result.stderr
+    assert "not seen by workers: WANDB_PROJECT;" in result.stderr
     (node,) = json.loads(result.stdout)["nodes"]
     seen = {variable["name"]: (variable["value"], variable["source"]) for variable in node["variables"]}
     assert node["rank"] == 0
+    assert not {"HF_TOKEN", "HF_HOME", "WANDB_PROJECT"} & set(seen)
+    assert seen["HOME"][1] == "the node's own" and seen["ROLLCALL_NODE_DIR"][1] == "rollcall"
+    assert seen["RAY_JOB_ID"][1] == "Ray" and "NOT DECLARED" not in {source for _, source in seen.values()}
     assert seen.pop("PATH") == (os.environ["PATH"], "the node's own")
     assert {name: seen[name] for name in ("MODE", "B_TOKEN", "NCCL_DEBUG", "ONLY_HERE")} == {
         "MODE": ("fast", "cluster.env"),

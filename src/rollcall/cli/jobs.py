@@ -177,9 +177,9 @@ def env(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what the workers of each node see: the run file's variables, where each comes from; secrets redacted.
+    """Show every variable that the workers of each node see, and where it comes from; secrets redacted.
 
-    Runs on a node of the cluster.
+    Runs on a node of the cluster. Names what is set in this shell, looks as if a run needed it, and does not reach them.
 
     \b
     Examples:
@@ -187,6 +187,7 @@ def env(
       rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
     """
     from rollcall.cluster.environment import submitted_env
+    from rollcall.cluster.node_env import hint, missed
     from rollcall.cluster.state import current_cluster, require_record
     from rollcall.cluster.worker_view import view_workers
     from rollcall.config import load_config
@@ -199,6 +200,9 @@ def env(
         print(json.dumps({"nodes": [asdict(view) for view in views]}))
     else:
         _print_environment(views)
+    given = {seen.name for view in views for seen in view.variables if seen.value is not None}
+    if names := missed(os.environ, given=given):
+        complain(hint(names))
     if any(seen.wanted is not None for view in views for seen in view.variables):
         raise typer.Exit(FAILED)
 

@@ -2,7 +2,7 @@
 
 A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from whoever submits) and
 ``cluster.node_env`` (one node's own). Of one name, the node's value goes before the run file's, and that before the
-submitter's. Nothing else travels.
+submitter's. Nothing else travels; what a worker has beyond it is its node's own (node_env.py), Rollcall's or Ray's.
 
 A value goes to Ray as a variable of the job or of a worker, where its logs show it; secrets go in one sealed variable
 (seal.py), which is opened where it is needed: by job_driver.py for a job's controller, in Ray's workers by ``SETUP_HOOK``.
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.cluster.node_env import origins
 from rollcall.cluster.seal import SealError, seal, unseal
 from rollcall.cluster.state import TOKEN, ClusterError
 from rollcall.config import ClusterSection
@@ -198,11 +199,12 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
     return Path(path).read_text().strip() if path and Path(path).exists() else None
 
 
-def seen_here(names: tuple[str, ...]) -> dict[str, str | None]:
-    """What a worker on this node sees: runs there. A secret does not leave the node, only whether it is set."""
+def seen_here() -> dict[str, tuple[str, str]]:
+    """All that a worker on this node sees, and where it comes from where nobody declares it: runs there. A secret does not
+    leave the node, only whether it is set."""
     open_sealed()
-    shown = redact_env({name: os.environ[name] for name in names if name in os.environ})
-    return {name: shown.get(name) for name in names}
+    found = origins(os.environ)
+    return {name: (value, found[name]) for name, value in redact_env(os.environ).items()}
 
 
 def _check_name(name: str, where: str) -> None:

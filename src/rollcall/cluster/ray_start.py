@@ -29,6 +29,7 @@ from rollcall.cluster.address import (
     split_address,
 )
 from rollcall.cluster.head import LABEL
+from rollcall.cluster.node_env import hint, missed, nodes_own
 from rollcall.cluster.processes import MARK
 from rollcall.cluster.rendezvous import Found
 from rollcall.cluster.state import TOKEN, ClusterError, auth_env, state_dir, tls_env
@@ -219,7 +220,9 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
     ]
     if request.object_store_gib is not None:
         command.append(f"--object-store-memory={int(request.object_store_gib * 2**30)}")
-    kept = {name: value for name, value in os.environ.items() if name not in UNWANTED}
+    kept = {name: value for name, value in nodes_own(os.environ).items() if name not in UNWANTED}
+    if names := missed(os.environ):
+        say(hint(names))
     # The interpreter is for the drivers of jobs: a shell on this node may find another one first.
     ours = {**auth_env(request.cluster), MARK: str(state_dir(request.cluster)), "ROLLCALL_PYTHON": sys.executable}
     if start.accelerator == "cpu":

@@ -8,10 +8,12 @@ from typing import Any
 
 from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import NODE_OWN, Variable, declared, for_ray, seen_here
+from rollcall.cluster.node_env import UNDECLARED
 from rollcall.cluster.state import ClusterError, NodeRecord
 from rollcall.config import ClusterSection
 from rollcall.redact import REDACTED, hides
 
+ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")
 ANSWER_S = 90.0  # a node starts a fresh process to answer
 NODE_RESOURCE = "rollcall_node_"  # and the rank: every node has its own
 
@@ -22,8 +24,8 @@ class Seen:
 
     name: str
     value: str | None  # None: not set there
-    source: str  # where it is declared; "the node's own"
-    wanted: str | None  # the declared value if the worker sees another one, else None
+    source: str  # where it is declared; else one of ORDER
+    wanted: str | None  # what the worker should see, if it sees something else; else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def _view(
             resources={f"{NODE_RESOURCE}{rank}": 0.001},
             runtime_env={"env_vars": for_ray({name: variable.value for name, variable in variables.items()})},
             max_retries=0,
-        ).remote((*variables, *NODE_OWN))
+        ).remote()
         for rank, variables in wanted.items()
     }
     _, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=timeout_s)
@@ -77,11 +79,17 @@ def _view(
     ]
 
 
-def _compare(variables: Mapping[str, Variable], found: Mapping[str, str | None]) -> tuple[Seen, ...]:
+def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[Seen, ...]:
+    """What is declared in its order, then the rest by where it comes from; of the node's own, its paths first."""
     rows = []
-    for name, value in found.items():
-        variable = variables.get(name)
-        wanted = None if variable is None else REDACTED if hides(name, variable.value) else variable.value
-        source = variable.source if variable is not None else "the node's own"
-        rows.append(Seen(name=name, value=value, source=source, wanted=wanted if wanted != value else None))
+    for name, variable in variables.items():
+        value, _ = found.get(name, (None, ""))
+        wanted = REDACTED if hides(name, variable.value) else variable.value
+        rows.append(Seen(name=name, value=value, source=variable.source, wanted=wanted if wanted != value else None))
+    for name in NODE_OWN:
+        value, source = found.get(name, (None, "the node's own"))
+        rows.append(Seen(name=name, value=value, source=source, wanted=None))
+    others = {name: seen for name, seen in found.items() if name not in variables and name not in NODE_OWN}
+    for name, (value, source) in sorted(others.items(), key=lambda item: (ORDER.index(item[1][1]), item[0])):
+        rows.append(Seen(name=name, value=value, source=source, wanted="nothing" if source == UNDECLARED else None))
     return tuple(rows)

@@ -1,0 +1,113 @@
+"""What the workers of a node keep of the environment in which `rollcall node` was started.
+
+Where programs, libraries and folders are, and how the machine's devices, threads and network are used: that is the node's
+own, and may differ from node to node. Nothing else of that shell reaches a worker, and no secret; what a run needs beyond it,
+its run file declares (environment.py). Raylets are started from this, so a worker cannot see more.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rollcall.redact import hides
+
+NAMES = frozenset({
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_CACHE_HOME", "HOSTNAME", "TZ", "LANG", "LANGUAGE",
+    "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "ROLLCALL_STATE_DIR", "ROLLCALL_CLUSTER", "ROLLCALL_VLLM_PYTHON",
+})  # fmt: skip
+PATTERNS = (
+    *("LC_*", "PYTHON*", "MALLOC_*"),
+    *("RAY_*", "GRPC_*"),
+    *(
+        "CUDA_*",
+        "NVIDIA_*",
+        "HIP_*",
+        "ROCR_*",
+        "ROCM_*",
+        "HSA_*",
+        "TORCH_*",
+        "TORCHINDUCTOR_*",
+        "PYTORCH_*",
+        "TRITON_*",
+    ),
+    *("OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*"),
+    *("NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*"),
+)
+# What a user is likely to miss: where models come from and go to, who is paid for, how the outside is reached.
+MATTERS = (
+    *(
+        "HF_*",
+        "HUGGING_FACE_*",
+        "TRANSFORMERS_*",
+        "TOKENIZERS_*",
+        "VLLM_*",
+        "WANDB_*",
+        "MLFLOW_*",
+        "COMET_*",
+        "TENSORBOARD_*",
+    ),
+    *("OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY"),
+)
+UNDECLARED = "NOT DECLARED"  # of a node that another version started, or that `ray start` did
+OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
+
+
+def is_nodes_own(name: str) -> bool:
+    """
+    >>> [is_nodes_own(name) for name in ("PATH", "NCCL_DEBUG", "HF_TOKEN", "HF_HOME", "SLURM_JOB_ID")]
+    [True, True, False, False, False]
+    """
+    return name in NAMES or _matches(name, PATTERNS)
+
+
+def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of these variables the workers of a node started here see."""
+    return {name: value for name, value in environ.items() if is_nodes_own(name) and not hides(name, value)}
+
+
+def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[str]:
+    """Variables set here that workers do not see and a run may need; ``given`` are those that they do see."""
+    ours = ("RAY_*", "ROLLCALL_*")
+    return sorted(
+        name
+        for name in environ
+        if _matches(name, MATTERS) and not _matches(name, ours) and name not in given and not is_nodes_own(name)
+    )
+
+
+def hint(names: Collection[str]) -> str:
+    """Names only: a value may be a secret."""
+    return (
+        f"set here, and not seen by workers: {', '.join(names)}; what a run needs of these, name in cluster.env_pass of its "
+        "run file"
+    )
+
+
+def origins(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of this worker's variables: where each comes from, if no run file declares it."""
+    try:
+        block = Path(f"/proc/{environ['RAY_RAYLET_PID']}/environ").read_bytes()
+    except (KeyError, OSError):
+        inherited = None
+    else:
+        inherited = {line.partition("=")[0] for line in os.fsdecode(block).split("\0")}
+    found = {}
+    for name in environ:
+        if _matches(name, OF_ROLLCALL):
+            found[name] = "rollcall"
+        elif inherited is not None and name not in inherited:
+            found[name] = "Ray"
+        elif is_nodes_own(name) or name == "DASHBOARD_METRIC_PORT":
+            found[name] = "the node's own"
+        else:
+            found[name] = UNDECLARED
+    return found
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
