@@ -28,7 +28,9 @@ Meeting = Annotated[
         "--rendezvous", metavar="DIR", help="Where the cluster's nodes meet; address and token are read there."
     ),
 ]
-JobId = Annotated[str, typer.Argument(metavar="[ID|latest]", help="A job; default: the newest.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="[ID|latest]", help="A job; default: the newest that runs, else the newest.")
+]
 
 
 def submit(

@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from rollcall.cluster.paths import resolve_paths
 from rollcall.cluster.rendezvous import Head, Rendezvous
 from rollcall.cluster.state import TOKEN, ClusterError, NodeRecord, read_record, read_token, token_path
 from rollcall.config import Config, dump_config
+from rollcall.lease import read_holder
 from rollcall.redact import Redactor, redact, remember
 
 PREFIX = "rollcall-"
@@ -92,7 +93,8 @@ class Jobs:
         config = resolve_paths(config, folder=folder, record=record)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         job_id = _new_id(config.run.name)
-        self.jobs()  # a refusal of the token, or no answer, before anything is sent
+        # A refusal of the token, or no answer, before anything is sent.
+        refuse_busy(config.run.dir, self.jobs())
         self._upload(package.uri, package.data)
         self._ask(
             "POST",
@@ -123,11 +125,11 @@ class Jobs:
         return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
 
     def find(self, job_id: str = LATEST) -> Job:
-        """The job of that id; ``latest`` is the newest that rollcall submitted."""
+        """The job of that id; ``latest`` is the newest that rollcall submitted and that is not over, else the newest."""
         jobs = self.jobs()
         wanted = [job for job in jobs if (job.id.startswith(PREFIX) if job_id == LATEST else job.id == job_id)]
         if wanted:
-            return wanted[0]
+            return next((job for job in wanted if not job.is_over), wanted[0])
         if job_id == LATEST:
             raise ClusterError(f"the cluster at {self.where} has no jobs yet; `rollcall submit run.yaml` starts one")
         known = "\n".join(f"  {job.id}  {job.status}" for job in jobs) or "  none"
@@ -275,6 +277,21 @@ def reach(cluster: str, *, address: str | None, rendezvous: Path | None) -> Reac
         url = _url(record.dashboard_url) if record is not None and record.dashboard_url else _published(head)
     token, source = _token(cluster, record=record, rendezvous=rendezvous)
     return Reached(jobs=Jobs(HttpChannel(url, token=token, token_source=source), token=token), record=record)
+
+
+def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
+    """One run at a time has a run directory: a job that is not over says so, and where the folder is seen from here, its lease."""
+    for job in jobs:
+        if job.run_dir == str(run_dir) and not job.is_over:
+            raise ClusterError(
+                f"run.dir={run_dir} is that of job {job.id}, which is {job.status}; follow it with `rollcall job logs --follow "
+                f"{job.id}`, stop it with `rollcall job stop {job.id}`, or choose another run.dir"
+            )
+    holder = read_holder(run_dir)
+    if holder is not None and holder.is_here and not holder.is_gone:
+        raise ClusterError(
+            f"another process is training in run.dir={run_dir}: {holder}; wait for it or stop it, or choose another run.dir"
+        )
 
 
 def _is_its(record: NodeRecord, url: str) -> bool:
