@@ -53,7 +53,7 @@ MATTERS = (
     ),
     *("OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY"),
 )
-UNDECLARED = "NOT DECLARED"  # of a node that another version started, or that `ray start` did
+UNDECLARED = "not declared"  # set by `ray start` itself, or by whoever started Ray without `rollcall node`
 OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
 

@@ -25,7 +25,7 @@ class Seen:
     name: str
     value: str | None  # None: not set there
     source: str  # where it is declared; else one of ORDER
-    wanted: str | None  # what the worker should see, if it sees something else; else None
+    wanted: str | None  # the declared value if the worker sees another one, else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,5 +91,5 @@ def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, s
         rows.append(Seen(name=name, value=value, source=source, wanted=None))
     others = {name: seen for name, seen in found.items() if name not in variables and name not in NODE_OWN}
     for name, (value, source) in sorted(others.items(), key=lambda item: (ORDER.index(item[1][1]), item[0])):
-        rows.append(Seen(name=name, value=value, source=source, wanted="nothing" if source == UNDECLARED else None))
+        rows.append(Seen(name=name, value=value, source=source, wanted=None))
     return tuple(rows)
