@@ -18,16 +18,18 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from test_check import make_record
 from tiny import save_model
 
 from rollcall import redact
 from rollcall.cluster import job_channel
 from rollcall.cluster import jobs as module
 from rollcall.cluster import package as package_module
-from rollcall.cluster.job_channel import HttpChannel, Reply, Unreachable
+from rollcall.cluster.job_channel import HttpChannel, RelayChannel, Reply, Unreachable
 from rollcall.cluster.jobs import Jobs, reach, refuse_busy
 from rollcall.cluster.package import build_package
 from rollcall.cluster.paths import mount_of, resolve_paths
@@ -328,6 +330,37 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
     job = jobs_of(head).follow("rollcall-a", write=written.append, say=told.append)
     assert (job.status, "".join(written)) == ("SUCCEEDED", head.logs)
     assert skips == [0, 6] and "the cable was pulled" in told[0]
+
+
+def test_a_connection_that_stays_lost_is_told_once(monkeypatch: pytest.MonkeyPatch, head: Any) -> None:
+    head.rows = {"rollcall-a": row("rollcall-a")}
+    tails = iter(["cut", "cut", "cut", ""])
+
+    def tail(_: HttpChannel, __: str, *, skip: int, take: Any) -> str:
+        lost = next(tails)
+        head.rows["rollcall-a"]["status"] = "RUNNING" if lost else "SUCCEEDED"
+        return lost
+
+    monkeypatch.setattr(HttpChannel, "tail", tail)
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    told: list[str] = []
+    jobs_of(head).follow("rollcall-a", write=lambda text: None, say=told.append)
+    assert len(told) == 1
+
+
+def test_a_follower_whose_own_node_has_ended_says_so_and_ends() -> None:
+    class Gone:
+        class exceptions:  # noqa: N801 - as Ray has it
+            RayError = RuntimeError
+
+        def get(self, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("the actor is unavailable")
+
+    channel: Any = RelayChannel.__new__(RelayChannel)
+    channel._ray, channel._record, channel.where, channel._relay = Gone(), make_record(), "here", MagicMock()
+    with pytest.raises(ClusterError, match=r"Ray on this node \(.*, rank 0\) has ended") as ended:
+        channel.tail("rollcall-a", skip=0, take=print)
+    assert not isinstance(ended.value, Unreachable)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import process_token
 from rollcall.cluster.head import ask_own_head
+from rollcall.cluster.processes import RAYLET, command_names
 from rollcall.cluster.state import ClusterError, NodeRecord
 from rollcall.redact import redact, remember
 
@@ -120,6 +121,7 @@ class RelayChannel:
 
     def __init__(self, record: NodeRecord) -> None:
         self.where = f"{record.head_address} (cluster {record.cluster})"
+        self._record = record
         bound = ask_own_head(record.cluster, head_address=record.head_address).dashboard
         if not bound:
             raise ClusterError(f"the head at {record.head_address} has no dashboard, and so no jobs")
@@ -152,6 +154,11 @@ class RelayChannel:
         try:
             said, *rest = self._ray.get(method.remote(*args), timeout=timeout_s + RELAY_S)
         except self._ray.exceptions.RayError as error:
+            if RAYLET not in command_names(self._record.processes):
+                raise ClusterError(
+                    f"Ray on this node ({self._record.node_ip}, rank {self._record.rank}) has ended, and jobs are reached through "
+                    "it; a job may be going on: look from another node, or run `rollcall node` here again"
+                ) from None
             reason = str(error).strip().splitlines()[0]
             raise Unreachable(
                 f"the head node of {self.where} does not answer within {timeout_s + RELAY_S:.0f} s: {reason}"

@@ -163,7 +163,7 @@ class Jobs:
         """Write the job's log as it grows, until the job is over; returns the job as it ended."""
         self._learn_secrets(job_id)
         redactor = Redactor()
-        num_seen, heard = 0, time.monotonic()
+        num_seen, heard, is_lost = 0, time.monotonic(), False
 
         def take(text: str) -> None:
             nonlocal num_seen, heard
@@ -185,8 +185,10 @@ class Jobs:
                         f"{error}\nthe job may be going on; follow it again with `rollcall job logs --follow {job_id}`"
                     ) from None
                 lost = lost or str(error)
-            if lost:
+            if lost and not is_lost:
                 say(f"lost the connection to {self.where} ({lost}); trying again")
+            is_lost = bool(lost)
+            if lost:
                 time.sleep(2.0)
 
     def stop(self, job_id: str, *, say: Callable[[str], None], timeout_s: float | None = None) -> Job:
