@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,3 +70,15 @@ def test_the_c_library_of_this_machine_takes_what_it_is_asked_for() -> None:
     if not hasattr(library, "mallopt"):
         pytest.skip("other C libraries than glibc are left as they are")
     assert library.mallopt(module._TOP_PAD, 64 << 20) == 1, "glibc answers 1 where it knows the setting"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "-1"), ("10", "10")])
+def test_torchs_own_allocator_is_told_to_keep_freed_memory_before_torch_is_loaded(
+    given: str | None, expected: str
+) -> None:
+    look = "import ctypes, sys, rollcall; get = ctypes.CDLL(None).getenv; get.restype = ctypes.c_char_p"
+    look += "; print(get(b'MIMALLOC_PURGE_DELAY').decode(), 'torch' in sys.modules)"
+    env = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
+    env |= {"MIMALLOC_PURGE_DELAY": given} if given else {}
+    done = subprocess.run([sys.executable, "-c", look], env=env, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [expected, "False"]

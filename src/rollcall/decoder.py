@@ -207,11 +207,12 @@ def project_qkv(
     """The part of ``before_attention`` behind the norm, for the heads that ``layer`` holds."""
     heads, kv_heads, dim, eps = sizes
     qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-    qk, v = qkv.view(len(x), heads + 2 * kv_heads, dim).split((heads + kv_heads, kv_heads), dim=1)
+    by_head = qkv.view(x.shape[0], heads + 2 * kv_heads, dim)
+    qk, v = by_head.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = qk.split((heads, kv_heads), dim=1)
+        q, k = qk.split_with_sizes((heads, kv_heads), dim=1)
         qk = torch.cat((rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)), dim=1)
-    q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+    q, k = rotate(qk, cos, sin).split_with_sizes((heads, kv_heads), dim=1)
     return q, k, v
 
 
@@ -239,10 +240,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for rows that hold the gate in their first half."""
+    if torch.is_grad_enabled() and not _is_fused(gate_up):
+        return _SiluMul.apply(gate_up)  # type: ignore[return-value]
     gate, up = gate_up.chunk(2, dim=-1)
-    if _is_fused(gate_up):
-        return F.silu(gate) * up
-    return _SiluMul.apply(gate_up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)  # type: ignore[return-value]
+    return F.silu(gate) * up if _is_fused(gate_up) else F.silu(gate).mul_(up)
 
 
 def _is_fused(x: Tensor) -> bool:
@@ -283,10 +284,10 @@ class _RmsNorm(torch.autograd.Function):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half by half: rolling the tensor first would be another pass."""
-    half = x.shape[-1] // 2
     out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    (out_1, out_2), (x_1, x_2), (sin_1, sin_2) = out.chunk(2, -1), x.chunk(2, -1), sin.chunk(2, -1)
+    out_1.addcmul_(x_2, sin_1)
+    out_2.addcmul_(x_1, sin_2)
     return out
 
 

@@ -207,12 +207,12 @@ class RowRunner:
 
     def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
         """One of ``Step.masks``."""
-        past = torch.from_numpy(self._position[:rows])
+        past = self._position[:rows]
         if window:
-            past = past.clamp(max=window - 1)
+            past = past.clip(max=window - 1)
         if int(past.min()) == lead:
             return None
-        hidden = torch.arange(lead, -1, -1) > past.repeat_interleave(self.decoder.num_kv_heads)[:, None]
+        hidden = torch.arange(lead, -1, -1) > torch.from_numpy(past.repeat(self.decoder.num_kv_heads))[:, None]
         return torch.zeros(len(hidden), 1, lead + 1).masked_fill_(hidden[:, None], -torch.inf)
 
     @torch.inference_mode()
@@ -267,8 +267,8 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
         keys[:, :, -1].view(k.shape).copy_(k)
         values[:, -1].view(v.shape).copy_(v)
         # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
-        grouped = q.reshape(len(keys), -1, decoder.head_dim).float()
-        return step.attend(grouped, keys, values, step.masks[index]).reshape(len(q), -1).to(q.dtype)
+        grouped = q.reshape(keys.shape[0], -1, decoder.head_dim).float()
+        return step.attend(grouped, keys, values, step.masks[index]).reshape(q.shape[0], -1).to(q.dtype)
 
     return decoder.logits(decoder.forward(step.token_ids, step.positions, attend))
 
