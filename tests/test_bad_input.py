@@ -140,11 +140,14 @@ def test_a_path_that_is_no_model_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_directory_with_torn_weights_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lost", "words"), [(1, "cannot be loaded"), (-1000, "the weight files beside it have 1,000 bytes")]
+)
+def test_a_model_directory_with_torn_weights_is_named(tmp_path: Path, lost: int, words: str) -> None:
     config = make_run(tmp_path)
     path = tmp_path / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    path.write_bytes(path.read_bytes()[:-lost])
+    with pytest.raises(ValueError, match=words):
         finish(config)
 
 

@@ -71,7 +71,7 @@ def check_model_dir(folder: Path) -> None:
     if size and smallest * FEWEST_BYTES > size:
         raise ModelFilesError(
             f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and the weight files beside it have "
-            f"{size:,} bytes; restore the file that belongs to them"
+            f"{size:,} bytes: one of them is damaged or of another model; restore it"
         )
 
 
