@@ -376,3 +376,107 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     kept = make_folder()
     sweep_folders()
     assert [str(path) for path in tmp_path.iterdir()] == [kept]
+
+
+REACH = """
+import ctypes, fcntl, json, os, signal
+
+def tried(action):
+    try:
+        return repr(action())
+    except BaseException as error:
+        return type(error).__name__
+
+def have_it_killed(pid):
+    read, write = os.pipe()
+    fcntl.fcntl(read, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)
+    os.write(write, b"x")
+
+def look(prompt, completion, answer, metadata):
+    libc = ctypes.CDLL(None)
+    head, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(head, sets)
+    raise RuntimeError(json.dumps({
+        "signal by a file": tried(lambda: have_it_killed(metadata["victim"])),
+        "processor of another": tried(lambda: os.sched_setaffinity(metadata["victim"], {0})),
+        "own processor": tried(lambda: os.sched_setaffinity(0, os.sched_getaffinity(0))),
+        "kernel's log": libc.klogctl(10, None, 0),
+        "queue": libc.msgget(0, 0o1600),
+        "powers": [value & ~6 for value in sets],
+    }))
+"""
+
+
+@needs_seccomp
+@needs_landlock
+def test_code_in_a_built_in_worker_has_no_power_over_other_processes_or_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reach.py").write_text(REACH)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("rollcall.reward.pool.confinement_of", lambda spec: BUILT_IN)
+    victim = subprocess.Popen(["sleep", "600"])
+    try:
+        with RewardPool({0: FunctionReward(path="reach:look").model_dump()}, num_workers=1) as pool:
+            pool.submit([Task(ticket=0, item=Item(0, "", "", "", {"victim": victim.pid}), timeout_s=60)])
+            (result,) = pool.poll(60)
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+    assert json.loads(result.why.partition("RuntimeError: ")[2]) == {
+        "signal by a file": "PermissionError",
+        "processor of another": "PermissionError",
+        "own processor": "None",
+        "kernel's log": -1,
+        "queue": -1,
+        "powers": [0] * 6,
+    }
+
+
+FORGING = """
+import json, os, struct, sys, tempfile
+
+def say(**fields):
+    body = json.dumps(fields).encode()
+    os.write(int(sys.argv[2]), struct.pack("<Q", len(body)) + body)
+
+def f(prompt, completion, answer, metadata):
+    if completion == "fork":
+        os.fork()
+    if completion == "refused":
+        say(refused="a forged refusal")
+    if completion == "ready":
+        say(in_force={"network": "forged"})
+    if completion == "no reason":
+        say(value=0.0, kind="nan", why="", elapsed_s=0.0)
+        os._exit(3)
+    if completion == "deep":
+        os.chdir(tempfile.gettempdir())
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+        os._exit(3)
+    return float(len(completion))
+"""
+
+
+@pytest.mark.parametrize("hostile", ["fork", "refused", "ready", "no reason", "deep"])
+def test_a_function_that_forges_its_worker_spoils_no_other_score_and_never_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hostile: str
+) -> None:
+    (tmp_path / "forging.py").write_text(FORGING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    others = ["a" * (index % 4) for index in range(30)]
+    with Scorer([FunctionReward(path="forging:f")], num_workers=1, model_rewards={}) as scorer:
+        before = scorer.in_force
+        _, *scores = scorer.score(a_prompt(), completions_of(hostile, *others))
+        after = scorer.score(a_prompt(), completions_of(*others))
+        assert scorer.in_force == before
+    if hostile != "no reason":  # the process's own answer; then it dies at the next item
+        assert [score.value for score in scores] == [float(len(other)) for other in others]
+    assert [score.value for score in after] == [float(len(other)) for other in others]
+    subprocess.run(["rm", "-rf", *tmp_path.glob("rollcall-reward-*")], check=True)  # too deep for Python

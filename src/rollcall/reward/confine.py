@@ -12,6 +12,7 @@ This module imports the standard library only: a worker has to start fast.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ _SYSTEM = (
 )  # fmt: skip
 _FOLDER = re.compile(r"rollcall-reward-(\d+)-.*")
 _MAX_OPEN_FILES = 256
+_CAPABILITY_VERSION = 0x20080522
+_KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
 _MB = 1 << 20
 
 
@@ -94,9 +98,9 @@ def make_folder() -> str:
 
 
 def remove_folder(folder: str) -> None:
-    shutil.rmtree(
-        folder, ignore_errors=True
-    )  # a reward may have made what cannot be removed: it stays, and harms nobody
+    # A reward may have made what cannot be removed, such as folders too deep to walk: it stays, and harms nobody.
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_folders() -> None:
@@ -117,6 +121,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
     told["processes"] = _limit_processes(confinement)
     if confinement.own_files:
         told["files"] = _restrict_files(folder, readable)
+        _drop_capabilities()
         resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
     else:
         told["files"] = "the user's own"
@@ -186,6 +191,18 @@ def _num_tasks(uid: int) -> int:
         except OSError:  # it ended meanwhile
             continue
     return total
+
+
+def _drop_capabilities() -> None:
+    """Root's other powers: to raise its own limits again, to make a device file of the disk, to restart the machine."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, low and high bits
+    if libc.capget(head, sets) == 0:
+        kept = sets[1] & _KEPT_CAPABILITIES
+        libc.capset(head, (ctypes.c_uint32 * 6)(kept, kept))
 
 
 def _restrict_files(folder: str, readable: list[str]) -> str:

@@ -214,6 +214,9 @@ class RewardPool:
         messages, ended = worker.receive()
         crew = worker.crew
         for message in messages:
+            if not isinstance(message, Answer) and worker.ready:
+                ended = True  # it said so before: this process is no longer ours
+                break
             if isinstance(message, Refused):
                 raise RewardLoadError(message.refused)
             if isinstance(message, Ready):
@@ -222,7 +225,7 @@ class RewardPool:
             elif worker.in_flight:
                 self._finish(worker.in_flight.popleft(), message)
             else:
-                ended = True  # an answer to nothing: this process is no longer ours
+                ended = True  # an answer to nothing
         if messages:
             worker.restart_clock()
         if ended:
@@ -330,9 +333,13 @@ class _Worker:
         """The messages that have arrived whole, and whether no more can come, or none that can be trusted."""
         ended = False
         try:
-            while data := os.read(self.read_fd, _READ_BYTES):
+            # What is more waits for the next turn: whoever writes without end must not keep this process here.
+            while len(self._inbox) <= _MAX_CHUNK * MAX_ANSWER_BYTES:
+                data = os.read(self.read_fd, _READ_BYTES)
+                if not data:
+                    ended = True
+                    break
                 self._inbox += data
-            ended = True
         except BlockingIOError:
             pass  # all that is there has been read
         messages: list[Said] = []

@@ -207,7 +207,8 @@ class Scorer:
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
         if kind:
-            job.errors[place][name] = f"{kind}: {_headline(why) if kind == 'raised' else why.splitlines()[0]}"
+            what = _headline(why) if kind == "raised" else why.partition("\n")[0]
+            job.errors[place][name] = f"{kind}: {what}"
             self._kept[name, kind] += 1
             if self._kept[name, kind] <= _MAX_FAILURES_KEPT:
                 text = job.completions[place].text

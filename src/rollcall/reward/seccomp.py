@@ -19,7 +19,7 @@ import sys
 # (x86_64, aarch64); None: this machine type has no such call.
 _SENDING = {
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendto": (44, 206),
-    "sendmsg": (46, 211),
+    "sendmsg": (46, 211), "sendmmsg": (307, 269),
 }  # fmt: skip
 # A ring of calls that the kernel makes by itself would pass by this filter.
 _RINGS = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)}
@@ -30,9 +30,18 @@ _REACHING = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
     "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "setpriority": (141, 140),
+    "ioprio_set": (251, 30), "msgget": (68, 186), "msgctl": (71, 187), "semget": (64, 190), "semctl": (66, 191),
+    "mq_open": (240, 180), "mq_unlink": (241, 181),
 }  # fmt: skip
+# For this process alone (a first argument of 0) and for no other.
+_OWN_ALONE = {
+    "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+}  # fmt: skip
+# Uses of a file descriptor, by second argument, that have the kernel send a signal to any process of the user when there is
+# something to read (F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP), or that type on a terminal (TIOCSTI, TIOCLINUX).
+_NEVER_WITH = {"fcntl": ((72, 25), (8, 10, 15)), "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412, 0x541C))}
 _SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}
-_LIMITS = (302, 261)  # prlimit64
 # What landlock does not watch: modes, owners, times, attributes; and the machine itself.
 _CHANGING = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
@@ -44,7 +53,8 @@ _CHANGING = {
     "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "userfaultfd": (323, 282),
     "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "syslog": (103, 116), "reboot": (169, 142),
+    "fsmount": (432, 432), "fspick": (433, 433), "kexec_file_load": (320, 294),
 }  # fmt: skip
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
@@ -53,7 +63,12 @@ _AF_UNIX, _CLONE_THREAD = 1, 0x00010000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; both machines are little-endian
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = (
+    0,
+    4,
+    16,
+    24,
+)  # in struct seccomp_data; both machines are little-endian
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, value
 
@@ -112,6 +127,12 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         load = (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)
         program.extend([(_IF_EQUAL, 0, 4, number), load, (test, 1, 0, value), refuse_it, allow])
 
+    def never_with(number: int, values: tuple[int, ...]) -> None:
+        """Refuse a call if its second argument is one of the values."""
+        tests = [step for value in values for step in ((_IF_EQUAL, 0, 1, value), refuse_it)]
+        body = [(_LOAD, 0, 0, _SECOND_ARGUMENT_AT), *tests, allow]
+        program.extend([(_IF_EQUAL, 0, len(body), number), *body])
+
     if processes:
         never(_SENDING)
         never(_STARTING)
@@ -122,7 +143,10 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         program.extend([(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)])
         for numbers in _SIGNALS.values():
             only(numbers[column], test=_IF_EQUAL, value=os.getpid())
-        only(_LIMITS[column], test=_IF_EQUAL, value=0)
+        for numbers in _OWN_ALONE.values():
+            only(numbers[column], test=_IF_EQUAL, value=0)
+        for numbers, values in _NEVER_WITH.values():
+            never_with(numbers[column], values)
     elif network:
         only(_SENDING["socket"][column], test=_IF_EQUAL, value=_AF_UNIX)
     never(_RINGS)
