@@ -224,6 +224,12 @@ def test_math_reads_an_answer_however_it_is_written(written: str) -> None:
         ("Pairs", "Paris", 0),
         (r"\boxed{}", "72", 0),
         ("2 + 3i", "3", 0),
+        (r"\boxed{5!}", "120", 1),
+        (r"\boxed{5!}", "5", 0),
+        ("#### 120", "5!", 1),
+        ("<answer>5</answer>", "5!", 0),
+        ("The answer is 5!", "5", 1),
+        ("so it is **5**!", "5", 1),
     ],
 )
 def test_math_takes_the_final_answer_and_nothing_before_it(completion: str, answer: str, expected: float) -> None:

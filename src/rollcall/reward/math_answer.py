@@ -132,14 +132,15 @@ def _unmarked(text: str) -> str:
     end = text[-_MAX_SEARCH_CHARS:]
     announced = [match.end() for match in _ANNOUNCED.finditer(end)]
     if announced and (said := end[announced[-1] :].strip()):
-        return said.partition("\n")[0]
+        return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    last = lines[-1] if lines else ""
+    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, "5!" alone is 120
 
 
 def _bare(text: str) -> str:
     """Without what stands around an answer: spaces, Markdown's stars, a full stop, dollar signs."""
-    text = text.strip().strip("*").strip().rstrip(".,;!").strip().strip("*")
+    text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
     text = text.replace("\\$", "")
