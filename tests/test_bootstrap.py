@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -515,12 +516,23 @@ def test_of_two_heads_that_publish_at_one_moment_the_second_to_write_stays(
     rendezvous = Rendezvous(tmp_path, "default")
     monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: rendezvous.publish(other, token="other"))
     with pytest.raises(ClusterError, match=r"rank 0 is taken by node9 \(10.0.0.9:1\)"):
-        bootstrap._publish(request, start, record)
+        bootstrap._publish(request, start, record, deadline=math.inf)
     rendezvous.head_file.unlink()
     tokens = iter(["mixed", "mine"])
     monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: write_private(rendezvous.token_file, next(tokens)))
-    bootstrap._publish(request, start, record)
+    bootstrap._publish(request, start, record, deadline=math.inf)
     assert rendezvous.read_token() == "mine"
+
+
+def test_a_rendezvous_that_loses_what_is_written_to_it_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = NodeRequest(cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path)
+    rendezvous = Rendezvous(tmp_path, "default")
+    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: rendezvous.head_file.unlink())
+    record = replace(make_record(), ports={"dashboard": 1})
+    with pytest.raises(ClusterError, match="does not show what this node writes there"):
+        bootstrap._publish(request, SOME_START, record, deadline=0.0)
 
 
 def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(

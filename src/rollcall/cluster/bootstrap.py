@@ -201,7 +201,7 @@ def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
         write_record(record)
         if request.rank == 0 and request.rendezvous is not None:
             _refuse_second_head(request, token=start.token)  # one that came up meanwhile
-            _publish(request, start, record)
+            _publish(request, start, record, deadline=deadline)
     except BaseException:
         _stop(request.cluster)
         raise
@@ -237,7 +237,7 @@ def _joined(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecor
     )
 
 
-def _publish(request: NodeRequest, start: Start, record: NodeRecord) -> None:
+def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline: float) -> None:
     assert request.rendezvous is not None
     head = Head(
         cluster=record.cluster,
@@ -263,6 +263,11 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord) -> None:
             )
         if seen is not None and rendezvous.read_token() == token:
             return
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"{rendezvous.folder} does not show what this node writes there, so no other node could find it; check that "
+                "folder, or use --head-address"
+            )
 
 
 def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:
