@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +18,16 @@ import numpy as np
 import pytest
 from runs import column, finish, letter_rows, make_run, metric_rows, weights
 
+import rollcall.__main__
+import rollcall.patience
 import rollcall.stop
 from rollcall.audit import audit
+from rollcall.cluster.local import Workers
 from rollcall.config import Config, dump_config
 from rollcall.controller import Controller
 from rollcall.journal import Journal
 from rollcall.observe.events import read_phases
-from rollcall.stop import STOPPED, Stop, Stopped, heed, kept
+from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
 
 STEPS = 5
 WAIT_S = 180.0
@@ -115,6 +120,26 @@ def test_the_end_of_the_grace_waits_for_an_update_that_would_take_others_with_it
     assert [row["step"] for row in metric_rows(config) if "train/loss" in row] == [1, 2, 3]
 
 
+def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stoppable(tmp_path, "trainer.save_every=2", "trainer.stop_grace_s=0.1")
+    monkeypatch.setattr(rollcall.patience, "RETRY_S", 0.02)
+    monkeypatch.setattr(rollcall.patience, "DEADLINE_S", WAIT_S)
+
+    def refuse(*_: Any) -> None:
+        if rollcall.stop.heeded().asked is None:
+            tell()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "write_checkpoint", refuse)
+        stop_in_training(config)
+    assert not saved(config)
+    finish(config)
+    assert audit(config.run.dir).is_clean and saved(config)[-1] == f"step-{STEPS:06d}"
+
+
 def test_an_update_that_cannot_end_in_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stoppable(tmp_path, "trainer.stop_grace_s=60")
     monkeypatch.setattr(Stop, "left_s", 0.0)
@@ -158,6 +183,42 @@ def test_before_a_run_trains_a_stop_ends_the_command_where_it_is(tmp_path: Path)
         with pytest.raises(Stopped), stop.waiting(10):
             raise AssertionError("nothing begins after a stop")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGTERM, STOPPED, "stopped by SIGTERM"),
+        (signal.SIGUSR1, STOPPED, "stopped by SIGUSR1"),
+        (signal.SIGINT, INTERRUPTED, "stopped by Ctrl-C"),
+    ],
+)
+def test_a_stop_while_the_command_is_imported_is_one_line_and_its_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, status: int, line: str
+) -> None:
+    class Teller:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "rollcall.cli.main":
+                tell(number)
+
+    monkeypatch.delitem(sys.modules, "rollcall.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Teller(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        rollcall.__main__.main()
+    assert ended.value.code == status and capsys.readouterr().err == f"{line}\n"
+
+
+def test_the_end_of_the_grace_says_nothing_of_a_coroutine_that_it_came_before() -> None:
+    async def never() -> None: ...
+
+    with warnings.catch_warnings(record=True) as said, heed() as stop:
+        warnings.simplefilter("always")
+        made = never()
+        with pytest.raises(Stopped), stop.waiting(0.0):
+            tell()
+            time.sleep(WAIT_S)
+        del made
+    assert not said
 
 
 def test_a_request_that_comes_twice_is_one_and_a_later_one_ends_the_process() -> None:

@@ -1,9 +1,9 @@
 """Writes that outlive a full or unwritable disk.
 
 ``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``), tries again every
-``RETRY_S``, and gives up after ``DEADLINE_S`` with an error that says what to do. The caller waits, in the thread it calls
-from; whoever must not wait calls it beside the event loop. A write is a function that can be done again: it leaves nothing
-half-done behind when it raises.
+``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, or when a process that was told to stop has
+no time left. The caller waits, in the thread it calls from; whoever must not wait calls it beside the event loop. A write is
+a function that can be done again: it leaves nothing half-done behind when it raises.
 
 A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
 own words.
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+
+from rollcall.stop import heeded
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -52,8 +54,8 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             now = time.monotonic()
             started = now if started is None else started
             why = f"{path}: cannot write {what}: {fault.strerror}"
-            if now - started >= DEADLINE_S:
-                waited = f" (waited {now - started:.0f} s)" if now > started else ""
+            if now - started >= DEADLINE_S or heeded().is_late:
+                waited = f" (waited {now - started:.0f} s)" if now - started >= 1 else ""
                 raise refuse(
                     f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
                     "before is kept"

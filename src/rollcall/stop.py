@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +22,7 @@ from types import FrameType
 # EX_TEMPFAIL: not done, nothing is wrong, the same command goes on. No supervisor takes it for a crash of its own accord,
 # and each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
 STOPPED = 75
+INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # one request may come twice: sent to all processes of a job, and passed on by their parent
 AGAIN_S = 5.0  # what is raised while an object is being destroyed gets lost
@@ -42,6 +44,11 @@ class Stop:
     def left_s(self) -> float:
         """Of the grace, since the signal came."""
         return max(self._asked_s + (self._grace_s or 0.0) - time.monotonic(), 0.0)
+
+    @property
+    def is_late(self) -> bool:
+        """A signal has come, and its grace is over: nothing is waited for any more."""
+        return self.asked is not None and self.left_s == 0
 
     def check(self) -> None:
         """Raises if a signal has come."""
@@ -87,6 +94,8 @@ class Stop:
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
         self._is_over = True
+        # It may be raised between the making of a coroutine and its start, which is nobody's mistake.
+        warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
         if self._num_shields == 0:
             self.check()
 

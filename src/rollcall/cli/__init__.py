@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.stop import STOPPED, Stopped
+from rollcall.stop import INTERRUPTED, STOPPED, Stopped
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file; none: the embedded default.")]
@@ -23,7 +23,7 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 
-FAILED, INTERRUPTED = 1, 130  # exit statuses; 2 is a usage error, stop.py has one more
+FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import FAILED, INTERRUPTED, Debug, Json, Overrides, RunFile, complain, reported, split_arguments
-from rollcall.stop import STOPPED
+from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, complain, reported, split_arguments
+from rollcall.stop import INTERRUPTED, STOPPED
 
 if TYPE_CHECKING:
     from rollcall.cluster.jobs import Job, Jobs, Reached

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.cli import INTERRUPTED, Debug, Json, Overrides, calm_libraries, complain, split_arguments
+from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain, split_arguments
 from rollcall.importing import uncollected
 from rollcall.phases import Bounds, Phase, Split
-from rollcall.stop import STOPPED, Stopped, heed
+from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
 
 
 def train(
