@@ -98,7 +98,7 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
     monkeypatch.setattr(check, "is_coming_up", come_up)
     head += [answer(make_node(0, slots=32))]
     _, said = wait(32)
-    assert "waiting for `rollcall node` to make this node part of cluster 'default'" in said[0]
+    assert said[0] == "waiting for `rollcall node` to make this node part of cluster 'default'"
 
 
 def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from rollcall.controller import RunError
 from rollcall.journal import Journal
 from rollcall.observe.events import StepPhase, read_phases
 from rollcall.phases import Bounds, Phase, Split
+from rollcall.train import train
 
 ROLLOUT, UPDATE = Bounds(phase=Phase.ROLLOUT), Bounds(phase=Phase.UPDATE)
 STEPS = 4
@@ -80,6 +81,16 @@ def test_a_rollout_does_not_generate_again_what_the_journal_has(tmp_path: Path) 
     finish(config, bounds=ROLLOUT)
     assert finish(config, bounds=ROLLOUT)["groups"] == {1: 8}
     assert num_records(config) == 8
+
+
+def test_a_rollout_with_nothing_to_generate_says_so_and_sends_nobody_to_an_update(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_run(tmp_path, "trainer.steps=1")
+    finish(config)
+    assert train(config, bounds=ROLLOUT)["groups"] == {}
+    said = capsys.readouterr().out
+    assert "all 1 steps are trained, so there is nothing to generate" in said and "--phase update" not in said
 
 
 def test_an_update_without_a_complete_step_is_refused_and_changes_nothing(tmp_path: Path) -> None:

@@ -277,10 +277,12 @@ def _say_rollout(console: Console, run_dir: Path, controller: Controller, summar
         )
         return {**done, "headline": headline.metric, "eval": last}
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
-    ready = (
-        ", ".join(f"step {step}: {count} groups" for step, count in counts.items()) or "nothing: all steps are trained"
+    ready = ", ".join(f"step {step}: {count} groups" for step, count in counts.items())
+    console.note(
+        f"the journal has {ready}; train on it with --phase update"
+        if ready
+        else f"all {controller.start_step} steps are trained, so there is nothing to generate; raise trainer.steps to go on"
     )
-    console.note(f"the journal has {ready}; train on it with --phase update")
     return {**done, "groups": counts}
 
 

@@ -89,7 +89,7 @@ def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Calla
         if waited >= timeout_s:
             raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(record, found)}")
         if waited - told >= TELL_EVERY_S:
-            say(f"{state} ({waited:.0f} s)")
+            say(f"{state} ({waited:.0f} s)" if waited >= 1 else state)
             told = waited
         time.sleep(ASK_EVERY_S)
 
@@ -104,8 +104,9 @@ def _wait_for_record(cluster: str, *, timeout_s: float, say: Callable[[str], Non
         if now - began >= timeout_s or now - seen >= APPEAR_S:
             return require_record(cluster)  # refuses, unless it has come just now
         if now - began - told >= TELL_EVERY_S:
-            say(f"waiting for `rollcall node` to make this node part of cluster {cluster!r} ({now - began:.0f} s)")
             told = now - began
+            waited = f" ({told:.0f} s)" if told >= 1 else ""
+            say(f"waiting for `rollcall node` to make this node part of cluster {cluster!r}{waited}")
         time.sleep(0.2)
     return record
 

@@ -111,4 +111,5 @@ class Progress:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._every_s
-            print(f"{text} ({now - self._started:.0f} s)", file=sys.stderr, flush=True)
+            waited_s = round(now - self._started)
+            print(f"{text} ({waited_s} s)" if waited_s else text, file=sys.stderr, flush=True)
