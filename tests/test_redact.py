@@ -50,6 +50,7 @@ def test_what_stands_for_a_secret_in_help_is_shown_as_it_is() -> None:
     for text in (
         "ROLLCALL_TOKEN=... rollcall node",
         "rollcall train [FILE] [KEY=VALUE]...",
+        "rollcall train [FILE] [KEY=VALUE...]",
         "  KEY=VALUE  keys to set",
     ):
         assert redact(text) == text

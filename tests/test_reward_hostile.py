@@ -5,6 +5,7 @@ The second half runs code inside the workers' confinement on purpose, to see wha
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -480,3 +481,17 @@ def test_a_function_that_forges_its_worker_spoils_no_other_score_and_never_the_r
         assert [score.value for score in scores] == [float(len(other)) for other in others]
     assert [score.value for score in after] == [float(len(other)) for other in others]
     subprocess.run(["rm", "-rf", *tmp_path.glob("rollcall-reward-*")], check=True)  # too deep for Python
+
+
+def test_modules_that_are_loaded_while_text_is_guarded_are_let_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries load modules when they are first needed; one without cached bytecode is compiled then."""
+    code = "import collections\nPoint = collections.namedtuple('Point', 'x y')\nvalue = [n for n in range(3)]\n"
+    (tmp_path / "loaded_late.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    with guarded():
+        assert importlib.import_module("loaded_late").value == [0, 1, 2]
+        with pytest.raises(ValueError, match="not evaluated"):
+            eval("[n for n in range(3)]")

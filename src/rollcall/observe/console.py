@@ -119,15 +119,11 @@ class LiveConsole:
     def _draw(self) -> Panel:
         progress = self.progress
         bar = ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None)
-        line = Text()
-        for label, value in progress.fields():
-            line.append(f"{label} ", style="dim")
-            line.append(value, style="bold")
-            line.append("   ")
         # A grid, because a bar alone ends without a line break and would swallow what follows.
         body = Table.grid(expand=True)
         body.add_row(bar)
-        body.add_row(line)
+        for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
+            body.add_row(line)
         if self._prints is not None:  # or this is the last picture
             now = progress.current
             shown = "" if now is None or now.seconds < 1 else f"{now.text}, {format_duration(now.seconds)}"
@@ -248,6 +244,17 @@ class QuietConsole:
 
     def __exit__(self, *exc: object) -> None:
         return None
+
+
+def _lines(fields: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
+    """As many lines as a narrow terminal needs; a label stays with its value."""
+    lines = [Text()]
+    for label, value in fields:
+        field = Text.assemble((f"{label} ", "dim"), (value, "bold"))
+        if lines[-1] and lines[-1].cell_len + 3 + field.cell_len > width:
+            lines.append(Text())
+        lines[-1].append("   " if lines[-1] else "").append_text(field)
+    return lines
 
 
 def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
