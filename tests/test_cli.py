@@ -100,6 +100,7 @@ def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) 
     assert result.returncode == 0
     assert re.search(rf"^ {{4,6}}(?:[A-Z_]+=\S+ )?rollcall {command}\b", result.stdout, re.MULTILINE), result.stdout
     assert "<redacted>" not in result.stdout
+    assert command == "version" or "--debug" in result.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["config", "actor.lr=1e-5"], ["version"]])

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console as RichConsole
 from test_journal import make_group
 
 from rollcall.config import Config, parse_config
-from rollcall.observe.console import LineConsole, QuietConsole, make_console
+from rollcall.observe.console import LineConsole, LiveConsole, QuietConsole, make_console
 from rollcall.observe.headline import ACCURACY, GRADED, headline_of, is_graded
 from rollcall.observe.metrics import METRICS, check_names
 from rollcall.observe.plot import learning_curve, smooth
@@ -371,6 +372,19 @@ def test_the_live_panel_passes_ctrl_c_on_and_gives_the_terminal_back() -> None:
     ]  # fmt: skip
     assert not any(set(line) & set("╭╮╰╯│") for line in screen), "a piece of the panel is left"
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is shown again
+
+
+@pytest.mark.parametrize("width", [24, 40, 80, 120])
+def test_the_live_panel_keeps_a_label_with_its_value(width: int) -> None:
+    progress = Progress(name="demo", num_steps=300)
+    progress.update(77, {"train/reward_mean": 0.88, "rollout/tokens_per_s": 1316.0, "time/step_s": 2.34})
+    out = io.StringIO()
+    rich = RichConsole(file=out, width=width, force_terminal=True, color_system=None)
+    with LiveConsole(progress, rich=rich):
+        pass
+    lines = out.getvalue().splitlines()
+    for field in ("step 77/300", "reward 0.880", "tok/s 1,316", "s/step 2.34"):
+        assert any(field in line for line in lines), lines
 
 
 def _screen(text: str, *, height: int) -> list[str]:

@@ -248,6 +248,7 @@ def what_it_sees(
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "probe.py").write_text(PROBE)
+    monkeypatch.chdir(tmp_path)  # a function of the user's may write there, and does
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     monkeypatch.syspath_prepend(str(modules))
@@ -297,7 +298,6 @@ def test_code_in_a_built_in_worker_reaches_no_secret_network_process_or_file(
 def test_a_function_gets_the_variables_its_section_names_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     reward = FunctionReward(path="probe:look", env=["OPENAI_API_KEY"], memory_mb=1000, file_mb=100)
     seen, told = what_it_sees(reward, tmp_path=tmp_path, monkeypatch=monkeypatch, confined=False, megabytes=2000)
     assert seen["environ"]["OPENAI_API_KEY"] == "sk-named-value" and "HF_TOKEN" not in seen["environ"]

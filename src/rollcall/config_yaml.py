@@ -28,7 +28,7 @@ def read_yaml(path: Path | str, *, what: str) -> Any:
         data = read_small(path, most=MAX_BYTES)
         text = data.decode()
     except FileNotFoundError:
-        hint = "; `rollcall config` prints one to start from" if what == "run file" else ""
+        hint = "; `rollcall init` writes one to start from" if what == "run file" else ""
         raise ConfigError(f"{what} {path} does not exist{hint}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{what} {path} cannot be read: {error}") from None

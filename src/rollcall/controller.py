@@ -315,7 +315,7 @@ class Controller:
             raise RunError(
                 f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.workers.scorer)}\n"
                 "Nothing was trained on them. Put the reward right (`rollcall reward test RUN.yaml` tries it), then run the same "
-                "command again: the completions are kept and scored again"
+                "command again (leave out --fresh): the completions are kept and scored again"
             )
 
     async def _score_again(self, group: Group) -> Group:

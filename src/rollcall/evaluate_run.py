@@ -153,8 +153,9 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     engine = build_engine(config.rollout, model, tokenizer, say=say)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
+    each = config.eval.samples_per_prompt
     say(
-        f"answering {len(prompts.prompts):,} prompts, {config.eval.samples_per_prompt} completions each, of at most "
+        f"answering {len(prompts.prompts):,} prompts, {each} completion{'s' * (each > 1)} each, of at most "
         f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
     with closing(engine), _scorer(config, device) as scorer:

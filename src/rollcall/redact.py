@@ -24,7 +24,9 @@ _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, and is none
 # A variable with its value as a shell or `env` prints it, whoever's it is.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
-_EXAMPLE = re.compile(r"\.\.\.|VALUE(\]\.\.\.)?")  # what help writes for a value: TOKEN=... and [KEY=VALUE]...
+_EXAMPLE = re.compile(
+    r"\.\.\.|VALUE[\].]*"
+)  # what help writes for a value: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
 # The same as YAML writes it, or as somebody who meant YAML did; the value goes to the next comma, bracket or line's end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
 _PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file

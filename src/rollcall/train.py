@@ -315,7 +315,7 @@ def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve:
     if not (run_dir / "model").exists():
         say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
         return
-    say(f"model          {run_dir / 'model'}   (opens with AutoModelForCausalLM.from_pretrained)")
+    say(f"model          {run_dir / 'model'}   (for AutoModelForCausalLM.from_pretrained)")
     if curve is not None:
         say(f"learning curve {curve}")
-    say(f"metrics        {run_dir / 'metrics.jsonl'}   summary {run_dir / 'summary.json'}")
+    say(f"metrics        {run_dir / 'metrics.jsonl'}\nsummary        {run_dir / 'summary.json'}")

@@ -13,13 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from rollcall.cli import Debug, Json
 from rollcall.data.make import Made, make_task, write_parquet
 
 _QUIET_S = 2.0
 
 
 def data(
-    task: Annotated[str, typer.Argument(help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Directory for train.parquet and test.parquet.")],
     num: Annotated[
         int | None, typer.Option("--num", min=1, help="Training rows; generated tasks add a tenth of it for the test.")
@@ -33,19 +36,17 @@ def data(
             "instead of the hub.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Make the data files of a task.
 
+    \b
     Examples:
-
-        rollcall data arithmetic --out data/sums
-
-        rollcall data countdown --num 20000 --seed 1 --out data/countdown
-
-        rollcall data gsm8k --source gsm8k/ --out data/gsm8k
-
-        rollcall data reasoning-gym:chain_sum --num 2000 --out data/chain_sum
+      rollcall data arithmetic --out data/sums
+      rollcall data countdown --num 20000 --seed 1 --out data/countdown
+      rollcall data gsm8k --source gsm8k/ --out data/gsm8k
+      rollcall data reasoning-gym:chain_sum --num 2000 --out data/chain_sum
     """
     made = make_task(task, num=num, seed=seed, source=source)
     written, example = _write(made, out)

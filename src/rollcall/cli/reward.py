@@ -72,10 +72,11 @@ def _table(trial: Trial) -> Table:
     names = list(trial.scored[0].parts)
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("row", "completion", *(names if len(names) > 1 else ()), "score", "seconds", "error"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, overflow="fold", no_wrap=title == "row")
     for scored in trial.scored:
         parts = [f"{scored.parts[name]:.3f}" for name in names] if len(names) > 1 else []
-        shown = f"{scored.completion}: {scored.text[:24]}" if scored.text else scored.completion
+        text = scored.text if len(scored.text) <= 24 else f"{scored.text[:23]}…"
+        shown = f"{scored.completion}: {text}" if scored.text else scored.completion
         error = "; ".join(f"{name} {why}" for name, why in scored.errors.items())
         # Text, not str: what stands in a row must not be read as rich markup.
         cells = (

@@ -68,7 +68,7 @@ def _draw(figure: Any, *, held_out: Series, reward: Series, name: str, words: st
             axes.set_ylim(0, 1.03)
     steps = [*held_out[0], *reward[0]]
     span = max(max(steps) - min(steps), 1)
-    bottom.set_xlim(min(steps) - (0.075 if held_out[0] else 0.015) * span, max(steps) + 0.015 * span)
+    bottom.set_xlim(min(steps) - (0.09 if held_out[0] else 0.015) * span, max(steps) + 0.015 * span)
     top.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=30)
     bottom.set_xlabel("training step", color=_INK)
     for axes in panels:

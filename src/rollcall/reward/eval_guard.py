@@ -5,7 +5,8 @@ Some scorers of reasoning-gym evaluate the model's text as Python, and sympy's p
 products, powers and elementary functions: no attribute, no index, no call of anything else, no f-string, no lambda. The
 scorer gets a ValueError and gives what it gives for an answer that it cannot read.
 
-The hook sits where text becomes code, so it does not matter which scorer does it, or by which way.
+The hook sits where text becomes code, so it does not matter which scorer does it, or by which way. Modules that are loaded
+meanwhile are code from the disk, and are let through.
 """
 
 from __future__ import annotations
@@ -62,8 +63,19 @@ def _check(source: object) -> None:
     text = bytes(source).decode("utf-8", "replace") if isinstance(source, bytes | bytearray) else source
     if text == _SYMPY_START or text in _State.trusted:
         return
-    if not isinstance(text, str) or not is_plain(text):
+    if (not isinstance(text, str) or not is_plain(text)) and not _is_importing():
         raise ValueError("the answer is neither plain data nor arithmetic, so it is not evaluated")
+
+
+def _is_importing() -> bool:
+    """Whether this is a module's own source, or what its code evaluates while it is loaded, as named tuples do. Libraries load
+    some modules when they are first needed, and compile them where nobody has before."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_code.co_name == "_find_and_load":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_plain(text: str) -> bool:
