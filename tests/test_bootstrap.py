@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -533,6 +534,16 @@ def test_a_rendezvous_that_loses_what_is_written_to_it_is_not_waited_for_without
     record = replace(make_record(), ports={"dashboard": 1})
     with pytest.raises(ClusterError, match="does not show what this node writes there"):
         bootstrap._publish(request, SOME_START, record, deadline=0.0)
+
+
+def test_rays_own_helpers_are_no_run_that_a_node_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = ["/lib/raylet --node", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE"]
+    found = [SimpleNamespace(process=SimpleNamespace(pid=pid)) for pid in range(5)]
+    monkeypatch.setattr(foreground, "find_processes", lambda folder, *, recorded: found[: len(titles)])
+    monkeypatch.setattr(foreground, "read_command", lambda pid: titles[pid])
+    assert not foreground.has_run(make_record())
+    titles.append("ray::Host.call")
+    assert foreground.has_run(make_record())
 
 
 def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(

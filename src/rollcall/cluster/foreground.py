@@ -23,7 +23,8 @@ from rollcall.stop import SAME_S
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
 DRIVER = "rollcall.cluster.job_driver"
-IDLE = "ray::IDLE"  # the title of a Ray worker that nobody uses
+# Titles of Ray's processes that work for nobody: a worker that nobody uses, and the two helpers that each raylet has (2.60).
+FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 class Told:
@@ -85,7 +86,7 @@ def has_run(record: NodeRecord) -> bool:
     """Whether some process of Ray's works here for somebody."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     titles = (read_command(entry.process.pid) for entry in found)
-    return any(title.startswith("ray::") and not title.startswith(IDLE) for title in titles)
+    return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 
 def _let_save(record: NodeRecord, told: Told, *, say: Callable[[str], None], save_s: float) -> None:
