@@ -113,10 +113,10 @@ def test_rows_without_a_marked_result_are_named() -> None:
 def test_an_unreachable_hub_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def unreachable(*_: object, **__: object) -> list[str]:
+    def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
     result = run_data("gsm8k", "--out", str(tmp_path))
     assert isinstance(result.exception, ValueError)
     assert "no route to host" in str(result.exception) and "--source FILE" in str(result.exception)
@@ -129,6 +129,7 @@ def test_files_from_the_hub_are_read_by_split(tmp_path: Path, monkeypatch: pytes
     names = ["README.md", "main/test-0.parquet", "main/train-0.parquet", "socratic/train-0.parquet"]
     for name in names[1:]:
         write_parquet([{"question": name, "answer": "#### 1"}], tmp_path / "hub" / name)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: names)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda _, name, **__: str(tmp_path / "hub" / name))
     made = make_task("gsm8k", num=None, seed=0, source=None)
