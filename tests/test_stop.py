@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from rollcall.audit import audit
 from rollcall.cluster.local import Workers
 from rollcall.config import Config, dump_config
 from rollcall.controller import Controller
+from rollcall.evaluate import Evaluation
 from rollcall.journal import Journal
 from rollcall.observe.events import read_phases
 from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
@@ -159,6 +161,31 @@ def test_an_evaluation_that_a_stop_left_out_is_done_when_the_run_goes_on(
     assert [row["step"] for row in metric_rows(config) if "eval/accuracy" in row] == [0]
     finish(config)
     assert [row["step"] for row in metric_rows(config) if "eval/accuracy" in row] == [0, 2, 4, STEPS]
+
+
+def test_a_checkpoint_that_a_stop_saved_before_its_evaluation_can_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stoppable(tmp_path, "trainer.eval_every=2", "trainer.keep_last=1", "trainer.keep_best=1")
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "mark_trained", 2, tell)
+        stop_in_training(config)
+        measured = Evaluation.metrics
+        best = {"eval/accuracy": 1.0, "eval/reward_mean": 1.0}
+        worse = {"eval/accuracy": 0.0, "eval/reward_mean": 0.0}
+        patch.setattr(Evaluation, "metrics", lambda one: measured(one) | (best if one.groups[0].step == 2 else worse))
+        finish(config)
+    assert saved(config) == ["step-000002", f"step-{STEPS:06d}"]
+
+
+def test_a_stop_after_an_evaluation_saves_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stoppable(tmp_path, "trainer.eval_every=2")
+    monkeypatch.setattr(Stop, "left_s", 0.0)
+    with monkeypatch.context() as patch:
+        call_at(patch, Journal, "append", 8 * 2 + 5, tell)  # step 2 is evaluated, and step 3 is not begun
+        stop_in_training(config)
+    manifest = json.loads((config.run.dir / "checkpoints" / "step-000002" / "manifest.json").read_text())
+    assert set(manifest["scores"]) == {"eval/accuracy", "eval/reward_mean"}
 
 
 def test_a_stop_is_no_failure_to_be_tried_again_when_a_worker_is_gone_too(

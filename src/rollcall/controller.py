@@ -42,7 +42,7 @@ from rollcall.config import Config
 from rollcall.data.load import PromptSet
 from rollcall.data.order import DataOrder
 from rollcall.engine.protocol import Engine, Sampling
-from rollcall.evaluate import Evaluation, evaluate
+from rollcall.evaluate import evaluate
 from rollcall.journal import Journal, JournalError
 from rollcall.learner.optimizer import NonFiniteError
 from rollcall.lease import Lease
@@ -206,6 +206,7 @@ class Controller:
         self._said_no_signal = False
         self._owes_evaluation = bool(state.get("owes_evaluation"))
         self._evaluated_step = -1
+        self._scores: dict[str, float] = {}  # of that step, by what may rank checkpoints
         self._unsaved: StepBatch | None = None  # trained since the newest checkpoint
         self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
         self._update_s = 0.0  # of the last step
@@ -228,6 +229,7 @@ class Controller:
             await self._evaluate(0, title="before training")
         elif self._owes_evaluation and self.bounds.trains:
             await self._evaluate(self.start_step, title="after training")
+            await self._call(partial(self.store.add_scores, self.start_step, **self._ranking(self.start_step)))
         await _together(self._train() if self.bounds.trains else self._fill(), background=[self.supply.run()])
         if self.bounds.trains and self.version == self.config.trainer.steps:
             with self.events.phase(StepPhase.EXPORT, self.version):
@@ -262,14 +264,14 @@ class Controller:
                     await self._call(partial(self.journal.mark_trained, step, draws=draws, version=step))
                     self._note_update(batch, update, clock, started=started)
                 await self._announce(step)
-            started, evaluation = time.perf_counter(), None
+            started = time.perf_counter()
             await self._call(self._log_step)
             self.stop.check()
             if self._decide_evaluation(step):
-                evaluation = await self._evaluate(step, title="after training")
+                await self._evaluate(step, title="after training")
                 started = time.perf_counter()
             if self._is_due(step, "save_every"):
-                await self._save(step, batch, evaluation)
+                await self._save(step, batch)
                 started, saved = time.perf_counter(), True
                 if self.workers.repairs and (news := self.workers.repairs.regrow) and step < self.config.trainer.steps:
                     raise Regrow(news)
@@ -279,14 +281,14 @@ class Controller:
                 "update with; fill it with --phase rollout, or run --phase both"
             )
         if batch is not None and not saved:  # the journal ended here
-            await self._save(batch.step, batch, None)
+            await self._save(batch.step, batch)
 
     def save_unsaved(self) -> None:
         """After ``run`` was stopped: a checkpoint of the newest step, unless there is one."""
         if (batch := self._unsaved) is not None:
             self._log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
-                self._write_checkpoint(batch.step, batch, None)
+                self._write_checkpoint(batch.step, batch)
 
     def _leave_if_too_late(self) -> None:
         """Told to stop, do not begin an update that may not end in time: what it would lose is more than it would gain."""
@@ -508,10 +510,10 @@ class Controller:
             outcome.result = "due" if due else "not due"
         return due
 
-    async def _evaluate(self, step: int, *, title: str) -> Evaluation | None:
+    async def _evaluate(self, step: int, *, title: str) -> None:
         val = self.workers.val
         if val is None:
-            return None
+            return
         started = time.perf_counter()
         section = self.config.eval
         with self.events.phase(StepPhase.EVALUATION, step):
@@ -531,38 +533,42 @@ class Controller:
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
         self.rollouts.clock.take()  # the next step's numbers are its own
         self._evaluated_step = step
-        return result
+        self._scores = {one.metric: result.metrics()[one.metric] for one in (ACCURACY, REWARD)}
 
     def _write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
         directory = self.run_dir / "samples"
         write = partial(write_samples, directory, step=step, split=split, groups=groups)
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
-    async def _save(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
+    async def _save(self, step: int, batch: StepBatch) -> None:
         saving = time.perf_counter()
         with self.events.phase(StepPhase.CHECKPOINT, step), self.stop.shielded():
-            await self._call(self._write_checkpoint, step, batch, evaluation)
+            await self._call(self._write_checkpoint, step, batch)
         await self._call(self._log, step, {"time/save_s": time.perf_counter() - saving})
 
-    def _write_checkpoint(self, step: int, batch: StepBatch, evaluation: Evaluation | None) -> None:
+    def _write_checkpoint(self, step: int, batch: StepBatch) -> None:
         self._write_samples(step, "train", batch.groups[:8])  # first: what a kill leaves half done is then done again
         cursor = {"next_draw": batch.cursor.next_draw, "pending": list(batch.cursor.pending)}
-        headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
-        scores = {one.metric: evaluation.metrics()[one.metric] for one in (ACCURACY, REWARD)} if evaluation else {}
+        ranking = self._ranking(step)
         owed = self.workers.val is not None and self._is_due(step, "eval_every") and self._evaluated_step < step
         try:
             self.store.save(
                 step,
                 write=self.workers.write_checkpoint,
                 state={"step": step, **cursor, "version": step, "data": self.data_mark, "owes_evaluation": owed},
-                score=scores.get(headline.metric),
-                scores=scores,
-                best_by=headline.metric,
+                score=ranking["scores"].get(ranking["best_by"]),
+                **ranking,
             )
         except Exception as error:
             self._tell_divergence(error, step=step, lost="this step was not saved")
             raise
         self._unsaved = None
+
+    def _ranking(self, step: int) -> dict[str, Any]:
+        """What tells whether the step's checkpoint is among the best, as the store takes it."""
+        headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
+        scores = self._scores if self._evaluated_step == step else {}
+        return {"scores": scores, "best_by": headline.metric}
 
     def _export(self) -> None:
         target = self.run_dir / "model"

@@ -122,6 +122,20 @@ class CheckpointStore:
         self._prune(just_saved=final, best_by=best_by)
         return final
 
+    def add_scores(self, step: int, *, scores: Mapping[str, float], best_by: str) -> None:
+        """Give its scores to a checkpoint that was saved before it was evaluated; it is ranked with the next save."""
+        entry = next((one for one in self._entries() if one.step == step and one.manifest is not None), None)
+        if entry is None or entry.manifest is None or not scores:
+            return
+        data = json.dumps({**entry.manifest, "score": scores.get(best_by), "scores": dict(scores)}, indent=1)
+        path = entry.path / MANIFEST
+
+        def attempt() -> None:
+            self._guard()
+            write_atomic(path, data)
+
+        persist(attempt, path=path, what=f"the scores of step {step}", refuse=CheckpointError)
+
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; torn ones are named and skipped."""
         for entry in reversed(self._entries()):
