@@ -265,6 +265,7 @@ def test_arguments_of_the_optimizer_reach_it() -> None:
             dict(kwargs=dict(momentum=0.9)),
             "kwargs.momentum is not an argument of torch.optim.AdamW; it takes lr, betas",
         ),
+        (dict(kwargs=dict(params=[])), "kwargs.params is not an argument of torch.optim.AdamW"),
     ],
 )
 def test_an_optimizer_that_cannot_be_had_is_refused(choice: dict[str, Any], message: str) -> None:

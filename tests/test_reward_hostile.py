@@ -495,3 +495,13 @@ def test_modules_that_are_loaded_while_text_is_guarded_are_let_through(
         assert importlib.import_module("loaded_late").value == [0, 1, 2]
         with pytest.raises(ValueError, match="not evaluated"):
             eval("[n for n in range(3)]")
+
+
+def test_a_limit_beyond_what_the_kernel_counts_to_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text("def f(p, c, a, m):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    most = (1 << 53) - 1
+    reward = FunctionReward(path="my_rewards:f", memory_mb=most, file_mb=most, processes=most)
+    with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
+        (score,) = scorer.score(a_prompt(), completions_of("a"))
+    assert score.value == 1

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollcall.config_errors import ConfigError
 
+MOST_COMPLETIONS = 10_000_000  # of a step; many times what the largest runs take
 COLDEST = 0.001  # temperature; below it the logits of ordinary models overflow when they are divided by it
 
 
@@ -45,6 +46,17 @@ def check_ruin(config: Any) -> None:
 
 
 def _check_group_size(config: Any) -> None:
+    prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    if prompts * samples > MOST_COMPLETIONS:
+        raise ConfigError(
+            f"data.prompts_per_step={prompts} x rollout.samples_per_prompt={samples} are {prompts * samples} completions a step; "
+            f"the most is {MOST_COMPLETIONS}. Lower one of them"
+        )
+    if config.rollout.top_k == 1 and samples > 1:
+        raise ConfigError(
+            f"rollout.top_k=1 takes the likeliest token each time, so the {samples} completions of a prompt are all the same "
+            "and there is nothing to learn; use rollout.top_k=0 (all tokens), or 2 or more"
+        )
     if config.algorithm.dynamic_sampling and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             "algorithm.dynamic_sampling=true leaves out groups whose rewards are all equal, and with "

@@ -260,7 +260,7 @@ def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts:
             f"{', '.join(ELEMENTWISE)}"
         )
     accepted = inspect.signature(found).parameters
-    if strangers := [key for key in section.optimizer.kwargs if key not in accepted]:
+    if strangers := [key for key in section.optimizer.kwargs if key not in accepted or key == "params"]:
         raise ValueError(
             f"{name}.optimizer.kwargs.{strangers[0]} is not an argument of {path}; it takes "
             f"{', '.join(key for key in accepted if key != 'params')}"

@@ -173,7 +173,7 @@ def _limit_processes(confinement: Confinement) -> str:
 def _limit(kind: int, most: int) -> str:
     """Set a limit, never above what this process was given; why not, or ""."""
     hard = resource.getrlimit(kind)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    most = min(most, sys.maxsize) if hard == resource.RLIM_INFINITY else min(most, hard)
     try:
         resource.setrlimit(kind, (most, most))
     except (OSError, ValueError) as error:

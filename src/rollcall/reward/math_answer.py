@@ -161,7 +161,7 @@ def _after_words(sentence: str) -> str:
     hidden = _TEXT_COMMAND.sub(lambda match: " " * len(match[0]), sentence)
     hidden = _COMMAND.sub(lambda match: " " * len(match[0]), hidden)
     ends = [match.end() for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]
-    return sentence[ends[-1] :].lstrip(" :,.=") if ends else sentence
+    return sentence[ends[-1] :].lstrip(" :,.=*") if ends else sentence
 
 
 @lru_cache(maxsize=256)
