@@ -34,6 +34,7 @@ from rollcall.cluster.state import (
     ClusterError,
     NodeRecord,
     Process,
+    note_driver,
     read_record,
     read_token,
     state_dir,
@@ -633,6 +634,9 @@ def test_drivers_and_busy_workers_are_known_by_their_titles(tmp_path: Path, monk
             started.append(start(title))
             settle(started[-1])
             assert (foreground.has_run(record), len(foreground.drivers(record))) == (busy, num_drivers)
+        note_driver(record.cluster)  # `rollcall train` on this node
+        (state_dir(record.cluster) / "drivers" / "4000000").write_text("1")  # one that has ended
+        assert Process.of(os.getpid()) in foreground.drivers(record) and len(foreground.drivers(record)) == 2
     finally:
         for process in started:
             process.kill()

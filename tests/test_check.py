@@ -110,9 +110,10 @@ def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch:
 
 def test_a_command_that_starts_a_node_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
-    (tmp_path / "rollcall").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "rollcall").write_text("import time\nprint(flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, str(tmp_path / "rollcall"), "node", "--rank", "0", "--cluster", "mine"]
-    with subprocess.Popen(command) as node:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as node:
+        assert node.stdout and node.stdout.readline()
         seen = is_coming_up("mine"), is_coming_up("default")
         node.kill()
     assert seen == (True, False) and not is_coming_up("mine")

@@ -33,7 +33,7 @@ from rollcall.reward.functions import encode_entry, last_tagged
 from rollcall.reward.math_answer import final_answer
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.scorer import Scorer
-from rollcall.reward.worker import Item, read_said
+from rollcall.reward.worker import Answer, Item, read_said
 
 # Scorers of reasoning-gym that evaluate the answer, found by listening for compile events in all of its 105 tasks.
 EVALUATING = (
@@ -505,3 +505,9 @@ def test_a_limit_beyond_what_the_kernel_counts_to_is_no_limit(tmp_path: Path, mo
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
         (score,) = scorer.score(a_prompt(), completions_of("a"))
     assert score.value == 1
+
+
+def test_an_error_cannot_steer_the_terminal_that_shows_it() -> None:
+    said = {"value": 0.0, "kind": "raised", "why": "no \x1b[2Jnumber\n\tin \x07it", "elapsed_s": 0.1}
+    answer = read_said(json.dumps(said).encode())
+    assert isinstance(answer, Answer) and answer.why == "no �[2Jnumber\n\tin �it"

@@ -122,6 +122,11 @@ def heeded() -> Stop:
     return _heeded or Stop()
 
 
+def is_heeding() -> bool:
+    """Whether this process saves when it is told to stop."""
+    return _heeded is not None
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Around a call that installs handlers of its own, as ``ray.init`` does (2.60): its exits become ours, and ours come back."""

@@ -10,8 +10,8 @@ from typing import Any
 from rollcall.cluster.address import is_loopback, split_address
 from rollcall.cluster.head import ask_own_head
 from rollcall.cluster.loopback import keep_loopback
-from rollcall.cluster.state import ClusterError, NodeRecord, auth_env, current_cluster, require_record
-from rollcall.stop import kept
+from rollcall.cluster.state import ClusterError, NodeRecord, auth_env, current_cluster, note_driver, require_record
+from rollcall.stop import is_heeding, kept
 
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
 
@@ -60,6 +60,8 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
             f"cannot join cluster {record.cluster!r} as a driver: its head at {record.head_address} answers, but Ray on this "
             f"node ({record.node_ip}, rank {record.rank}) does not: {error}; run `rollcall node` here again"
         ) from error
+    if is_heeding():
+        note_driver(record.cluster)
     return record
 
 

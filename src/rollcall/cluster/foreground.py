@@ -1,7 +1,7 @@
 """`rollcall node --block`: stay for as long as Ray runs on this node, and take it along when told to end.
 
 A supervisor that ends a job (Slurm, Kubernetes) tells this command and often nobody else. So it passes the word on to the
-drivers of submitted runs here, and keeps Ray up until no run is left on this node, for ``save_s`` seconds at most: a run
+drivers of the runs here, and keeps Ray up until no run is left on this node, for ``save_s`` seconds at most: a run
 saves through the processes that Ray has. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends ahead,
 goes to the drivers, and Ray stays.
 """
@@ -17,7 +17,7 @@ from types import FrameType
 
 from rollcall.cluster.bootstrap import is_running, stop_node
 from rollcall.cluster.processes import find_processes, read_command, signal_processes
-from rollcall.cluster.state import ClusterError, NodeRecord, Process, read_record, state_dir
+from rollcall.cluster.state import ClusterError, NodeRecord, Process, noted_drivers, read_record, state_dir
 from rollcall.stop import SAME_S
 
 LOOK_EVERY_S = 1.0
@@ -77,9 +77,10 @@ def hold(record: NodeRecord, *, say: Callable[[str], None], save_s: float = SAVE
 
 
 def drivers(record: NodeRecord) -> list[Process]:
-    """Of the runs that were submitted to this cluster and are driven from this node."""
+    """Of the runs of this cluster that are driven from this node: submitted ones, and those that a person started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    return [entry.process for entry in found if DRIVER in read_command(entry.process.pid)]
+    submitted = [entry.process for entry in found if DRIVER in read_command(entry.process.pid)]
+    return [*submitted, *noted_drivers(record.cluster)]
 
 
 def has_run(record: NodeRecord) -> bool:

@@ -229,7 +229,32 @@ def _leave_nothing(cluster: str) -> None:
 
 
 def forget(cluster: str) -> None:
-    """Remove record, token and certificates."""
+    """Remove record, token, certificates and the notes of drivers."""
     for name in ("node.json", "token"):
         (state_dir(cluster) / name).unlink(missing_ok=True)
-    shutil.rmtree(tls_dir(cluster), ignore_errors=True)
+    for folder in (tls_dir(cluster), _drivers_dir(cluster)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_driver(cluster: str) -> None:
+    """Note that this process drives a run from this node, so that `rollcall node --block` can tell it to save."""
+    own = Process.of(os.getpid())
+    assert own is not None
+    _drivers_dir(cluster).mkdir(mode=0o700, exist_ok=True)
+    write_private(_drivers_dir(cluster) / str(own.pid), str(own.started))
+
+
+def noted_drivers(cluster: str) -> list[Process]:
+    """Those that are alive; the notes of others are removed."""
+    living: list[Process] = []
+    for note in sorted(_drivers_dir(cluster).glob("[0-9]*")):
+        process = Process(pid=int(note.name), started=int(note.read_text()))
+        if process.is_alive():
+            living.append(process)
+        else:
+            note.unlink(missing_ok=True)
+    return living
+
+
+def _drivers_dir(cluster: str) -> Path:
+    return state_dir(cluster) / "drivers"
