@@ -40,7 +40,7 @@ ORDERS = ("in_order", "as_completed")
 def test_a_call_in_a_thread_leaves_the_loop_free_and_brings_its_result_or_error() -> None:
     async def work() -> tuple[str, int]:
         ticks, enough = 0, threading.Event()
-        call = asyncio.ensure_future(in_thread(lambda: enough.wait() and "done"))
+        call = asyncio.ensure_future(in_thread(lambda: "done" if enough.wait() else ""))
         while not call.done():
             await asyncio.sleep(0.001)
             ticks += 1

@@ -9,3 +9,6 @@ __version__ = "0.1.0"
 # before everything else; ``host_memory`` does the same for glibc.
 if "MIMALLOC_PURGE_DELAY" not in os.environ:
     os.putenv("MIMALLOC_PURGE_DELAY", "-1")
+# torch's kernels for ARM otherwise leave a map of their code in /tmp for each process, for a profiler that nobody runs.
+if "ONEDNN_JIT_PROFILE" not in os.environ:
+    os.putenv("ONEDNN_JIT_PROFILE", "0")

@@ -31,7 +31,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -39,9 +39,8 @@ from rollcall.aside import in_thread
 from rollcall.attempts import Regrow, causes
 from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from rollcall.config import Config
-from rollcall.data.load import PromptSet
 from rollcall.data.order import DataOrder
-from rollcall.engine.protocol import Engine, Sampling
+from rollcall.engine.protocol import Sampling
 from rollcall.evaluate import evaluate
 from rollcall.journal import Journal, JournalError
 from rollcall.learner.optimizer import NonFiniteError
@@ -54,13 +53,13 @@ from rollcall.observe.step_metrics import batch_metrics
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
 from rollcall.patience import persist
 from rollcall.phases import Bounds, Split
-from rollcall.reward.scorer import Scorer, why_unscored
+from rollcall.reward.scorer import why_unscored
 from rollcall.rollout import Clock, Rollouts, sampling_seeds
-from rollcall.samples import Score as ScoreSamples
 from rollcall.samples import has_signal, make_samples
 from rollcall.stop import Stop
 from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, NothingLeftError, StepBatch, Supply
-from rollcall.types import Floats, Group, Prompt, Sample, failed_on_all
+from rollcall.types import Group, Prompt, Sample, failed_on_all
+from rollcall.workers import Workers
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
@@ -79,83 +78,6 @@ class _Update:
     num_tokens: int
     score_s: float
     update_s: float
-
-
-class Trainable(Protocol):
-    """The policy's learner, or the critic."""
-
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]: ...
-
-
-class Policy(Trainable, Protocol):
-    num_tokens_trained: int
-
-
-class ValueFunction(Trainable, Protocol):
-    def values(self, samples: Sequence[Sample]) -> list[Floats]: ...
-
-
-class Repairs(Protocol):
-    """Processes that take the place of lost ones, and nodes that come back."""
-
-    @property
-    def is_due(self) -> bool:
-        """A new rollout process waits for the current weights."""
-        ...
-
-    @property
-    def regrow(self) -> str | None:
-        """Why another attempt could use more nodes than this one; None: it could not."""
-        ...
-
-    def admit(self, version: int) -> None:
-        """Give this version, which the actor holds, to the new processes, and let them serve."""
-        ...
-
-
-class Workers(Protocol):
-    """What the controller drives: all of it in this process (``cluster/local.py``) or on a cluster (``cluster/remote.py``)."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Calls only wait for other processes, so they may run beside the loop."""
-        ...
-
-    @property
-    def shares_policy(self) -> bool:
-        """Some engine reads the learner's own parameters, so an update changes what it samples from."""
-        ...
-
-    @property
-    def repairs(self) -> Repairs | None:
-        """None: nothing here can be replaced."""
-        ...
-
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def learner(self) -> Policy: ...
-    @property
-    def critic(self) -> ValueFunction | None: ...
-    @property
-    def reference(self) -> ScoreSamples | None: ...
-    @property
-    def scorer(self) -> Scorer: ...
-    @property
-    def eval_scorer(self) -> Scorer: ...
-    @property
-    def train(self) -> PromptSet: ...
-    @property
-    def val(self) -> PromptSet | None: ...
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def max_positions(self) -> int: ...
-    def take_preemptions(self) -> int: ...
-    def write_checkpoint(self, directory: Path) -> None: ...
-    def read_checkpoint(self, directory: Path) -> None: ...
-    def export(self, directory: Path) -> None: ...
-    def close(self) -> None: ...
 
 
 class Controller:

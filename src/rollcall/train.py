@@ -17,7 +17,7 @@ from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
 from rollcall.cluster.memory import SizesUnknown, element_size, read_sizes
 from rollcall.config import Config, ConfigError, dump_config
-from rollcall.controller import Controller, Workers
+from rollcall.controller import Controller
 from rollcall.journal import Journal
 from rollcall.learner.model import resolve_device, resolve_dtype
 from rollcall.lease import Lease, hold
@@ -33,6 +33,7 @@ from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer
 from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.stop import Stopped, heeded
+from rollcall.workers import Workers
 
 
 def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:
