@@ -28,6 +28,7 @@ from tiny import (
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from rollcall.attention import Way, cpu_way
 from rollcall.decoder import Decoder, UnsupportedModel, fuse_parameters
 from rollcall.engine.native.engine import NativeEngine
 
@@ -58,10 +59,15 @@ COMPILED = native("cpu", CPU.tight, compile=True)
 CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_tokens=60))
 
 
+def other_than(way: Way) -> list[pytest.MarkDecorator]:
+    """Both ways of a CPU are tested on every machine, the one that it does not choose itself by `make slow`."""
+    return [] if cpu_way() == way else [pytest.mark.slow]
+
+
 @pytest.fixture(
     params=[
-        pytest.param(CPU, id="products"),
-        pytest.param(FUSED, id="fused"),
+        pytest.param(CPU, id="products", marks=other_than("products")),
+        pytest.param(FUSED, id="fused", marks=other_than("fused")),
         pytest.param(COMPILED, id="compiled", marks=[pytest.mark.slow, needs_compiler]),
         pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
     ]
@@ -72,6 +78,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[EngineKind]:
         yield request.param
 
 
+@pytest.mark.slow  # the compiler takes a minute
 @needs_compiler
 def test_compiled_steps_draw_what_plain_ones_draw(tokenizer: Any) -> None:
     """From prompts of several lengths, so that rows are masked and end at different steps, the last of them alone."""

@@ -49,6 +49,7 @@ def on_device(test):
     return pytest.mark.gpu(pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")(test))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's run")
 def test_every_kernel_passes_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}

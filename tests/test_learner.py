@@ -201,6 +201,7 @@ def test_segments_too_large_to_group_have_the_same_gradient(monkeypatch: pytest.
     assert_same_gradient(gradients(make_learner(trainable("qwen2-sliding")), samples), grouped)
 
 
+@pytest.mark.slow  # the compiler takes a minute
 @needs_compiler
 def test_a_compiled_learner_has_the_gradient_of_a_plain_one() -> None:
     samples = make_samples(make_model("qwen3-untied"))

@@ -289,7 +289,9 @@ def trained_groups(config: Config) -> Iterator[tuple[int, Group]]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("in_flight", [True, False])
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    "staleness", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "collocated"])
 def test_no_token_is_trained_that_is_older_than_staleness_says(
     tmp_path: Path, order: str, in_flight: bool, staleness: int, shared: bool
