@@ -230,8 +230,12 @@ def test_a_stop_while_the_command_is_imported_is_one_line_and_its_status(
 
     monkeypatch.delitem(sys.modules, "rollcall.cli.main", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Teller(), *sys.meta_path])
-    with pytest.raises(SystemExit) as ended:
-        rollcall.__main__.main()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
+    try:
+        with pytest.raises(SystemExit) as ended:
+            rollcall.__main__.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.value.code == status and capsys.readouterr().err == f"{line}\n"
 
 
