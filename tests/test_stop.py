@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def stop_in_training(config: Config) -> None:
         finish(config)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_in_an_update_saves_at_the_steps_end_and_no_update_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -140,6 +141,67 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
     assert not saved(config)
     finish(config)
     assert audit(config.run.dir).is_clean and saved(config)[-1] == f"step-{STEPS:06d}"
+
+
+def test_one_ctrl_c_ends_a_run_that_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stoppable(tmp_path, "trainer.save_every=2")
+    monkeypatch.setattr(rollcall.patience, "RETRY_S", 0.02)
+    num_writes = 0
+
+    def refuse(*_: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 2:
+            tell(signal.SIGINT)
+        assert num_writes < 10, "Ctrl-C was not heeded"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
+    try:
+        with monkeypatch.context() as patch, heed(), pytest.raises(KeyboardInterrupt) as ended:
+            patch.setattr(Workers, "write_checkpoint", refuse)
+            finish(config)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not isinstance(ended.value, Stopped) and num_writes == 2 and not saved(config)
+    finish(config)
+    assert audit(config.run.dir).is_clean and saved(config)[-1] == f"step-{STEPS:06d}"
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with heed() as stop:
+            tell(signal.SIGHUP)
+            with kept():
+                pass
+            tell(signal.SIGHUP)
+            assert stop.asked is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_whose_terminal_is_closed_can_still_print_and_save() -> None:
+    script = """
+import os, sys, time, rollcall.stop
+with rollcall.stop.heed() as stop, stop.waiting(60):
+    print("ready", flush=True)
+    while stop.asked is None:
+        time.sleep(0.01)
+    print("to nobody", flush=True)
+    print("nor here", file=sys.stderr, flush=True)
+    os._exit(42 if stop.asked == "SIGHUP" else 1)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", script])
+    said = b""
+    while b"ready" not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
 
 
 def test_an_update_that_cannot_end_in_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +279,7 @@ def test_before_a_run_trains_a_stop_ends_the_command_where_it_is(tmp_path: Path)
     [
         (signal.SIGTERM, STOPPED, "stopped by SIGTERM"),
         (signal.SIGUSR1, STOPPED, "stopped by SIGUSR1"),
+        (signal.SIGHUP, STOPPED, "stopped by SIGHUP"),
         (signal.SIGINT, INTERRUPTED, "stopped by Ctrl-C"),
     ],
 )
@@ -324,4 +387,4 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of
 
 
 def test_the_status_is_one_that_no_other_end_has() -> None:
-    assert STOPPED == os.EX_TEMPFAIL and rollcall.stop.SIGNALS == (signal.SIGTERM, signal.SIGUSR1)
+    assert STOPPED == os.EX_TEMPFAIL and len({STOPPED, INTERRUPTED, 0, 1, 2}) == 5

@@ -333,7 +333,7 @@ class TrainerSection(Section):
     restart_window_s: float = _field(3600.0, "Seconds in which `max_restarts` losses are too many.", gt=0, le=LONGEST_S)
     stop_grace_s: float = _field(
         10.0,
-        "Seconds that SIGTERM or SIGUSR1 leaves the step under way to end; then the run saves without its end. Slurm and "
+        "Seconds that SIGTERM, SIGUSR1 or SIGHUP leaves the step under way to end; then the run saves without its end. Slurm and "
         "Kubernetes kill 30 s after SIGTERM: leave room for a checkpoint.",
         ge=0,
         le=LONGEST_S,

@@ -1,8 +1,8 @@
 """Writes that outlive a full or unwritable disk.
 
 ``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``), tries again every
-``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, or when a process that was told to stop has
-no time left. The caller waits, in the thread it calls from; whoever must not wait calls it beside the event loop. A write is
+``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, after Ctrl-C, or when a process that was
+told to stop has no time left. The caller waits, in the thread it calls from; whoever must not wait calls it beside the event loop. A write is
 a function that can be done again: it leaves nothing half-done behind when it raises.
 
 A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's

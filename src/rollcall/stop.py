@@ -1,9 +1,10 @@
-"""Being told to stop: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), and SIGUSR1, which Slurm's `--signal` sends ahead.
+"""Being told to stop: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends ahead, and
+SIGHUP, which a closed SSH session sends. Under `nohup` SIGHUP is ignored and stays so.
 
 The first signal asks. Before a run trains there is nothing to save, and it ends the command where it is, as Ctrl-C does.
 While a run trains (``waiting``) the controller stops at the end of its step; when the grace is over before that, ``Stopped``
 is raised in the main thread wherever it is, but not within ``shielded``, where the weights or a checkpoint are half done.
-A second signal ends the process at once.
+A second signal ends the process at once. Ctrl-C is not of these: it ends a run without saving (``noting_interrupts``).
 
 Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` gives it to who asks.
 """
@@ -23,7 +24,7 @@ from types import FrameType
 # and each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 2.0  # one request may come twice: sent to all processes of a job, and passed on by their parent
 AGAIN_S = 5.0  # what is raised while an object is being destroyed gets lost
 
@@ -35,10 +36,12 @@ class Stopped(KeyboardInterrupt):
 class Stop:
     def __init__(self) -> None:
         self.asked: str | None = None  # the signal's name
+        self.is_interrupted = False  # by Ctrl-C
         self._asked_s = 0.0
         self._grace_s: float | None = None  # None: no run trains
         self._num_shields = 0
         self._is_over = False
+        self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
 
     @property
     def left_s(self) -> float:
@@ -47,8 +50,8 @@ class Stop:
 
     @property
     def is_late(self) -> bool:
-        """A signal has come, and its grace is over: nothing is waited for any more."""
-        return self.asked is not None and self.left_s == 0
+        """Ctrl-C, or a signal whose grace is over: nothing is waited for any more."""
+        return self.is_interrupted or (self.asked is not None and self.left_s == 0)
 
     def check(self) -> None:
         """Raises if a signal has come."""
@@ -78,9 +81,30 @@ class Stop:
         if self._is_over and self._num_shields == 0:
             self.check()
 
+    @contextmanager
+    def noting_interrupts(self) -> Iterator[None]:
+        """Within ``asyncio.run``, whose handler of Ctrl-C cancels the task that runs: one that waits in a blocking call does
+        not come to know it, and asks ``is_late``."""
+        inner = signal.getsignal(signal.SIGINT)
+        if not callable(inner) or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.is_interrupted = True
+            inner(number, frame)
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, inner)
+
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """The handler of ``SIGNALS``."""
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            self._leave_terminals()
         if self.asked is not None:
             if now - self._asked_s >= SAME_S:
                 signal.signal(number, signal.SIG_DFL)
@@ -91,6 +115,14 @@ class Stop:
             raise Stopped(self.asked)
         signal.signal(signal.SIGALRM, self._end_grace)
         signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
+
+    def _leave_terminals(self) -> None:
+        """Nothing can be written to a terminal that is closed, and an error of that must not keep a run from saving."""
+        for fd in self._terminals:
+            if not os.isatty(fd):
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, fd)
+                os.close(null)
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
         self._is_over = True
@@ -108,7 +140,7 @@ def heed() -> Iterator[Stop]:
     """Signals to stop are heeded while the block runs."""
     global _heeded
     _heeded = stop = Stop()
-    before = {number: signal.signal(number, stop.hear) for number in SIGNALS}
+    before = {number: signal.signal(number, stop.hear) for number in heeded_signals()}
     try:
         yield stop
     finally:
@@ -139,5 +171,11 @@ def kept() -> Iterator[None]:
         raise
     finally:
         if _heeded is not None and threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in heeded_signals():
                 signal.signal(number, _heeded.hear)
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """``SIGNALS``, without SIGHUP where it is ignored: `nohup` asks by this that a run outlives its terminal."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in SIGNALS if number != signal.SIGHUP or not is_ignored)

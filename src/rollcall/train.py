@@ -146,11 +146,14 @@ def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]
     stop = controller.stop
     try:
         with stop.waiting(grace_s):
-            asyncio.run(controller.run())
+            asyncio.run(_noting_interrupts(controller))
         return
     except Stopped:
         pass
     except Exception as error:
+        if stop.is_interrupted:
+            say(f"stopped by Ctrl-C, and then: {headline(error)}")
+            raise KeyboardInterrupt from error
         if stop.asked is None:
             raise
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")  # whoever was told so too is gone
@@ -159,6 +162,11 @@ def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no second attempt for who must stop
         say(f"the newest step cannot be saved: {headline(error)}")
     raise Stopped(stop.asked)
+
+
+async def _noting_interrupts(controller: Controller) -> None:
+    with controller.stop.noting_interrupts():
+        await controller.run()
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:

@@ -52,7 +52,7 @@ def node(
     cluster: Cluster = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for rank 0.")] = 300.0,
     block: Annotated[
-        bool, typer.Option("--block", help="Stay until Ray ends here, or stop it on SIGTERM or Ctrl-C.")
+        bool, typer.Option("--block", help="Stay until Ray ends here, or stop it on SIGTERM, SIGHUP or Ctrl-C.")
     ] = False,
     save_wait: Annotated[
         float,

@@ -55,6 +55,7 @@ from rollcall.cluster.mailbox import (
     sweep,
 )
 from rollcall.cluster.state import ClusterError
+from rollcall.stop import heeded_signals
 
 MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost
 END_S = 10.0  # for processes that a worker started, and that are killed
@@ -66,7 +67,10 @@ class _Abandoned(BaseException):
 
 
 class _Terminated(BaseException):
-    """SIGTERM."""
+    """By this signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
 
 
 class FolderWorker:
@@ -96,8 +100,9 @@ class FolderWorker:
         refuse_second(self._own, who=f"worker {self.rank}")
         for path in (self._own, self._own / INBOX):
             sweep(path)
+        for number in heeded_signals():
+            signal.signal(number, self._terminate)
         signal.signal(signal.SIGUSR1, self._abandon)
-        signal.signal(signal.SIGTERM, self._terminate)
         self._master.look()
         before = self._master.incarnation if self._master.facts.get("state") == ENDED else None
         self._presence.begin()
@@ -109,9 +114,9 @@ class FolderWorker:
         except KeyboardInterrupt:
             why = "Ctrl-C"
             raise
-        except _Terminated:
-            why = "SIGTERM"
-            raise SystemExit(128 + signal.SIGTERM) from None
+        except _Terminated as told:
+            why = told.number.name
+            raise SystemExit(128 + told.number) from None
         except Exception as error:
             why = str(error)
             raise
@@ -276,7 +281,7 @@ class FolderWorker:
             raise _Abandoned
 
     def _terminate(self, number: int, frame: Any) -> None:
-        raise _Terminated
+        raise _Terminated(number)
 
     def _say(self, text: str) -> None:
         if self._tells:

@@ -18,7 +18,7 @@ from types import FrameType
 from rollcall.cluster.bootstrap import is_running, stop_node
 from rollcall.cluster.processes import find_processes, read_command, signal_processes
 from rollcall.cluster.state import ClusterError, NodeRecord, Process, noted_drivers, read_record, state_dir
-from rollcall.stop import SAME_S
+from rollcall.stop import SAME_S, heeded_signals
 
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
@@ -47,9 +47,9 @@ class Told:
 
 
 def hold(record: NodeRecord, *, say: Callable[[str], None], save_s: float = SAVE_S) -> None:
-    """Return when SIGTERM or Ctrl-C has stopped the node, or `rollcall down` has; an error if Ray died by itself."""
+    """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself."""
     told = Told()
-    before = {number: signal.signal(number, told.hear) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
     try:
         while not told.end.wait(LOOK_EVERY_S):
             if os.getpid() == 1:
