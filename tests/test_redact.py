@@ -268,3 +268,40 @@ def files_with(text: str, folder: Path) -> list[str]:
     assert ROOT not in folder.parents
     found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     return [str(path) for path in found if path.is_file() and text.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("https://me:hunter2@host/a", f"https://me:{REDACTED}@host/a"),
+        ("s3://:hunter2@host:80/a@b", f"s3://:{REDACTED}@host:80/a@b"),
+        ("x=https://me:hun@ter2@host", f"x=https://me:{REDACTED}@host"),
+        ("No such file: 'https:/me:hunter2@host/a'", f"No such file: 'https:/me:{REDACTED}@host/a'"),
+        ("https://hunter2@host/a", f"https://{REDACTED}@host/a"),
+        ("https://host/a?n=1&access_token=hunter2&b=2", f"https://host/a?n=1&access_token={REDACTED}&b=2"),
+        ("https://host/a?X-Amz-Signature=hunter2", f"https://host/a?X-Amz-Signature={REDACTED}"),
+        ("http://[::1]:80/a, ssh://git@host/a, https://host:443/a?b=c@d", None),
+        ("https://host/@user/a:b@c", None),
+    ],
+)
+def test_a_url_is_shown_without_its_password(text: str, wanted: str | None) -> None:
+    assert redact(text) == (wanted or text)
+
+
+def test_a_url_that_arrives_in_pieces_is_redacted() -> None:
+    redactor = Redactor()
+    shown = [redactor.feed(piece) for piece in ("get https://me:hun", "ter2@host\nnext")]
+    assert "".join([*shown, redactor.end()]) == f"get https://me:{REDACTED}@host\nnext"
+
+
+def test_the_places_in_a_dumped_run_have_no_passwords_and_its_prompts_are_left_as_they_are() -> None:
+    url = "https://me:hunter2@host/x"
+    rewards = [{"type": "model", "path": url}, {"type": "exact"}]
+    data = {"train": url, "val": url, "system": f"Never open {url}"}
+    config = parse_config({"model": {"path": url}, "data": data, "reward": rewards})
+    saved = yaml.safe_load(dump_config(config))
+    hidden = f"https://me:{REDACTED}@host/x"
+    assert [saved["model"]["path"], saved["data"]["train"], saved["data"]["val"], saved["reward"][0]["path"]] == [
+        hidden
+    ] * 4
+    assert saved["data"]["system"] == data["system"] and config.model.path == url

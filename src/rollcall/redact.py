@@ -1,7 +1,7 @@
 """Secrets stay out of what is printed, logged and saved.
 
 A secret is the value of a variable whose name says so (``is_secret``), or a value that someone gave to ``remember``: the
-cluster's token, a key in a run file, a key that came with a job. ``guard_streams`` puts the redaction under stdout and
+cluster's token, a key in a run file, a key that came with a job. The password or token in a URL is one wherever it stands. ``guard_streams`` puts the redaction under stdout and
 stderr of the ``rollcall`` command, so that no verb, library or traceback has to think of it; what is written to files goes
 through ``redact`` or ``redact_env`` where it is written.
 """
@@ -29,6 +29,12 @@ _EXAMPLE = re.compile(
 )  # what help writes for a value: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
 # The same as YAML writes it, or as somebody who meant YAML did; the value goes to the next comma, bracket or line's end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
+# scheme://user:password@host, or with one slash, as a path writes it; a user alone is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
+_URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]*:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
+_URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
+_URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
+_SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # of a signed URL
+_PLACES = {"model": ("path",), "data": ("train", "val")}  # keys of a run file that name one
 _PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
 
 _remembered: set[str] = set()
@@ -53,11 +59,27 @@ def remember(values: Iterable[str]) -> None:
 
 
 def redact(text: str) -> str:
-    """The text without the secrets that this process knows, and without the values in ``SOME_KEY=value``."""
+    """The text without the secrets that this process knows, the values in ``SOME_KEY=value`` and the passwords in URLs.
+
+    >>> redact("cannot read s3://me:hunter2@host/rows.jsonl")
+    'cannot read s3://me:<redacted>@host/rows.jsonl'
+    """
     values = _values()
     if values:
         text = _pattern(values).sub(REDACTED, text)
+    if ":/" in text:
+        text = redact_urls(text)
     return _ASSIGNMENT.sub(_without_value, text) if "=" in text else text
+
+
+def redact_urls(text: str) -> str:
+    """Without the passwords, tokens and signatures that URLs in it carry."""
+    text = _URL_PASSWORD.sub(rf"\g<1>{REDACTED}@", text)
+    text = _URL_TOKEN.sub(rf"\g<1>{REDACTED}@", text)
+    return _URL_QUERY.sub(
+        lambda match: f"{match[1]}={REDACTED}" if is_secret(match[1]) or match[1].lower() in _SIGNATURES else match[0],
+        text,
+    )
 
 
 def redact_source(text: str) -> str:
@@ -93,7 +115,16 @@ def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_run(run: dict[str, Any]) -> dict[str, Any]:
-    """A run file's sections with the secrets of ``cluster.env`` and ``cluster.node_env`` redacted."""
+    """A run file's sections with the secrets of ``cluster.env`` and ``cluster.node_env`` redacted, and those in URLs where a
+    place is named. Prompts, templates and stop strings are left as they are: there a URL is text like any other."""
+    named = {
+        section: {**run[section], **{key: redact_urls(run[section][key]) for key in keys if run[section][key]}}
+        for section, keys in _PLACES.items()
+    }
+    rewards = [
+        {**reward, "path": redact_urls(reward["path"])} if "path" in reward else reward for reward in run["reward"]
+    ]
+    run = {**run, **named, "reward": rewards}
     cluster = run.get("cluster")
     if not cluster:
         return run
@@ -173,9 +204,9 @@ class Redactor:
     def feed(self, piece: str) -> str:
         text = self._held + piece
         cut = len(text) - _overlap(text, _values())
-        # An assignment is redacted as a whole or not at all: its line must be complete.
+        # An assignment or a URL is redacted as a whole or not at all: its line must be complete.
         line = text.rfind("\n") + 1
-        if line < cut and _ASSIGNMENT.search(text, line):
+        if line < cut and (_ASSIGNMENT.search(text, line) or ":/" in text[line:]):
             cut = line
         self._held = text[cut:]
         return redact(text[:cut])
