@@ -188,7 +188,10 @@ def bad_runs(folder: Path) -> dict[str, tuple[list[str], str]]:
     settings = {key: value for key, value in json.loads(tokenizer.read_text()).items() if key != "eos_token"}
     tokenizer.write_text(json.dumps(settings))
     return {
-        "missing run file": (["none.yaml"], "run file none.yaml does not exist"),
+        "missing run file": (
+            ["none.yaml"],
+            "none.yaml does not exist: neither a run file nor a run directory is there",
+        ),
         "missing data": (train("0", "data.train=none.jsonl"), "data file none.jsonl does not exist"),
         "malformed data": (train("1", "data.train=broken.jsonl"), "broken.jsonl, row 2 is not JSON"),
         "overlong prompts": (
@@ -198,7 +201,10 @@ def bad_runs(folder: Path) -> dict[str, tuple[list[str], str]]:
         "not a model": (train("3", "model.path=./empty"), "model.path=./empty has no config.json"),
         "no eos token": (train("4", "model.path=./no-eos"), "the tokenizer of ./no-eos has no eos token"),
         "unknown reward": (train("5", "reward=[{type: function, path: none:f}]"), "none"),
-        "run.dir inside a file": ([run, "run.dir=run.yaml/x"], ": run.yaml"),
+        "run.dir inside a file": (
+            [run, "run.dir=run.yaml/x"],
+            "nothing can be written in the folder run.yaml: File exists; choose another run.dir",
+        ),
     }
 
 
@@ -228,7 +234,7 @@ def test_bad_input_is_one_clear_message_without_a_traceback(bad: Path, case: str
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = rollcall("train", "none.yaml", "--debug", cwd=tmp_path)
     assert result.returncode == 1
-    assert "Traceback" in result.stderr and "ConfigError: run file none.yaml does not exist" in result.stderr
+    assert "Traceback" in result.stderr and "ConfigError: none.yaml does not exist" in result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -184,3 +184,8 @@ def test_the_command_prints_its_numbers_and_samples(tmp_path: Path) -> None:
         else:
             for words in ("accuracy", "pass@2", "mean length", PROMPTS[0], "the model the run starts from"):
                 assert words in result.stdout
+
+
+def test_a_target_that_is_not_there_is_said_to_be_none_of_the_three(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nosuch does not exist: no run file, run directory or model directory"):
+        plan(tmp_path / "nosuch")

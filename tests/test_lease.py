@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -253,3 +254,21 @@ def test_a_full_disk_does_not_stop_the_counter(tmp_path: Path, monkeypatch: pyte
                 raise AssertionError("the counter stands still")
     finally:
         unmount(disk)
+
+
+def test_a_folder_that_takes_no_lease_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, data: bytes) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(module, "_make", refuse)
+    with pytest.raises(ConfigError) as told, hold(tmp_path / "run"):
+        pass
+    words = str(told.value)
+    assert f"nothing can be written in the folder {tmp_path}: Permission denied; make the folder writable for " in words
+    assert words.endswith(", or choose another run.dir") and "lease" not in words
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match="is a file, and a run needs a folder"), hold(tmp_path / "run"):
+        pass

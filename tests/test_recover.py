@@ -113,6 +113,15 @@ def test_status_shows_the_phases_of_a_run_and_who_has_it(killed: Config) -> None
     assert "the next `rollcall train` would" in text and "000004.groups" in text
 
 
+@pytest.mark.parametrize("folder", ["/proc/self", "."])
+def test_status_of_a_folder_without_a_runs_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["status", folder])
+    assert done.exit_code == 1 and f"{folder} holds no file of a run; give the run.dir of a run" in done.stderr
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["recover", str(tmp_path)])
     assert done.exit_code == 1 and "not a run directory" in done.stderr

@@ -190,6 +190,8 @@ def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
 
 def _run_file_of(target: Path) -> tuple[Path, dict[str, Any]]:
     """The run file of a run file or run directory, and what stands in place of its own values."""
+    if not target.exists():
+        raise ConfigError(f"{target} does not exist: no run file, run directory or model directory is there")
     if not target.is_dir():
         return target, {}
     if not (target / RUN_FILE).exists():

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 
 from rollcall.config_errors import ConfigError
-from rollcall.patience import persist
+from rollcall.patience import persist, refusing
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,10 @@ class Lease:
 @contextmanager
 def hold(run_dir: Path, *, say: Callable[[str], None] = log.warning) -> Iterator[Lease]:
     """The lease on a run directory, while the block runs; ConfigError if another controller has it."""
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run.dir={run_dir} is a file, and a run needs a folder; choose another run.dir")
     lease = _take(run_dir, say=say)
     try:
         yield lease
@@ -185,7 +188,11 @@ def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
         me = _myself(number=holder.number + 1 if holder else 1)
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
         # A folder that takes nothing is refused at once where nobody has written yet, and waited for where a run goes on.
-        made = _make(path, data) if holder is None else persist(partial(_make, path, data), path=path, what="the lease")
+        if holder is None:
+            with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
+                made = _make(path, data)
+        else:
+            made = persist(partial(_make, path, data), path=path, what="the lease")
         if made:
             for path, number in _files(run_dir):
                 if number < me.number:

@@ -96,6 +96,18 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
 
 
 @contextmanager
+def refusing(run_dir: Path, *, folder: Path, refuse: Callable[[str], Exception] = DiskError) -> Iterator[None]:
+    """Around the first writes of a run: a fault in ``folder`` is refused at once, by the folder's name."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{_advice(error)}, or " if error.errno in PASSING else ""
+        raise refuse(
+            f"run.dir={run_dir}: nothing can be written in the folder {folder}: {error.strerror}; {what}choose another run.dir"
+        ) from error
+
+
+@contextmanager
 def plain_disk_errors(path: Path) -> Iterator[None]:
     """Whatever a serialiser makes of a fault of the disk leaves here as the OSError it was, which travels between
     processes."""

@@ -13,6 +13,12 @@ from typing import Any
 from rollcall.checkpoint.store import Checkpoint
 
 log = logging.getLogger(__name__)
+_OF_A_RUN = ("run.yaml", "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
+
+
+def is_run(run_dir: Path) -> bool:
+    """Whether a folder holds anything that a run writes."""
+    return any((run_dir / name).exists() for name in _OF_A_RUN)
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -27,7 +27,7 @@ from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
-from rollcall.patience import persist
+from rollcall.patience import persist, refusing
 from rollcall.phases import Bounds, Split
 from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer
@@ -180,7 +180,8 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
     if continued:
         persist(write, path=run_dir / RUN_FILE, what="the run file")
     else:
-        write()
+        with refusing(run_dir, folder=run_dir, refuse=ConfigError):
+            write()
 
 
 def _build(config: Config, *, say: Callable[[str], None]) -> Workers:

@@ -54,10 +54,13 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     from rollcall.observe.events import read_phases
     from rollcall.observe.standing import standing
     from rollcall.recover import describe, holder_as_json, num_steps_of
+    from rollcall.run_dir import is_run
 
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, or nothing to see the cluster")
     phases, holder = read_phases(run_dir), read_holder(run_dir)
+    if holder is None and not is_run(run_dir):
+        raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or nothing to see the cluster")
     steps = sorted({event.step for event in phases})[-STEPS_SHOWN:]
     recent = [event for event in phases if event.step in steps]
     current = phases[-1] if phases else None

@@ -86,12 +86,17 @@ def train(
       rollcall train run.yaml --worker 1 --num-nodes 3 --log-path /share/x
       rollcall train run.yaml --worker 2 --num-nodes 3 --log-path /share/x
     """
-    from rollcall.config import load_config
+    from rollcall.config import ConfigError, load_config
 
     bounds = Bounds(phase=phase, split=split)
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
+    if path is not None and not path.exists():
+        raise ConfigError(
+            f"{path} does not exist: neither a run file nor a run directory is there; `rollcall init` writes a run file to start "
+            "from"
+        )
     if path is not None and path.is_dir():
         path, changes = _in_run_dir(path, changes)
     config = load_config(path, changes)
