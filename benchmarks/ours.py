@@ -18,7 +18,7 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cluster.local import build_workers
 from rollcall.config import Config, parse_config
 from rollcall.controller import Controller
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
 from rollcall.workers import Workers

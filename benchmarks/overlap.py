@@ -24,7 +24,7 @@ from benchmarks.common import print_result
 from benchmarks.standin_worker import Pace
 from benchmarks.standins import make_workers, run_steps, stop, team_of, team_on_ray
 from rollcall.config import Config, parse_config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 
 SPEEDUP_BAR, SLOW_BAR = 1.6, 1.15
 SAMPLES = 8

@@ -30,7 +30,7 @@ from rollcall.cluster.team import Team
 from rollcall.config import Config
 from rollcall.controller import Controller
 from rollcall.data.load import PromptSet
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
 from rollcall.reward.scorer import Scorer

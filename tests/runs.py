@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from tiny import save_model
 
 from rollcall.config import Config, dump_config, load_config
-from rollcall.journal import MAGIC, Journal
+from rollcall.durable.journal import MAGIC, Journal
 from rollcall.observe.sinks import read_rows
 from rollcall.train import train
 from rollcall.types import Group
@@ -94,12 +94,12 @@ class Kill:
 
 
 IN_UPDATE = "rollcall.learner.optimizer:Optimizer.step"
-IN_JOURNAL = "rollcall.journal:AppendFile.append"
+IN_JOURNAL = "rollcall.durable.journal:AppendFile.append"
 IN_SAVE_WRITE = "rollcall.cluster.local:Workers.write_checkpoint"
 IN_SAVE_FLUSH = "rollcall.checkpoint.store:fsync_tree"
 IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports too
 IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"
-IN_MARK_TRAINED = "rollcall.journal:Journal.mark_trained"
+IN_MARK_TRAINED = "rollcall.durable.journal:Journal.mark_trained"
 IN_METRICS = "rollcall.observe.sinks:JsonlSink.log"
 IN_EVALUATION = "rollcall.evaluate:summarize"
 IN_EXPORT = "rollcall.controller:Controller._export"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny import needs_bfloat16, save_model
 
 from rollcall.config import Config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 
 Rewards = Sequence[Mapping[str, Any]]
 

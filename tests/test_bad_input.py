@@ -37,8 +37,8 @@ from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError
 from rollcall.controller import RunError
 from rollcall.data.load import DataError
+from rollcall.durable.journal import Journal, JournalError
 from rollcall.engine.native import engine as native_engine
-from rollcall.journal import Journal, JournalError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.model import ModelError
 from rollcall.learner.optimizer import NonFiniteError
@@ -406,7 +406,7 @@ def test_a_disk_that_stays_full_stops_the_run_with_a_clear_message_and_with_room
 ) -> None:
     whole = make_run(tmp_path, name="whole")
     config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
-    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     with monkeypatch.context() as patch:
         fill_disk_at(patch, disk, owner, name, call=call)
         with pytest.raises(error, match=message):
@@ -439,7 +439,7 @@ def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
 ) -> None:
     from rollcall.controller import Controller
 
-    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
     with monkeypatch.context() as patch:
         fill_disk_at(patch, disk, Controller, "_export", call=1)

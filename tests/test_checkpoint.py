@@ -239,7 +239,7 @@ def write_big_with_torch(dir: Path) -> None:
 def test_a_full_disk_is_named_and_earlier_checkpoints_stay(
     tmp_path: Path, write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     disk = small_disk(tmp_path / "disk", size="1000k")
     try:
         store = make_store(disk / "checkpoints")
@@ -258,7 +258,7 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_stay(
 def test_a_full_disk_that_a_serialiser_reports_in_its_own_words_is_recognised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
 
     def write(dir: Path) -> None:
         raise RuntimeError("I/O error: No space left on device (os error 28)")

@@ -34,7 +34,7 @@ from rollcall.cluster.state import ClusterError
 from rollcall.cluster.virtual import VirtualCluster, using
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import Config, ConfigError, dump_config, parse_config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
 
 WAIT_S = 600.0

@@ -24,8 +24,8 @@ from tiny import make_tokenizer, save_model
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import DataSection, load_config
 from rollcall.data.load import load_prompts
+from rollcall.durable.journal import Journal
 from rollcall.evaluate_run import plan_evaluation
-from rollcall.journal import Journal
 from rollcall.learner.model import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.observe.summary import build_summary
@@ -181,8 +181,8 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "here").mkdir()
     monkeypatch.chdir(folder / "here")
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "state"))
-    monkeypatch.setattr("rollcall.lease.WATCH_S", 0.1)
-    monkeypatch.setattr("rollcall.lease.LOOK_S", 0.02)
+    monkeypatch.setattr("rollcall.durable.lease.WATCH_S", 0.1)
+    monkeypatch.setattr("rollcall.durable.lease.LOOK_S", 0.02)
     found = failures(cases(whole, trains=trains)[name], name=name, count=count, folder=folder)
     assert not found, report(found)
 

@@ -37,7 +37,7 @@ from rollcall.cluster.rendezvous import Head, Rendezvous
 from rollcall.cluster.seal import seal
 from rollcall.cluster.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token
 from rollcall.config import Config, parse_config
-from rollcall.lease import hold
+from rollcall.durable.lease import hold
 from rollcall.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcall.journal import MAGIC, Journal, JournalError, TrainedStep
+from rollcall.durable.journal import MAGIC, Journal, JournalError, TrainedStep
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 
@@ -210,7 +210,7 @@ WRITER = """
 import sys; sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_journal import make_group
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 for draw in range(10**9):
     journal.append(make_group(draw, num_completions=16, num_tokens=400))
@@ -254,7 +254,7 @@ def unmount(path: Path) -> None:
 def test_a_full_disk_is_named_and_leaves_no_half_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     disk = small_disk(tmp_path / "disk", size="64k")
     try:
         with Journal(disk / "journal") as journal:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from test_journal import small_disk, unmount
 
-from rollcall import lease as module
 from rollcall.config import ConfigError
-from rollcall.lease import Holder, Lease, LeaseLostError, hold, read_holder
+from rollcall.durable import lease as module
+from rollcall.durable.lease import Holder, Lease, LeaseLostError, hold, read_holder
 
 
 def forge(run_dir: Path, **changes: Any) -> Holder:
@@ -49,7 +49,7 @@ def never_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from rollcall.lease import hold
+from rollcall.durable.lease import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -184,7 +184,7 @@ def test_a_file_that_is_no_lease_is_watched_like_one(tmp_path: Path, hurried: No
 FROZEN = """
 import sys, time
 from pathlib import Path
-from rollcall import lease as module
+from rollcall.durable import lease as module
 module._place = lambda: "another boot"
 module.BEAT_S, module.SURE_S = 0.1, 2.0
 run_dir = Path(sys.argv[1])

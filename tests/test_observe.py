@@ -68,7 +68,7 @@ def test_each_log_is_one_flushed_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_with_the_file_and_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=None)
     sink._file._fd, fd = os.open("/dev/full", os.O_WRONLY), sink._file._fd
     os.close(fd)

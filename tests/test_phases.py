@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.config import Config, ConfigError
 from rollcall.controller import RunError
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.observe.events import StepPhase, read_phases
 from rollcall.phases import Bounds, Phase, Split
 from rollcall.train import train

@@ -26,7 +26,7 @@ from benchmarks.standins import make_workers, run_steps, stop, team_of
 from rollcall.aside import in_thread
 from rollcall.cluster.placement import Role
 from rollcall.config import Config, parse_config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.supply import AsCompleted, Begun, Cursor, InOrder, Made, Needs, StepBatch, choose
 from rollcall.types import Group, Prompt
 

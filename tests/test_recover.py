@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from rollcall.audit import audit
 from rollcall.cli.main import app
 from rollcall.config import Config, ConfigError
-from rollcall.journal import Journal
-from rollcall.lease import hold
+from rollcall.durable.journal import Journal
+from rollcall.durable.lease import hold
 from rollcall.recover import look, repair
 
 

@@ -41,7 +41,7 @@ from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
 from rollcall.cluster.weight_sync import WeightSync
 from rollcall.config import Config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.train import train
 
 

@@ -20,7 +20,7 @@ from runs import finish, make_run, metric_rows
 
 from rollcall import redact as module
 from rollcall.config import ConfigError, dump_config, load_config, parse_config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.observe.sinks import WandbSink
 from rollcall.redact import REDACTED, GuardedStream, Redactor, is_secret, redact, redact_env, redact_source, remember
 

@@ -35,7 +35,7 @@ from runs import (
 )
 
 from rollcall.config import Config
-from rollcall.journal import MAGIC, Journal
+from rollcall.durable.journal import MAGIC, Journal
 from rollcall.observe.sinks import read_rows
 from rollcall.types import Completion, Group
 

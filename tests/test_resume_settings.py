@@ -12,7 +12,7 @@ from runs import finish, make_run
 from safetensors.torch import load_file
 
 from rollcall.config import Config, ConfigError, dump_config, load_config
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 from rollcall.observe.events import read_events
 from rollcall.resume import FREE_OF_REWARDS, Change, changes_on_resume, notes_on
 from rollcall.train import train

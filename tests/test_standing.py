@@ -12,7 +12,7 @@ import pytest
 from rollcall.cli.init import init
 from rollcall.cli.recover import show_run
 from rollcall.config import load_config
-from rollcall.lease import hold, read_holder
+from rollcall.durable.lease import hold, read_holder
 from rollcall.observe.headline import GRADED
 from rollcall.observe.standing import standing
 

@@ -21,14 +21,14 @@ import pytest
 from runs import column, finish, letter_rows, make_run, metric_rows, weights
 
 import rollcall.__main__
-import rollcall.patience
+import rollcall.durable.patience
 import rollcall.stop
 from rollcall.audit import audit
 from rollcall.cluster.local import Workers
 from rollcall.config import Config, dump_config
 from rollcall.controller import Controller
+from rollcall.durable.journal import Journal
 from rollcall.evaluate import Evaluation
-from rollcall.journal import Journal
 from rollcall.observe.events import read_phases
 from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
 
@@ -127,8 +127,8 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stoppable(tmp_path, "trainer.save_every=2", "trainer.stop_grace_s=0.1")
-    monkeypatch.setattr(rollcall.patience, "RETRY_S", 0.02)
-    monkeypatch.setattr(rollcall.patience, "DEADLINE_S", WAIT_S)
+    monkeypatch.setattr(rollcall.durable.patience, "RETRY_S", 0.02)
+    monkeypatch.setattr(rollcall.durable.patience, "DEADLINE_S", WAIT_S)
 
     def refuse(*_: Any) -> None:
         if rollcall.stop.heeded().asked is None:
@@ -145,7 +145,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
 
 def test_one_ctrl_c_ends_a_run_that_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stoppable(tmp_path, "trainer.save_every=2")
-    monkeypatch.setattr(rollcall.patience, "RETRY_S", 0.02)
+    monkeypatch.setattr(rollcall.durable.patience, "RETRY_S", 0.02)
     num_writes = 0
 
     def refuse(*_: Any) -> None:

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollcall.audit import audit
 from rollcall.config import Config, ConfigError, load_config
 from rollcall.controller import RunError
-from rollcall.journal import Journal
-from rollcall.lease import hold
+from rollcall.durable.journal import Journal
+from rollcall.durable.lease import hold
 from rollcall.observe.metrics import check_names
 from rollcall.train import train
 

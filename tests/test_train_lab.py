@@ -13,8 +13,8 @@ import yaml
 from lab.cluster import bring_up, rollcall
 from lab.lab import Host, Lab, needs_lab
 
+from rollcall.durable.journal import Journal
 from rollcall.engine.vllm.setup import VllmUnavailable, find_python
-from rollcall.journal import Journal
 
 pytestmark = [needs_lab, pytest.mark.slow]
 ACCURACY = 0.90  # where `make demo` ends

@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.append_file import lines_end, parse_row
 from rollcall.checkpoint.store import CheckpointState, CheckpointStore, read_state
 from rollcall.config_errors import ConfigError
 from rollcall.config_yaml import read_yaml
-from rollcall.journal import StepFile, inspect, is_trained_row
+from rollcall.durable.append_file import lines_end, parse_row
+from rollcall.durable.journal import StepFile, inspect, is_trained_row
 from rollcall.supply import Cursor
 
 TRAINED = "trained.jsonl"

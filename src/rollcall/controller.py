@@ -40,18 +40,18 @@ from rollcall.attempts import Regrow, causes
 from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.order import DataOrder
+from rollcall.durable.journal import Journal, JournalError
+from rollcall.durable.lease import Lease
+from rollcall.durable.patience import persist
 from rollcall.engine.protocol import Sampling
 from rollcall.evaluate import evaluate
-from rollcall.journal import Journal, JournalError
 from rollcall.learner.optimizer import NonFiniteError
-from rollcall.lease import Lease
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.step_metrics import batch_metrics
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
-from rollcall.patience import persist
 from rollcall.phases import Bounds, Split
 from rollcall.reward.scorer import why_unscored
 from rollcall.rollout import Clock, Rollouts, sampling_seeds

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config_errors import ConfigError, shown
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
 
 RUN_FILE = "run.yaml"
 # With another value the journal would not fit, or the checkpoints' optimizer state.

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollcall.append_file import is_count
+from rollcall.durable.append_file import is_count
 from rollcall.phases import steps_ahead
 from rollcall.types import Group
 

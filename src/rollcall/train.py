@@ -18,16 +18,16 @@ from rollcall.cluster.local import build_workers
 from rollcall.cluster.memory import SizesUnknown, element_size, read_sizes
 from rollcall.config import Config, ConfigError, dump_config
 from rollcall.controller import Controller
-from rollcall.journal import Journal
+from rollcall.durable.journal import Journal
+from rollcall.durable.lease import Lease, hold
+from rollcall.durable.patience import persist, refusing
 from rollcall.learner.model import resolve_device, resolve_dtype
-from rollcall.lease import Lease, hold
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
-from rollcall.patience import persist, refusing
 from rollcall.phases import Bounds, Split
 from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer

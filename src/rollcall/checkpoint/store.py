@@ -4,7 +4,7 @@ A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's 
 and only then renamed to ``step-000020``, by the process that owns the store: a writer elsewhere that was given up on can
 fill its own folder and no other. ``latest`` believes a checkpoint only if its manifest holds, and falls back to the one
 before. One process saves; any number may read. A save that a full or unwritable disk refuses clears its folder, waits and
-begins again (``patience.py``).
+begins again (``durable/patience.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.lease import unguarded
-from rollcall.patience import persist, plain_disk_errors
+from rollcall.durable.lease import unguarded
+from rollcall.durable.patience import persist, plain_disk_errors
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.export import export_model
 from rollcall.decoder import module_names
+from rollcall.durable.patience import plain_disk_errors
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.model import refuse_other_tensors
 from rollcall.learner.optimizer import NonFiniteError
-from rollcall.patience import plain_disk_errors
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:

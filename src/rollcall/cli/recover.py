@@ -50,7 +50,7 @@ def recover(
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:
     """What a run does now, and what its last steps did."""
-    from rollcall.lease import read_holder
+    from rollcall.durable.lease import read_holder
     from rollcall.observe.events import read_phases
     from rollcall.observe.standing import standing
     from rollcall.recover import describe, holder_as_json, num_steps_of

@@ -30,7 +30,7 @@ from rollcall.cluster.paths import resolve_paths
 from rollcall.cluster.rendezvous import Head, Rendezvous
 from rollcall.cluster.state import TOKEN, ClusterError, NodeRecord, read_record, read_token, token_path
 from rollcall.config import Config, dump_config
-from rollcall.lease import read_holder
+from rollcall.durable.lease import read_holder
 from rollcall.redact import Redactor, redact, remember
 
 PREFIX = "rollcall-"

@@ -19,8 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rollcall.append_file import AppendFile, is_count, lines_end, parse_row
-from rollcall.patience import disk_fault, persist
+from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.durable.patience import disk_fault, persist
 
 log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"

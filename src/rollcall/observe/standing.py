@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rollcall.lease import Holder
+from rollcall.durable.lease import Holder
 from rollcall.observe.headline import headline_of
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.observe.sinks import read_rows

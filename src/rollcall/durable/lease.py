@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 
 from rollcall.config_errors import ConfigError
-from rollcall.patience import persist, refusing
+from rollcall.durable.patience import persist, refusing
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ record to the operating system before it returns, so killing the process loses n
 safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
 
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
-A write that a full or unwritable disk refuses waits and is tried again (``patience.py``), with the lock free meanwhile, so
+A write that a full or unwritable disk refuses waits and is tried again (``durable/patience.py``), with the lock free meanwhile, so
 that other threads' writes wait for themselves only.
 """
 
@@ -31,9 +31,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from rollcall.append_file import AppendFile, is_count, lines_end, parse_row
-from rollcall.lease import unguarded
-from rollcall.patience import persist
+from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.durable.lease import unguarded
+from rollcall.durable.patience import persist
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 log = logging.getLogger(__name__)

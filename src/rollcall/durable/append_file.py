@@ -1,7 +1,7 @@
 """A file that grows by whole records: the journal's, the events, the metrics.
 
 A failed write leaves no part of a record behind, a torn tail inherited from a killed process is set aside in ``torn/``.
-Errors are OSErrors; who writes decides whether to wait (``patience.py``).
+Errors are OSErrors; who writes decides whether to wait (``durable/patience.py``).
 """
 
 from __future__ import annotations
