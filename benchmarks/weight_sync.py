@@ -31,8 +31,8 @@ from torch import Tensor
 from benchmarks.common import SMALL, SMOLLM2, TINY, WORKLOADS, print_result
 from benchmarks.learner import make_samples
 from rollcall.config import Grpo, OptimizerSection, WeightTransport
-from rollcall.decoder import Decoder, fuse_parameters
 from rollcall.learner.learner import Learner
+from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.weights import WeightSender, open_receiver, open_sender
 
 MODELS: dict[str, tuple[dict[str, Any], int]] = {"0.8m": (TINY, 128), "11m": (SMALL, 128), "135m": (SMOLLM2, 49152)}

@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollcall.checkpoint.export import export_model
 from rollcall.config import Dapo, OptimizerSection
 from rollcall.data.make import arithmetic
-from rollcall.decoder import fuse_parameters
 from rollcall.learner.learner import Learner
-from rollcall.tiny import ALPHABET, MODEL_DIR, char_tokenizer
+from rollcall.model.decoder import fuse_parameters
+from rollcall.model.tiny import ALPHABET, MODEL_DIR, char_tokenizer
 from rollcall.types import Sample
 
 SHAPE: dict[str, Any] = dict(

@@ -40,8 +40,8 @@ from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal, JournalError
 from rollcall.engine.native import engine as native_engine
 from rollcall.learner.learner import Critic, Learner
-from rollcall.learner.model import ModelError
 from rollcall.learner.optimizer import NonFiniteError
+from rollcall.model.load import ModelError
 from rollcall.types import Completion
 
 
@@ -160,7 +160,7 @@ def edit_tokenizer(model: Path, **changes: Any) -> None:
 
 
 def test_bfloat16_on_a_cpu_without_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.learner.model.has_bfloat16", lambda: False)
+    monkeypatch.setattr("rollcall.model.load.has_bfloat16", lambda: False)
     with pytest.raises(ModelError, match="model.dtype=bfloat16 needs a CUDA device or a CPU that computes in it"):
         finish(make_run(tmp_path, "model.dtype=bf16"))
 

@@ -28,9 +28,9 @@ from tiny import (
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from rollcall.attention import Way, cpu_way
-from rollcall.decoder import Decoder, UnsupportedModel, fuse_parameters
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.model.attention import Way, cpu_way
+from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
 
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
 

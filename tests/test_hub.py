@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 
-from rollcall.learner.hub import HubError, hub_options
-from rollcall.learner.model import load_tokenizer
+from rollcall.model.hub import HubError, hub_options
+from rollcall.model.load import load_tokenizer
 
 NAME = "someone/some-model"
 

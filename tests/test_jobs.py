@@ -38,7 +38,7 @@ from rollcall.cluster.seal import seal
 from rollcall.cluster.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token
 from rollcall.config import Config, parse_config
 from rollcall.durable.lease import hold
-from rollcall.tiny import MODEL_DIR
+from rollcall.model.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcall.algo.recipe import loss_weights, policy_loss
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, OptimizerSection, Ppo, ReinforcePlusPlus, Rloo
-from rollcall.decoder import fuse_parameters
 from rollcall.learner import learner as learner_module
 from rollcall.learner.learner import Critic, Learner, split_by_draw
 from rollcall.learner.optimizer import NonFiniteError
 from rollcall.learner.packing import pack
+from rollcall.model.decoder import fuse_parameters
 from rollcall.types import Sample
 
 TEMPERATURE = 0.8
@@ -165,7 +165,7 @@ def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[s
 @pytest.fixture(params=["products", "fused"])
 def cpu_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of a CPU's two ways to attend, whichever is this machine's own."""
-    monkeypatch.setattr("rollcall.attention.cpu_way", lambda: request.param)
+    monkeypatch.setattr("rollcall.model.attention.cpu_way", lambda: request.param)
     return request.param
 
 
@@ -197,7 +197,7 @@ def test_the_gradient_equals_that_of_transformers(architecture: str, cpu_way: st
 def test_segments_too_large_to_group_have_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = make_samples(make_model("qwen2-sliding"))
     grouped = gradients(make_learner(trainable("qwen2-sliding")), samples)
-    monkeypatch.setattr("rollcall.attention.GROUPED_SCORES", 0)
+    monkeypatch.setattr("rollcall.model.attention.GROUPED_SCORES", 0)
     assert_same_gradient(gradients(make_learner(trainable("qwen2-sliding")), samples), grouped)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_model
 
-from rollcall.learner.model import ModelError, load_causal_lm, load_tokenizer, non_finite_of, outline_causal_lm
+from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, non_finite_of, outline_causal_lm
 
 CPU = torch.device("cpu")
 

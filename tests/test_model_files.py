@@ -11,8 +11,8 @@ import pytest
 from tiny import save_model
 
 from rollcall.cluster.memory import SizesUnknown, read_sizes
-from rollcall.learner.model import ModelError, load_tokenizer
-from rollcall.model_files import ModelFilesError, check_model_dir
+from rollcall.model.files import ModelFilesError, check_model_dir
+from rollcall.model.load import ModelError, load_tokenizer
 
 SIZES: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -19,12 +19,12 @@ from rollcall.checkpoint.training import read_critic, read_learner, write_critic
 from rollcall.cluster.placement import Role
 from rollcall.cluster.role_worker import RoleWorker, Seating, roles_in_parts
 from rollcall.config import Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
-from rollcall.decoder import fuse_parameters
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
 from rollcall.learner.mesh import Split, is_split, split_of
 from rollcall.learner.optimizer import NonFiniteError
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
+from rollcall.model.decoder import fuse_parameters
 from rollcall.types import Sample
 
 ALONE: dict[str, Any] = {}

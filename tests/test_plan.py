@@ -26,7 +26,7 @@ from rollcall.cluster.placement import Role
 from rollcall.cluster.run_plan import RunPlan, plan_run
 from rollcall.config import OptimizerSection, load_config, parse_config
 from rollcall.learner.optimizer import Optimizer
-from rollcall.tiny import MODEL_DIR
+from rollcall.model.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = dict(

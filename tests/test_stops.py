@@ -20,8 +20,8 @@ from rollcall.checkpoint.export import export_model
 from rollcall.config import RolloutSection
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.sequence import Sequence, cut_at_stop_string, text_of
-from rollcall.learner.model import load_causal_lm, load_tokenizer
-from rollcall.stops import check_stop_strings, stop_token_ids
+from rollcall.model.load import load_causal_lm, load_tokenizer
+from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.types import FinishReason
 
 IM_END = "<|im_end|>"

@@ -10,8 +10,8 @@ import torch
 from tiny import reference_logprobs
 
 from rollcall.data.make import arithmetic
-from rollcall.learner.model import load_causal_lm, load_tokenizer
-from rollcall.tiny import ALPHABET, MODEL_DIR, char_tokenizer, resolve_model
+from rollcall.model.load import load_causal_lm, load_tokenizer
+from rollcall.model.tiny import ALPHABET, MODEL_DIR, char_tokenizer, resolve_model
 from scripts import make_arithmetic_model as script
 
 

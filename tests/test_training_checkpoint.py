@@ -16,11 +16,11 @@ from tiny import make_model, make_tokenizer
 
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Grpo, Ppo
-from rollcall.decoder import fuse_parameters
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
-from rollcall.learner.model import ModelError
 from rollcall.learner.optimizer import NonFiniteError
+from rollcall.model.decoder import fuse_parameters
+from rollcall.model.load import ModelError
 
 FLOAT: dict[str, Any] = dict(dtype=torch.float32)
 MASTERS: dict[str, Any] = dict(dtype=torch.bfloat16)

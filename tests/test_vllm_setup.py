@@ -19,7 +19,7 @@ from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError
 from rollcall.engine.vllm.engine import vllm_seed
 from rollcall.engine.vllm.server import Refused, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
-from rollcall.tiny import char_tokenizer
+from rollcall.model.tiny import char_tokenizer
 from rollcall.train import train
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

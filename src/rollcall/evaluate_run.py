@@ -23,13 +23,13 @@ from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.evaluate import Evaluation, evaluate
-from rollcall.learner.model import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
+from rollcall.model.tiny import resolve_model
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.rollout import Rollouts
-from rollcall.stops import check_stop_strings, stop_token_ids
-from rollcall.tiny import resolve_model
 from rollcall.train import RUN_FILE
 
 NUM_SAMPLES_SHOWN = 6

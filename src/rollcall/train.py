@@ -21,7 +21,7 @@ from rollcall.controller import Controller
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
-from rollcall.learner.model import resolve_device, resolve_dtype
+from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
 from rollcall.observe.headline import BY_METRIC

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollcall.checkpoint.store import CheckpointError, fsync_tree, staging, swap_in
-from rollcall.stops import special_ids, stop_token_ids
+from rollcall.model.stop_tokens import special_ids, stop_token_ids
 
 _SAFETENSORS_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

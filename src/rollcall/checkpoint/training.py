@@ -15,11 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.export import export_model
-from rollcall.decoder import module_names
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.learner.learner import Critic, Learner
-from rollcall.learner.model import refuse_other_tensors
 from rollcall.learner.optimizer import NonFiniteError
+from rollcall.model.decoder import module_names
+from rollcall.model.load import refuse_other_tensors
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:

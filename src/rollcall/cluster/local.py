@@ -14,7 +14,6 @@ import torch
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, ConfigError, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
-from rollcall.decoder import has_compiler
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
@@ -22,16 +21,17 @@ from rollcall.engine.vllm.setup import find_python
 from rollcall.host_memory import keep_freed_memory
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
-from rollcall.learner.model import (
+from rollcall.model.decoder import has_compiler
+from rollcall.model.load import (
     load_causal_lm,
     load_tokenizer,
     resolve_device,
     resolve_dtype,
 )
+from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
+from rollcall.model.tiny import resolve_model
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.samples import Score as ScoreSamples
-from rollcall.stops import check_stop_strings, stop_token_ids
-from rollcall.tiny import resolve_model
 from rollcall.types import Completion, Prompt, Sample
 
 COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves

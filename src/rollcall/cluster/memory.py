@@ -19,8 +19,8 @@ from typing import Any
 from rollcall.cluster.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 from rollcall.config import Config, OptimizerSection
 from rollcall.learner.mesh import is_split
-from rollcall.model_files import ModelFilesError, read_model_config
-from rollcall.tiny import MODEL_DIR
+from rollcall.model.files import ModelFilesError, read_model_config
+from rollcall.model.tiny import MODEL_DIR
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")

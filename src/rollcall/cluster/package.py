@@ -21,7 +21,7 @@ from pathlib import Path
 import rollcall
 from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, FunctionReward
-from rollcall.tiny import resolve_model
+from rollcall.model.tiny import resolve_model
 
 RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this

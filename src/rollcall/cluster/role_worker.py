@@ -30,16 +30,16 @@ from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import TokenScores, score_samples, whole_body
 from rollcall.learner.mesh import is_split
-from rollcall.learner.model import (
+from rollcall.learner.whole import Body
+from rollcall.meeting import Place
+from rollcall.model.load import (
     load_causal_lm,
     load_tokenizer,
     outline_causal_lm,
     resolve_device,
     resolve_dtype,
 )
-from rollcall.learner.whole import Body
-from rollcall.meeting import Place
-from rollcall.stops import stop_token_ids
+from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
 

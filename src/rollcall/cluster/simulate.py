@@ -176,7 +176,7 @@ def make_tiny_model(directory: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rollcall.checkpoint.export import export_model
-    from rollcall.tiny import ALPHABET, char_tokenizer
+    from rollcall.model.tiny import ALPHABET, char_tokenizer
 
     tokenizer = char_tokenizer(ALPHABET)
     ids: dict[str, Any] = dict(
@@ -192,7 +192,7 @@ def make_tiny_reward_model(directory: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from rollcall.tiny import ALPHABET, char_tokenizer
+    from rollcall.model.tiny import ALPHABET, char_tokenizer
 
     tokenizer = char_tokenizer(ALPHABET)
     with torch.random.fork_rng(devices=[]):

@@ -237,7 +237,7 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
 def _fetch_from_hub(repository: str, *, folder: str, split: str) -> list[Path]:
     from huggingface_hub import HfApi, hf_hub_download
 
-    from rollcall.learner.hub import hub_fault
+    from rollcall.model.hub import hub_fault
 
     try:
         if fault := hub_fault(repository, file="README.md", kind="dataset"):

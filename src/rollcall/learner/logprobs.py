@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.decoder import wide_product
+from rollcall.model.decoder import wide_product
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # logits held at once
 

@@ -24,9 +24,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from rollcall.attention import layout_of, packed_attention
 from rollcall.config import OptimizerSection
-from rollcall.decoder import (
+from rollcall.learner.gang import Gang, share
+from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.mesh import Meshes, Split, make_meshes
+from rollcall.learner.optimizer import Optimizer
+from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, run_layer, split_order
+from rollcall.learner.whole import LossOf, everyones
+from rollcall.model.attention import layout_of, packed_attention
+from rollcall.model.decoder import (
     Attend,
     Decoder,
     Layer,
@@ -36,13 +42,7 @@ from rollcall.decoder import (
     rms_norm,
     rope_tables,
 )
-from rollcall.learner.gang import Gang, share
-from rollcall.learner.logprobs import TokenStats, token_stats
-from rollcall.learner.mesh import Meshes, Split, make_meshes
-from rollcall.learner.model import non_finite_of
-from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, run_layer, split_order
-from rollcall.learner.whole import LossOf, everyones
+from rollcall.model.load import non_finite_of
 from rollcall.types import MicroBatch
 
 LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name != "window")

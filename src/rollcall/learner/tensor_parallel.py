@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.decoder import Attend, Layer, project_qkv, rms_norm, silu_mul
+from rollcall.model.decoder import Attend, Layer, project_qkv, rms_norm, silu_mul
 
 BY_ROWS = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
 BY_COLUMNS = ("out", "down")

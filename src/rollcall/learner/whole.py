@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollcall.decoder import Decoder
 from rollcall.learner.gang import Gang
 from rollcall.learner.logprobs import TokenStats, token_stats
-from rollcall.learner.model import non_finite_of, packed_hidden
 from rollcall.learner.optimizer import Optimizer, norm_of
+from rollcall.model.decoder import Decoder
+from rollcall.model.load import non_finite_of, packed_hidden
 from rollcall.types import MicroBatch
 
 LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]

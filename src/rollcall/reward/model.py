@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rollcall.learner.hub import hub_options
-from rollcall.learner.model import loading, refuse_other_tensors
+from rollcall.model.hub import hub_options
+from rollcall.model.load import loading, refuse_other_tensors
 from rollcall.types import Completion, Prompt
 
 _ROWS_PER_FORWARD = 16

@@ -69,8 +69,8 @@ class Trial:
 def try_run(config: Config, *, num_rows: int) -> Trial:
     """Score the first rows of the run's training data."""
     from rollcall.data.load import load_prompts
-    from rollcall.learner.model import load_tokenizer
-    from rollcall.tiny import resolve_model
+    from rollcall.model.load import load_tokenizer
+    from rollcall.model.tiny import resolve_model
 
     model, data = config.model, config.data
     path = resolve_model(model.path)
@@ -88,7 +88,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     for index, reward in enumerate(rewards):
         if reward.type == "model":
             from rollcall.cluster.local import load_reward_model
-            from rollcall.learner.model import resolve_device
+            from rollcall.model.load import resolve_device
 
             trust = config.model.trust_remote_code
             models[index] = load_reward_model(

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from rollcall.attention import Way
-from rollcall.decoder import Decoder
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Finished, Request
 from rollcall.engine.sequence import Sequence, check_fits, completion_of, cut_at_stop_string, note_version
+from rollcall.model.attention import Way
+from rollcall.model.decoder import Decoder
 from rollcall.types import FinishReason
 
 

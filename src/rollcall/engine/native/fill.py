@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.attention import flash, runs_flash
-from rollcall.decoder import Decoder
 from rollcall.engine.native.runner import Fill
+from rollcall.model.attention import flash, runs_flash
+from rollcall.model.decoder import Decoder
 
 Store = Callable[[int, Tensor, Tensor], None]
 """(layer, k [N, Hkv, D], v [N, Hkv, D]): keep these; N runs over the fills' tokens end to end."""

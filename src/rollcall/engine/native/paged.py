@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.decoder import Decoder
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
 from rollcall.engine.native.sampler import truncate
 from rollcall.kernels import decode as kernels
 from rollcall.kernels import sampling
+from rollcall.model.decoder import Decoder
 
 BLOCK = 64  # tokens per KV block
 CHUNK = 16  # steps between two looks at the results

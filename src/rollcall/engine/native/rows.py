@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.attention import Way, cpu_way
-from rollcall.decoder import Decoder
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
 from rollcall.engine.native.sampler import sample
 from rollcall.engine.uniform import uniforms
+from rollcall.model.attention import Way, cpu_way
+from rollcall.model.decoder import Decoder
 
 CHUNK = 8  # steps between two looks at the results
 COLUMN_STEP = 32  # rows grow by this many columns

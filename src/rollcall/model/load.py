@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.attention import layout_of, packed_attention
-from rollcall.decoder import Decoder, fuse_parameters
-from rollcall.learner.hub import hub_options
-from rollcall.model_files import ModelFilesError, check_model_dir
+from rollcall.model.attention import layout_of, packed_attention
+from rollcall.model.decoder import Decoder, fuse_parameters
+from rollcall.model.files import ModelFilesError, check_model_dir
+from rollcall.model.hub import hub_options
 from rollcall.types import MicroBatch
 
 
@@ -132,7 +132,7 @@ def refuse_other_tensors(
 
     >>> refuse_other_tensors("model.path=m", missing=["norm"], unexpected=[], misshaped={"head": ((7,), (9,))})
     Traceback (most recent call last):
-    rollcall.learner.model.ModelError: model.path=m does not hold the weights of the model: 1 tensor is missing (norm); ...
+    rollcall.model.load.ModelError: model.path=m does not hold the weights of the model: 1 tensor is missing (norm); ...
     """
     shapes = [f"{name} is {list(stored)}, not {list(wanted)}" for name, (stored, wanted) in sorted(misshaped.items())]
     faults = [
