@@ -23,7 +23,6 @@ from benchmarks.common import ROOT
 from benchmarks.ours import Recorder
 from benchmarks.standin_worker import Pace, StandIn
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
-from rollcall.cluster.placement import Role
 from rollcall.cluster.remote import RemoteLearner
 from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.team import Team
@@ -33,6 +32,7 @@ from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
+from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Prompt
 

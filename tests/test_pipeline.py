@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import make_workers, run_steps, stop, team_of
 from rollcall.aside import in_thread
-from rollcall.cluster.placement import Role
 from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
+from rollcall.plan.placement import Role
 from rollcall.supply import AsCompleted, Begun, Cursor, InOrder, Made, Needs, StepBatch, choose
 from rollcall.types import Group, Prompt
 

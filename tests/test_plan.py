@@ -19,14 +19,14 @@ from rich.console import Console
 from tiny import ARCHITECTURES, SHAPE, make_model, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollcall.cluster.draw import draw_text, node_runs
-from rollcall.cluster.draw_svg import draw_svg
-from rollcall.cluster.memory import GIB, ModelSizes, RoleMemory, SizesUnknown, SlotMemory, lever, read_sizes
-from rollcall.cluster.placement import Role
-from rollcall.cluster.run_plan import RunPlan, plan_run
 from rollcall.config import OptimizerSection, load_config, parse_config
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.tiny import MODEL_DIR
+from rollcall.plan.draw import draw_text, node_runs
+from rollcall.plan.draw_svg import draw_svg
+from rollcall.plan.judge import RunPlan, plan_run
+from rollcall.plan.memory import GIB, ModelSizes, RoleMemory, SizesUnknown, SlotMemory, lever, read_sizes
+from rollcall.plan.placement import Role
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = dict(

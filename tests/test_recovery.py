@@ -33,7 +33,6 @@ from rollcall.cluster.failures import (
     WorkerTimeoutError,
     is_about_a_peer,
 )
-from rollcall.cluster.placement import Role
 from rollcall.cluster.pulse import look
 from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.router import Place, Router
@@ -42,6 +41,7 @@ from rollcall.cluster.team import Team
 from rollcall.cluster.weight_sync import WeightSync
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
+from rollcall.plan.placement import Role
 from rollcall.train import train
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rollcall.cluster import simulate as module
-from rollcall.cluster.placement import PlacementError
 from rollcall.cluster.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
 from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError, parse_config
+from rollcall.plan.placement import PlacementError
 
 
 def make_config(placement: dict[str, str], **sections: Any) -> Config:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from rollcall.cluster.actor import marked_processes
-from rollcall.cluster.elastic import shrink
-from rollcall.cluster.placement import PlacementError, Role, plan_placement
 from rollcall.cluster.pulse import Pulse, Seen, dump_stacks, look
 from rollcall.cluster.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.config import ClusterSection
+from rollcall.plan.elastic import shrink
+from rollcall.plan.placement import PlacementError, Role, plan_placement
 
 # Pulse and watch
 

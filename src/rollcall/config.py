@@ -63,7 +63,7 @@ class RunSection(Section):
 
 
 def _slots(value: Any) -> Any:
-    """What stands for slots is read by cluster/placement.py; here, that it is text or a number, and that YAML meant it."""
+    """What stands for slots is read by plan/placement.py; here, that it is text or a number, and that YAML meant it."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         given = str(value).lower() if isinstance(value, bool) else repr(value)
         raise ValueError(f"{given} is not a set of slots; {SLOT_SYNTAX}")

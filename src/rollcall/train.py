@@ -15,7 +15,6 @@ from rollcall.attempts import Budget, closing, headline, run_attempts
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
-from rollcall.cluster.memory import SizesUnknown, element_size, read_sizes
 from rollcall.config import Config, ConfigError, dump_config
 from rollcall.controller import Controller
 from rollcall.durable.journal import Journal
@@ -29,6 +28,7 @@ from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
 from rollcall.phases import Bounds, Split
+from rollcall.plan.memory import SizesUnknown, element_size, read_sizes
 from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer
 from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun

@@ -56,8 +56,8 @@ def submit(
       rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
       rollcall submit run.yaml --address http://10.0.0.1:8265
     """
-    from rollcall.cluster.run_plan import workable_plan
     from rollcall.config import load_config
+    from rollcall.plan.judge import workable_plan
 
     config = load_config(*split_arguments(file, overrides))
     if config.cluster is not None:

@@ -37,9 +37,9 @@ def plan(
       rollcall plan run.yaml --svg plan.svg
       rollcall plan run.yaml --json
     """
-    from rollcall.cluster.placement import PlacementError
-    from rollcall.cluster.run_plan import plan_run
     from rollcall.config import load_config
+    from rollcall.plan.judge import plan_run
+    from rollcall.plan.placement import PlacementError
 
     config = load_config(*split_arguments(file, overrides))
     try:
@@ -50,13 +50,13 @@ def plan(
             raise typer.Exit(FAILED) from None
         raise
     if svg is not None:
-        from rollcall.cluster.draw_svg import draw_svg
+        from rollcall.plan.draw_svg import draw_svg
 
         svg.write_text(draw_svg(run))
     if as_json:
         print(json.dumps(run.as_json()))
     else:
-        from rollcall.cluster.draw import draw_text, make_console
+        from rollcall.plan.draw import draw_text, make_console
 
         make_console().print(draw_text(run))
         if svg is not None:

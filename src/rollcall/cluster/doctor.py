@@ -25,12 +25,12 @@ from rollcall.cluster.connect import connect
 from rollcall.cluster.doctor_checks import Finding, NodeFacts, SharedFolder
 from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
 from rollcall.cluster.head import NodeInfo
-from rollcall.cluster.memory import GIB, SizesUnknown, element_size, read_sizes
-from rollcall.cluster.placement import PlacementError
-from rollcall.cluster.run_plan import plan_run
 from rollcall.cluster.state import ClusterError, current_cluster, tls_dir
 from rollcall.config import Config
 from rollcall.door import new_secret
+from rollcall.plan.judge import plan_run
+from rollcall.plan.memory import GIB, SizesUnknown, element_size, read_sizes
+from rollcall.plan.placement import PlacementError
 
 PROBE_S = 90.0  # for a probe to start and say what it knows
 REACH_S = 3.0  # for one connection

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from rollcall.cluster.doctor import Report
 from rollcall.cluster.doctor_checks import Finding, NodeFacts
-from rollcall.cluster.draw import make_console
-from rollcall.cluster.memory import GIB
+from rollcall.plan.draw import make_console
+from rollcall.plan.memory import GIB
 
 MAX_NODES = 16  # a longer table shows only nodes that have findings
 

@@ -22,15 +22,11 @@ from rollcall.attempts import Budget, headline
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.cluster.backend import Seat
 from rollcall.cluster.connect import connect
-from rollcall.cluster.elastic import shrink
 from rollcall.cluster.environment import submitted_env, worker_env
 from rollcall.cluster.failures import WorkerDiedError, WorkerLostError
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
-from rollcall.cluster.memory import SizesUnknown, read_sizes
-from rollcall.cluster.placement import PlacementError, Plan, Role
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
-from rollcall.cluster.run_plan import indivisible, workable_plan
 from rollcall.cluster.team import Team
 from rollcall.cluster.virtual import VirtualCluster, has_own_backend
 from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
@@ -41,6 +37,10 @@ from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.meeting import Place
+from rollcall.plan.elastic import shrink
+from rollcall.plan.judge import indivisible, workable_plan
+from rollcall.plan.memory import SizesUnknown, read_sizes
+from rollcall.plan.placement import PlacementError, Plan, Role
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Floats, Prompt, Sample
 

@@ -21,11 +21,11 @@ from typing import Any
 from rollcall.aside import in_thread
 from rollcall.cluster.engine_seat import Progress
 from rollcall.cluster.failures import WorkerDiedError, WorkerError, WorkerLostError
-from rollcall.cluster.placement import Role
 from rollcall.cluster.router import Place, Router
 from rollcall.cluster.team import Team
 from rollcall.cluster.weight_sync import WeightSync
 from rollcall.engine.protocol import Finished, Request
+from rollcall.plan.placement import Role
 
 POLL_S = 0.5  # the longest that one look at the engines takes
 HELD_S = 0.02  # between two looks while all engines wait for new weights

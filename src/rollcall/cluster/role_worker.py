@@ -21,7 +21,6 @@ from rollcall.checkpoint.training import export_learner, read_critic, read_learn
 from rollcall.cluster.address import interface_of, own_address
 from rollcall.cluster.engine_seat import EngineSeat, Progress
 from rollcall.cluster.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
-from rollcall.cluster.placement import Role
 from rollcall.cluster.weight_sync import WorkerWeights
 from rollcall.config import Config, ModelReward
 from rollcall.door import listen_at
@@ -40,6 +39,7 @@ from rollcall.model.load import (
     resolve_dtype,
 )
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.plan.placement import Role
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
 

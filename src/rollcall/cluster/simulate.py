@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.cluster.bootstrap import start_node, stop_node
-from rollcall.cluster.placement import Plan
 from rollcall.cluster.ray_start import NodeRequest
-from rollcall.cluster.run_plan import workable_plan
 from rollcall.cluster.state import CLUSTER, STATE_DIR, ClusterError
 from rollcall.config import Config, ConfigError, parse_config
+from rollcall.plan.judge import workable_plan
+from rollcall.plan.placement import Plan
 
 STEPS, PROMPTS = 2, 16
 NAME = "rehearsal"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.cluster.placement import Role
 from rollcall.cluster.workers import WorkerGroup
 from rollcall.learner.gang import balance
+from rollcall.plan.placement import Role
 from rollcall.types import Sample
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from rollcall.cluster.failures import WorkerTimeoutError
-from rollcall.cluster.placement import HOLDERS, Role
 from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
+from rollcall.plan.placement import HOLDERS, Role
 from rollcall.weights import (
     Invitation,
     SameProcessReceiver,

@@ -10,9 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.cluster.memory import GIB, RoleMemory, SlotMemory
-from rollcall.cluster.placement import Plan, Role, slot_text
-from rollcall.cluster.run_plan import RunPlan, describe_model, gib
+from rollcall.plan.judge import RunPlan, describe_model, gib
+from rollcall.plan.memory import GIB, RoleMemory, SlotMemory
+from rollcall.plan.placement import Plan, Role, slot_text
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
 PLAIN_WIDTH = 120

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
 
-from rollcall.cluster.draw import MAX_GRID_NODES, NodeRun, heading, node_runs, verdict
-from rollcall.cluster.memory import GIB, SlotMemory
-from rollcall.cluster.placement import Plan, Role, RoleProcess, slot_text
-from rollcall.cluster.run_plan import RunPlan, describe_model
+from rollcall.plan.draw import MAX_GRID_NODES, NodeRun, heading, node_runs, verdict
+from rollcall.plan.judge import RunPlan, describe_model
+from rollcall.plan.memory import GIB, SlotMemory
+from rollcall.plan.placement import Plan, Role, RoleProcess, slot_text
 
 FILL = {
     Role.ACTOR: "#2f6fb0", Role.CRITIC: "#8a5aa8", Role.REFERENCE: "#6b7280", Role.ROLLOUT: "#d9772b",

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 from rollcall.config import Config, OptimizerSection
 from rollcall.learner.mesh import is_split
 from rollcall.model.files import ModelFilesError, read_model_config
 from rollcall.model.tiny import MODEL_DIR
+from rollcall.plan.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")

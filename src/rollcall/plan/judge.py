@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.memory import (
+from rollcall.config import ClusterSection, Config, RolloutSection
+from rollcall.learner.mesh import split_problems
+from rollcall.plan.memory import (
     GIB,
     ModelSizes,
     SizesUnknown,
@@ -16,9 +18,7 @@ from rollcall.cluster.memory import (
     read_sizes,
     slot_memory,
 )
-from rollcall.cluster.placement import HOLDERS, PlacementError, Plan, Role, needs_of, plan_placement, slot_text
-from rollcall.config import ClusterSection, Config, RolloutSection
-from rollcall.learner.mesh import split_problems
+from rollcall.plan.placement import HOLDERS, PlacementError, Plan, Role, needs_of, plan_placement, slot_text
 
 DEFAULT_CARD_GIB = 80.0
 TIGHT = 0.92  # share of the card from which a plan is called tight: the estimate is not that exact

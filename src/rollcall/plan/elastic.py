@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollcall.cluster.placement import PlacementError, Plan, RoleProcess
 from rollcall.config import ClusterSection, NodeSection
+from rollcall.plan.placement import PlacementError, Plan, RoleProcess
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
