@@ -31,7 +31,6 @@ from test_journal import small_disk, unmount
 from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
-from rollcall.cluster.failures import WorkerError
 from rollcall.cluster.local import Workers
 from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError
@@ -39,6 +38,7 @@ from rollcall.controller import RunError
 from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal, JournalError
 from rollcall.engine.native import engine as native_engine
+from rollcall.groups.failures import WorkerError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.optimizer import NonFiniteError
 from rollcall.model.load import ModelError

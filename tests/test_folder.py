@@ -23,18 +23,18 @@ import torch
 from runs import groups, make_run, metric_rows, num_records
 from weights_contract import bits, blank_like, change, make_tensors
 
-from rollcall.cluster import mailbox
-from rollcall.cluster.failures import WorkerDiedError, WorkerError
-from rollcall.cluster.folder_layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
-from rollcall.cluster.folder_run import read_weights, with_folder
-from rollcall.cluster.folder_worker import FolderWorker
-from rollcall.cluster.in_folder import FolderBackend
-from rollcall.cluster.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
 from rollcall.cluster.state import ClusterError
-from rollcall.cluster.virtual import VirtualCluster, using
-from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import Config, ConfigError, dump_config, parse_config
 from rollcall.durable.journal import Journal
+from rollcall.groups.cluster import VirtualCluster, using
+from rollcall.groups.failures import WorkerDiedError, WorkerError
+from rollcall.groups.folder import mailbox
+from rollcall.groups.folder.layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
+from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
+from rollcall.groups.folder.master import FolderBackend
+from rollcall.groups.folder.run import read_weights, with_folder
+from rollcall.groups.folder.worker import FolderWorker
+from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
 
 WAIT_S = 600.0
@@ -98,7 +98,7 @@ def test_a_listed_file_that_is_gone_when_it_is_read_is_waited_for(
 
 def test_messages_between_two_processes_arrive_whole_and_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from rollcall.cluster.mailbox import *\n"
+        "import sys; from pathlib import Path; from rollcall.groups.folder.mailbox import *\n"
         "for number in range(1, 101): put(Path(sys.argv[1]) / message_name('m-w-1', number), bytes([number]) * 50_000)"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
@@ -178,7 +178,7 @@ class Node:
     """A worker's process, as `rollcall train --worker` is one."""
 
     def __init__(self, share: Path, rank: int, *, num_nodes: int) -> None:
-        command = [sys.executable, "-m", "rollcall.cluster.folder_worker", str(share), str(rank), str(num_nodes)]
+        command = [sys.executable, "-m", "rollcall.groups.folder.worker", str(share), str(rank), str(num_nodes)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def kill(self) -> None:

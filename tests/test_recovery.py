@@ -24,7 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import ThreadGroup
 from rollcall.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
-from rollcall.cluster.failures import (
+from rollcall.cluster.remote_engine import RemoteEngine
+from rollcall.cluster.router import Place, Router
+from rollcall.cluster.state import ClusterError
+from rollcall.cluster.team import Team
+from rollcall.cluster.weight_sync import WeightSync
+from rollcall.config import Config
+from rollcall.durable.journal import Journal
+from rollcall.groups.failures import (
     NoRoomError,
     PeerLostError,
     WorkerDiedError,
@@ -33,14 +40,7 @@ from rollcall.cluster.failures import (
     WorkerTimeoutError,
     is_about_a_peer,
 )
-from rollcall.cluster.pulse import look
-from rollcall.cluster.remote_engine import RemoteEngine
-from rollcall.cluster.router import Place, Router
-from rollcall.cluster.state import ClusterError
-from rollcall.cluster.team import Team
-from rollcall.cluster.weight_sync import WeightSync
-from rollcall.config import Config
-from rollcall.durable.journal import Journal
+from rollcall.groups.pulse import look
 from rollcall.plan.placement import Role
 from rollcall.train import train
 

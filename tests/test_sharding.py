@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcall.cluster.dispatch import INLINE_BYTES, is_large, leaders, routes, split_arguments, split_rows
-from rollcall.cluster.sharding import NamedSharding
+from rollcall.groups.dispatch import INLINE_BYTES, is_large, leaders, routes, split_arguments, split_rows
+from rollcall.groups.sharding import NamedSharding
 from rollcall.types import Sample
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollcall.cluster.pulse import Seen
-from rollcall.cluster.slow import NodeLook, Place, SlowCalls, Traffic, read_traffic
+from rollcall.groups.pulse import Seen
+from rollcall.groups.slow import NodeLook, Place, SlowCalls, Traffic, read_traffic
 
 PLACES = {
     0: Place(who="actor rank 0 on node 0 (10.0.0.1)", node="a", node_rank=0),

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rollcall.cluster.actor import marked_processes
-from rollcall.cluster.pulse import Pulse, Seen, dump_stacks, look
-from rollcall.cluster.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.config import ClusterSection
+from rollcall.groups.host import marked_processes
+from rollcall.groups.pulse import Pulse, Seen, dump_stacks, look
+from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import PlacementError, Role, plan_placement
 
@@ -24,7 +24,7 @@ from rollcall.plan.placement import PlacementError, Role, plan_placement
 
 BUSY = """
 import time
-from rollcall.cluster.pulse import Pulse, write_stacks_on_signal
+from rollcall.groups.pulse import Pulse, write_stacks_on_signal
 write_stacks_on_signal()
 pulse = Pulse(3)
 with pulse.doing("warm_up"):
@@ -88,7 +88,7 @@ def test_a_pulse_tells_the_longest_call_of_each_method() -> None:
 ALONE = """
 import os, subprocess, sys, time
 from rollcall.cluster import supervise
-from rollcall.cluster.actor import MARK
+from rollcall.groups.host import MARK
 supervise.ALONE_S = 6.0
 worker = subprocess.Popen(["sleep", "600"], env={MARK: sys.argv[1]})
 eyes = supervise.Eyes(sys.argv[1])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lab.lab import Host
 
-from rollcall.cluster.actor import MARK
-from rollcall.cluster.pulse import PULSE
+from rollcall.groups.host import MARK
+from rollcall.groups.pulse import PULSE
 
 
 def rank_of(pid: int) -> int | None:

@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollcall.cluster.backend import Seat
-    from rollcall.cluster.failures import WorkerDiedError, WorkerError, WorkerTimeoutError
-    from rollcall.cluster.sharding import NamedSharding
     from rollcall.cluster.state import ClusterError
-    from rollcall.cluster.virtual import RayVirtualCluster, VirtualCluster, init_ray
-    from rollcall.cluster.workers import (
+    from rollcall.groups.backend import Seat
+    from rollcall.groups.cluster import RayVirtualCluster, VirtualCluster, init_ray
+    from rollcall.groups.failures import WorkerDiedError, WorkerError, WorkerTimeoutError
+    from rollcall.groups.group import (
         MultiWorkerFuture,
         RayWorkerBuilder,
         RayWorkerGroup,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         WorkerBuilder,
         WorkerGroup,
     )
+    from rollcall.groups.sharding import NamedSharding
 
 _HOME = {
     "Seat": "backend",

@@ -20,11 +20,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rollcall.cluster.actor import MARK, Host, end_group
-from rollcall.cluster.backend import Recipe, WorkerSpec, whom
-from rollcall.cluster.dispatch import Drop, is_large
 from rollcall.cluster.environment import for_ray
-from rollcall.cluster.failures import (
+from rollcall.cluster.state import ClusterError
+from rollcall.cluster.supervise import Supervisor
+from rollcall.groups.backend import Recipe, WorkerSpec, whom
+from rollcall.groups.dispatch import Drop, is_large
+from rollcall.groups.failures import (
     PeerLostError,
     Progress,
     RemoteFailureError,
@@ -33,9 +34,8 @@ from rollcall.cluster.failures import (
     WorkerTimeoutError,
     is_about_a_peer,
 )
-from rollcall.cluster.state import ClusterError
-from rollcall.cluster.supervise import Supervisor
-from rollcall.cluster.watch import SILENT_S
+from rollcall.groups.host import MARK, Host, end_group
+from rollcall.groups.watch import SILENT_S
 
 STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before it is known
 PEER_S = SILENT_S + 2  # until the loss is known that another one complains of

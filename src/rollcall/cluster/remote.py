@@ -20,20 +20,20 @@ from typing import Any
 
 from rollcall.attempts import Budget, headline
 from rollcall.checkpoint.store import CheckpointError
-from rollcall.cluster.backend import Seat
 from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import submitted_env, worker_env
-from rollcall.cluster.failures import WorkerDiedError, WorkerLostError
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
 from rollcall.cluster.team import Team
-from rollcall.cluster.virtual import VirtualCluster, has_own_backend
-from rollcall.cluster.workers import WorkerBuilder, WorkerGroup
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
 from rollcall.door import new_secret
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
+from rollcall.groups.backend import Seat
+from rollcall.groups.cluster import VirtualCluster, has_own_backend
+from rollcall.groups.failures import WorkerDiedError, WorkerLostError
+from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.meeting import Place

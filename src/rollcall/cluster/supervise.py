@@ -24,11 +24,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollcall.cluster.actor import MARK, end_group
-from rollcall.cluster.backend import WorkerSpec
-from rollcall.cluster.pulse import dump_stacks, look
-from rollcall.cluster.slow import NodeLook, Place, SlowCalls, read_traffic
-from rollcall.cluster.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
+from rollcall.groups.backend import WorkerSpec
+from rollcall.groups.host import MARK, end_group
+from rollcall.groups.pulse import dump_stacks, look
+from rollcall.groups.slow import NodeLook, Place, SlowCalls, read_traffic
+from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 
 STACKS_S = 10.0
 ALONE_S = 60.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.cluster.workers import WorkerGroup
+from rollcall.groups.group import WorkerGroup
 from rollcall.learner.gang import balance
 from rollcall.plan.placement import Role
 from rollcall.types import Sample

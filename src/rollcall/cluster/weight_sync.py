@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcall.cluster.failures import WorkerTimeoutError
 from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
+from rollcall.groups.failures import WorkerTimeoutError
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.weights import (
     Invitation,

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.dispatch import Drop, trim
-from rollcall.cluster.failures import RemoteFailureError
-from rollcall.cluster.pulse import Pulse, write_stacks_on_signal
+from rollcall.groups.dispatch import Drop, trim
+from rollcall.groups.failures import RemoteFailureError
+from rollcall.groups.pulse import Pulse, write_stacks_on_signal
 from rollcall.importing import uncollected
 
 MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start

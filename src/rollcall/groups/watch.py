@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollcall.cluster.pulse import Seen
+from rollcall.groups.pulse import Seen
 
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # for a node, at each look

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollcall.cluster.backend import Ask, Backend, Crew, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
 from rollcall.cluster.state import CLUSTER, DEFAULT_CLUSTER, ClusterError, read_record
+from rollcall.groups.backend import Ask, Backend, Crew, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
 
 if TYPE_CHECKING:
-    from rollcall.cluster.workers import WorkerGroup
+    from rollcall.groups.group import WorkerGroup
 
 BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
 PLACE_DEADLINE_S = 180.0
@@ -74,7 +74,7 @@ def _backend() -> Backend:
     if _given is not None:
         return _given
     if _chosen == "local":
-        from rollcall.cluster.inprocess import InProcessBackend
+        from rollcall.groups.inprocess import InProcessBackend
 
         return InProcessBackend()
     import ray

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from rollcall.cluster.backend import GROUP_VARIABLES, Crew, Recipe, Seat, WorkerSpec
-from rollcall.cluster.dispatch import check_fields, leaders, routes, split_arguments
-from rollcall.cluster.failures import Progress, WorkerError
-from rollcall.cluster.sharding import NamedSharding
 from rollcall.cluster.state import ClusterError
-from rollcall.cluster.virtual import VirtualCluster
+from rollcall.groups.backend import GROUP_VARIABLES, Crew, Recipe, Seat, WorkerSpec
+from rollcall.groups.cluster import VirtualCluster
+from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
+from rollcall.groups.failures import Progress, WorkerError
+from rollcall.groups.sharding import NamedSharding
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from rollcall.cluster.sharding import NamedSharding
+from rollcall.groups.sharding import NamedSharding
 
 # From this size on Ray keeps an argument in the object store instead of copying it into the call.
 INLINE_BYTES = 100 * 1024

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rollcall.cluster.state import ClusterError
 
-_CARRIERS = ("rollcall.cluster.actor", "rollcall.cluster.inprocess", "rollcall.cluster.pulse")
+_CARRIERS = ("rollcall.groups.host", "rollcall.groups.inprocess", "rollcall.groups.pulse")
 
 
 class WorkerError(ClusterError):

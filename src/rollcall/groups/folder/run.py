@@ -29,8 +29,8 @@ def train_as_master(
     bounds: Bounds | None = None,
 ) -> dict[str, Any]:
     """Train, with this node as node 0; returns the summary."""
-    from rollcall.cluster.in_folder import FolderBackend
-    from rollcall.cluster.virtual import using
+    from rollcall.groups.cluster import using
+    from rollcall.groups.folder.master import FolderBackend
     from rollcall.train import train
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
@@ -46,7 +46,7 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:
             f"--worker {rank} with --num-nodes {num_nodes} is no worker; node 0 is the master's, the workers are 1 to "
             f"{num_nodes - 1}"
         )
-    from rollcall.cluster.folder_worker import FolderWorker
+    from rollcall.groups.folder.worker import FolderWorker
 
     FolderWorker(folder, rank=rank, num_nodes=num_nodes).run()
 

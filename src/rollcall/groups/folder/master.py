@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.actor import MARK, end_group
-from rollcall.cluster.backend import Ask, NodeSeats, Recipe, WorkerSpec, whom
-from rollcall.cluster.dispatch import Drop
-from rollcall.cluster.failures import (
+from rollcall.cluster.state import ClusterError
+from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec, whom
+from rollcall.groups.dispatch import Drop
+from rollcall.groups.failures import (
     NoRoomError,
     Progress,
     RemoteFailureError,
@@ -35,7 +35,7 @@ from rollcall.cluster.failures import (
     WorkerError,
     WorkerTimeoutError,
 )
-from rollcall.cluster.folder_layout import (
+from rollcall.groups.folder.layout import (
     ANSWERS,
     BROKE_OFF,
     ENDED,
@@ -50,7 +50,7 @@ from rollcall.cluster.folder_layout import (
     node_folder,
     refuse_second,
 )
-from rollcall.cluster.mailbox import (
+from rollcall.groups.folder.mailbox import (
     BEAT_S,
     SILENT_S,
     Peer,
@@ -65,7 +65,7 @@ from rollcall.cluster.mailbox import (
     remove,
     sweep,
 )
-from rollcall.cluster.state import ClusterError
+from rollcall.groups.host import MARK, end_group
 from rollcall.stop import Stopped
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them
@@ -205,7 +205,7 @@ class FolderBackend:
         if self._child is not None and self._child.poll() is None:
             return
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "rollcall.cluster.folder_worker", str(self.folder), "0", str(self.num_nodes)],
+            [sys.executable, "-m", "rollcall.groups.folder.worker", str(self.folder), "0", str(self.num_nodes)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the master
         )

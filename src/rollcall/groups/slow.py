@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.cluster.pulse import Seen
+from rollcall.groups.pulse import Seen
 
 LEAST_S, FACTOR = 20.0, 3.0  # a call is slow past both, the second times the longest call of its method so far
 RATE_S = 10.0  # over which a rate is measured

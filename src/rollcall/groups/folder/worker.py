@@ -7,7 +7,7 @@ master's counter stands still the worker waits for it, or for its successor, up 
 The main thread works. The presence's thread advances the counter and looks at the master; where the main thread is in a
 call that nobody waits for any more, it interrupts it by a signal.
 
-``python -m rollcall.cluster.folder_worker FOLDER RANK NUM_NODES`` is node 0's, a child of the master: it ends when its
+``python -m rollcall.groups.folder.worker FOLDER RANK NUM_NODES`` is node 0's, a child of the master: it ends when its
 standard input does.
 """
 
@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.actor import MARK, Host, end_group
-from rollcall.cluster.failures import Progress, RemoteFailureError
-from rollcall.cluster.folder_layout import (
+from rollcall.cluster.state import ClusterError
+from rollcall.groups.failures import Progress, RemoteFailureError
+from rollcall.groups.folder.layout import (
     ANSWERS,
     BROKE_OFF,
     ENDED,
@@ -40,7 +40,7 @@ from rollcall.cluster.folder_layout import (
     node_folder,
     refuse_second,
 )
-from rollcall.cluster.mailbox import (
+from rollcall.groups.folder.mailbox import (
     SILENT_S,
     Inbox,
     Peer,
@@ -54,7 +54,7 @@ from rollcall.cluster.mailbox import (
     remove,
     sweep,
 )
-from rollcall.cluster.state import ClusterError
+from rollcall.groups.host import MARK, Host, end_group
 from rollcall.stop import heeded_signals
 
 MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost
