@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from test_check import make_node, make_record
 
-from rollcall.cluster import ask_gcs, bootstrap, foreground, ray_start
+from rollcall.cluster import bootstrap, foreground, ray_start
 from rollcall.cluster.bootstrap import start_node, stop_node
 from rollcall.cluster.head import Answer, HeadRefuses, ask_head
 from rollcall.cluster.processes import MARK, find_processes, stop_processes
@@ -41,6 +41,7 @@ from rollcall.cluster.state import (
     write_private,
     write_record,
 )
+from rollcall.on_ray import gcs as ask_gcs
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0
@@ -202,7 +203,7 @@ def test_a_number_of_nodes_or_a_rank_that_does_not_fit_is_refused(
 DRIVER = """
 import os, subprocess, sys, time
 import ray
-from rollcall.cluster.connect import connect
+from rollcall.on_ray.connect import connect
 
 record = connect()
 
@@ -407,7 +408,7 @@ def test_a_node_on_loopback_listens_nowhere_else_and_takes_drivers(
             len(bound) > 5 and [one for one in bound if not one.startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:"))] == []
         )
         assert record.node_ip == "127.0.0.1"
-        driver = "from rollcall.cluster.connect import connect; connect('inward'); import ray; print(len(ray.nodes()))"
+        driver = "from rollcall.on_ray.connect import connect; connect('inward'); import ray; print(len(ray.nodes()))"
         done = subprocess.run(
             [sys.executable, "-c", driver], env=head.env, capture_output=True, text=True, timeout=WAIT_S
         )

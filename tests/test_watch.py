@@ -87,7 +87,7 @@ def test_a_pulse_tells_the_longest_call_of_each_method() -> None:
 
 ALONE = """
 import os, subprocess, sys, time
-from rollcall.cluster import supervise
+from rollcall.on_ray import supervise
 from rollcall.groups.host import MARK
 supervise.ALONE_S = 6.0
 worker = subprocess.Popen(["sleep", "600"], env={MARK: sys.argv[1]})

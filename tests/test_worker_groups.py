@@ -384,7 +384,7 @@ def listed_by_ray(address: str, *, label: int | None = None, resource: int | Non
 
 
 def ranked(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[tuple[int, str]]:
-    from rollcall.cluster import on_ray
+    from rollcall.on_ray import reserve as on_ray
 
     monkeypatch.setattr(on_ray.ray, "nodes", lambda: [*nodes, {**nodes[0], "Alive": False, "NodeID": "gone"}])
     monkeypatch.setattr(on_ray.ray_state, "available_resources_per_node", dict)

@@ -21,13 +21,13 @@ from rollcall.cluster import doctor_checks as checks
 from rollcall.cluster import doctor_facts
 from rollcall.cluster.address import is_loopback, split_address
 from rollcall.cluster.check import Roster, list_nodes
-from rollcall.cluster.connect import connect
 from rollcall.cluster.doctor_checks import Finding, NodeFacts, SharedFolder
 from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
 from rollcall.cluster.head import NodeInfo
 from rollcall.cluster.state import ClusterError, current_cluster, tls_dir
 from rollcall.config import Config
 from rollcall.door import new_secret
+from rollcall.on_ray.connect import connect
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, SizesUnknown, element_size, read_sizes
 from rollcall.plan.placement import PlacementError

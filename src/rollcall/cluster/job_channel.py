@@ -13,11 +13,11 @@ from collections.abc import Callable
 from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
-from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import process_token
 from rollcall.cluster.head import ask_own_head
 from rollcall.cluster.processes import RAYLET, command_names
 from rollcall.cluster.state import ClusterError, NodeRecord
+from rollcall.on_ray.connect import connect
 from rollcall.redact import redact, remember
 
 ANSWER_S = 20.0  # the head answers a question within this

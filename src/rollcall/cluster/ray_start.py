@@ -261,7 +261,7 @@ def _head_ip(host: str | None, request: NodeRequest) -> str:
 
 
 def _launcher(node_ip: str) -> str:
-    return "rollcall.cluster.loopback" if is_loopback(node_ip) else "ray.scripts.scripts"
+    return "rollcall.on_ray.loopback" if is_loopback(node_ip) else "ray.scripts.scripts"
 
 
 def _logical_ids(count: int) -> dict[str, str]:

@@ -20,7 +20,6 @@ from typing import Any
 
 from rollcall.attempts import Budget, headline
 from rollcall.checkpoint.store import CheckpointError
-from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import submitted_env, worker_env
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
@@ -37,6 +36,7 @@ from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.meeting import Place
+from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import SizesUnknown, read_sizes
@@ -80,7 +80,7 @@ class RemoteRepairs:
     def regrow(self) -> str | None:
         if not self.missing_nodes:
             return None
-        from rollcall.cluster.on_ray import ranked_nodes
+        from rollcall.on_ray.reserve import ranked_nodes
 
         back = sorted(self.missing_nodes & {node.rank for node in ranked_nodes()})
         return f"node {', '.join(map(str, back))} is back" if back else None
@@ -222,7 +222,7 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
     section, elastic, everyone = config.cluster, config.trainer.elastic, list(range(plan.num_nodes))
     if elastic is None:
         return plan, section, everyone
-    from rollcall.cluster.on_ray import wait_for_nodes
+    from rollcall.on_ray.reserve import wait_for_nodes
 
     kept = wait_for_nodes(plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s, say=say)
     if kept == everyone:

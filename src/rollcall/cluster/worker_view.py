@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.cluster.connect import connect
 from rollcall.cluster.environment import NODE_OWN, Variable, declared, for_ray, seen_here
 from rollcall.cluster.node_env import UNDECLARED
 from rollcall.cluster.state import ClusterError, NodeRecord
 from rollcall.config import ClusterSection
+from rollcall.on_ray.connect import connect
 from rollcall.redact import REDACTED, hides
 
 ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")

@@ -42,7 +42,7 @@ def init_ray(*, num_gpus: int | None = None, backend: BackendName | None = None)
         return
     import ray
 
-    from rollcall.cluster.connect import IN_A_JOB, connect
+    from rollcall.on_ray.connect import IN_A_JOB, connect
 
     if ray.is_initialized():
         return
@@ -81,7 +81,7 @@ def _backend() -> Backend:
 
     if not ray.is_initialized():
         raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
-    from rollcall.cluster.on_ray import RayBackend
+    from rollcall.on_ray.reserve import RayBackend
 
     return RayBackend()
 

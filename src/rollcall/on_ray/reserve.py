@@ -23,10 +23,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollcall.cluster.ray_crew import STOP_DEADLINE_S, RayCrew
 from rollcall.cluster.state import ClusterError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
 from rollcall.groups.failures import NoRoomError, Progress
+from rollcall.on_ray.crew import STOP_DEADLINE_S, RayCrew
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
 RANK_RESOURCE = "rollcall_node_"  # and the resource it offers, followed by the rank

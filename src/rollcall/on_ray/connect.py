@@ -9,8 +9,8 @@ from typing import Any
 
 from rollcall.cluster.address import is_loopback, split_address
 from rollcall.cluster.head import ask_own_head
-from rollcall.cluster.loopback import keep_loopback
 from rollcall.cluster.state import ClusterError, NodeRecord, auth_env, current_cluster, note_driver, require_record
+from rollcall.on_ray.loopback import keep_loopback
 from rollcall.stop import is_heeding, kept
 
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
