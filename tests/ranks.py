@@ -12,9 +12,9 @@ from typing import Any
 
 from commands import fork_context
 
-from rollcall.cluster.address import interface_of
 from rollcall.door import listen_at, new_secret
 from rollcall.meeting import Place
+from rollcall.nodes.address import interface_of
 
 DEADLINE_S = 600.0
 

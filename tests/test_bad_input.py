@@ -32,7 +32,6 @@ from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
 from rollcall.cluster.local import Workers
-from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError
 from rollcall.controller import RunError
 from rollcall.data.load import DataError
@@ -42,6 +41,7 @@ from rollcall.groups.failures import WorkerError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.optimizer import NonFiniteError
 from rollcall.model.load import ModelError
+from rollcall.nodes.state import ClusterError
 from rollcall.types import Completion
 
 

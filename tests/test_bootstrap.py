@@ -23,14 +23,14 @@ from typing import Any
 import pytest
 from test_check import make_node, make_record
 
-from rollcall.cluster import bootstrap, foreground, ray_start
-from rollcall.cluster.bootstrap import start_node, stop_node
-from rollcall.cluster.head import Answer, HeadRefuses, ask_head
-from rollcall.cluster.processes import MARK, find_processes, stop_processes
-from rollcall.cluster.rank import LAUNCHERS, find_identity
-from rollcall.cluster.ray_start import NodeRequest, Start, find_slots
-from rollcall.cluster.rendezvous import Head, Rendezvous
-from rollcall.cluster.state import (
+from rollcall.nodes import bootstrap, foreground, ray_start
+from rollcall.nodes.bootstrap import start_node, stop_node
+from rollcall.nodes.head import Answer, HeadRefuses, ask_head
+from rollcall.nodes.processes import MARK, find_processes, stop_processes
+from rollcall.nodes.rank import LAUNCHERS, find_identity
+from rollcall.nodes.ray_start import NodeRequest, Start, find_slots
+from rollcall.nodes.rendezvous import Head, Rendezvous
+from rollcall.nodes.state import (
     ClusterError,
     NodeRecord,
     Process,

@@ -18,14 +18,14 @@ from lab.cluster import LabCluster, rollcall
 
 from rollcall.cluster import doctor_checks as checks
 from rollcall.cluster import doctor_facts
-from rollcall.cluster.check import Roster
 from rollcall.cluster.doctor import Report, checkpoint_bytes, judge_plan, judge_slots, partners
 from rollcall.cluster.doctor_checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
 from rollcall.cluster.doctor_facts import Probe
 from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
 from rollcall.cluster.doctor_show import show
-from rollcall.cluster.head import NodeInfo
 from rollcall.config import parse_config
+from rollcall.nodes.check import Roster
+from rollcall.nodes.head import NodeInfo
 
 VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "numpy": "2.4.6"}
 

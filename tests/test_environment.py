@@ -28,8 +28,8 @@ from rollcall.cluster.environment import (
 )
 from rollcall.cluster.node_env import UNDECLARED, hint, missed, nodes_own, origins
 from rollcall.cluster.seal import SealError, seal, unseal
-from rollcall.cluster.state import ClusterError
 from rollcall.config import ClusterSection, parse_config
+from rollcall.nodes.state import ClusterError
 from rollcall.redact import REDACTED
 
 TOKEN = "token-of-this-cluster"

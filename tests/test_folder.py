@@ -23,7 +23,6 @@ import torch
 from runs import groups, make_run, metric_rows, num_records
 from weights_contract import bits, blank_like, change, make_tensors
 
-from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError, dump_config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.groups.cluster import VirtualCluster, using
@@ -35,6 +34,7 @@ from rollcall.groups.folder.master import FolderBackend
 from rollcall.groups.folder.run import read_weights, with_folder
 from rollcall.groups.folder.worker import FolderWorker
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
+from rollcall.nodes.state import ClusterError
 from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
 
 WAIT_S = 600.0

@@ -26,7 +26,6 @@ from benchmarks.standins import ThreadGroup
 from rollcall.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
 from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.router import Place, Router
-from rollcall.cluster.state import ClusterError
 from rollcall.cluster.team import Team
 from rollcall.cluster.weight_sync import WeightSync
 from rollcall.config import Config
@@ -41,6 +40,7 @@ from rollcall.groups.failures import (
     is_about_a_peer,
 )
 from rollcall.groups.pulse import look
+from rollcall.nodes.state import ClusterError
 from rollcall.plan.placement import Role
 from rollcall.train import train
 
@@ -344,8 +344,8 @@ def node() -> Iterator[None]:
     """A cluster of one node with three slots."""
     import ray
 
-    from rollcall.cluster.bootstrap import start_node, stop_node
-    from rollcall.cluster.ray_start import NodeRequest
+    from rollcall.nodes.bootstrap import start_node, stop_node
+    from rollcall.nodes.ray_start import NodeRequest
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="rc-rec-", dir="/tmp") as root:
         patch.setenv("ROLLCALL_CLUSTER", "recovery")

@@ -11,9 +11,9 @@ import pytest
 
 from rollcall.cluster.engine_seat import EngineSeat
 from rollcall.cluster.router import RETRY_VERSIONS, Place, Router
-from rollcall.cluster.state import ClusterError
 from rollcall.config import ConfigError, parse_config
 from rollcall.engine.protocol import Finished, Request, Sampling
+from rollcall.nodes.state import ClusterError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 

@@ -13,8 +13,8 @@ import pytest
 
 from rollcall.cluster import simulate as module
 from rollcall.cluster.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
-from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, ConfigError, parse_config
+from rollcall.nodes.state import ClusterError
 from rollcall.plan.placement import PlacementError
 
 

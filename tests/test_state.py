@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.cluster import state as module
-from rollcall.cluster.state import STATE_DIR, ClusterError, sole_owner, state_dir
+from rollcall.nodes import state as module
+from rollcall.nodes.state import STATE_DIR, ClusterError, sole_owner, state_dir
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.cluster import tls
-from rollcall.cluster.state import auth_env, forget, tls_dir, tls_env
-from rollcall.cluster.tls import write_certificates
+from rollcall.nodes import tls
+from rollcall.nodes.state import auth_env, forget, tls_dir, tls_env
+from rollcall.nodes.tls import write_certificates
 
 ONE, OTHER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 

@@ -36,8 +36,8 @@ from rollcall.cluster import (
     WorkerTimeoutError,
     init_ray,
 )
-from rollcall.cluster.state import Process
 from rollcall.groups.host import lease_port, load_class
+from rollcall.nodes.state import Process
 
 SLOTS = 8  # on each of two nodes
 IP_LOCAL_PORT_RANGE = 51  # not yet in Python's socket module

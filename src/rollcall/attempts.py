@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from rollcall.aside import wait_for_threads
-from rollcall.cluster.state import ClusterError
 from rollcall.groups.failures import NoRoomError, WorkerLostError
+from rollcall.nodes.state import ClusterError
 
 T = TypeVar("T")
 MAX_TOLD_LINES = 60

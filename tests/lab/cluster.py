@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from lab.lab import Host, Lab
-from rollcall.cluster.rendezvous import Head, Rendezvous
+from rollcall.nodes.rendezvous import Head, Rendezvous
 
 AT_ONCE = 2
 NODE_S = 240.0  # for one `rollcall node`, with everything else that runs here

@@ -13,8 +13,8 @@ import typer
 from rollcall.cli import Debug, Json, complain
 
 if TYPE_CHECKING:
-    from rollcall.cluster.check import Roster
-    from rollcall.cluster.state import NodeRecord
+    from rollcall.nodes.check import Roster
+    from rollcall.nodes.state import NodeRecord
 
 Cluster = Annotated[
     str | None,
@@ -72,10 +72,10 @@ def node(
       ROLLCALL_TOKEN=... rollcall node --master --num-nodes 2 --head-address node0:6380
       ROLLCALL_TOKEN=... rollcall node --worker 1 --head-address node0:6380
     """
-    from rollcall.cluster.bootstrap import NodeRequest, start_node
-    from rollcall.cluster.foreground import hold
-    from rollcall.cluster.rank import find_identity
-    from rollcall.cluster.state import current_cluster
+    from rollcall.nodes.bootstrap import NodeRequest, start_node
+    from rollcall.nodes.foreground import hold
+    from rollcall.nodes.rank import find_identity
+    from rollcall.nodes.state import current_cluster
 
     who = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ)
     request = NodeRequest(
@@ -112,8 +112,8 @@ def check(
       rollcall check 32
       rollcall check 32 --timeout 60 --json
     """
-    from rollcall.cluster.check import wait_for_slots
-    from rollcall.cluster.state import current_cluster
+    from rollcall.nodes.check import wait_for_slots
+    from rollcall.nodes.state import current_cluster
 
     found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout, say=complain)
     if as_json:
@@ -146,8 +146,8 @@ def status(
 
         show_run(run_dir, as_json=as_json)
         return
-    from rollcall.cluster.check import list_nodes
-    from rollcall.cluster.state import current_cluster
+    from rollcall.nodes.check import list_nodes
+    from rollcall.nodes.state import current_cluster
 
     found = list_nodes(current_cluster(cluster))
     if as_json:
@@ -164,8 +164,8 @@ def down(cluster: Cluster = None, debug: Debug = False) -> None:
       rollcall down
       rollcall down --cluster mine
     """
-    from rollcall.cluster.bootstrap import stop_node
-    from rollcall.cluster.state import current_cluster
+    from rollcall.nodes.bootstrap import stop_node
+    from rollcall.nodes.state import current_cluster
 
     name = current_cluster(cluster)
     count = stop_node(name)

@@ -190,9 +190,9 @@ def env(
     """
     from rollcall.cluster.environment import submitted_env
     from rollcall.cluster.node_env import hint, missed
-    from rollcall.cluster.state import current_cluster, require_record
     from rollcall.cluster.worker_view import view_workers
     from rollcall.config import load_config
+    from rollcall.nodes.state import current_cluster, require_record
 
     section = load_config(*split_arguments(file, overrides)).cluster
     submitted = submitted_env(section)
@@ -218,7 +218,7 @@ for _name, _command in (("list", job_list), ("status", job_status), ("logs", job
 
 def _reach(cluster: str | None, address: str | None, rendezvous: Path | None) -> Reached:
     from rollcall.cluster.jobs import reach
-    from rollcall.cluster.state import current_cluster
+    from rollcall.nodes.state import current_cluster
 
     return reach(current_cluster(cluster), address=address, rendezvous=rendezvous)
 

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollcall.cluster.state import ClusterError
     from rollcall.groups.backend import Seat
     from rollcall.groups.cluster import RayVirtualCluster, VirtualCluster, init_ray
     from rollcall.groups.failures import WorkerDiedError, WorkerError, WorkerTimeoutError
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         WorkerGroup,
     )
     from rollcall.groups.sharding import NamedSharding
+    from rollcall.nodes.state import ClusterError
 
 _HOME = {
     "Seat": "backend",

@@ -19,14 +19,14 @@ from pydantic import TypeAdapter
 
 from rollcall.cluster import doctor_checks as checks
 from rollcall.cluster import doctor_facts
-from rollcall.cluster.address import is_loopback, split_address
-from rollcall.cluster.check import Roster, list_nodes
 from rollcall.cluster.doctor_checks import Finding, NodeFacts, SharedFolder
 from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
-from rollcall.cluster.head import NodeInfo
-from rollcall.cluster.state import ClusterError, current_cluster, tls_dir
 from rollcall.config import Config
 from rollcall.door import new_secret
+from rollcall.nodes.address import is_loopback, split_address
+from rollcall.nodes.check import Roster, list_nodes
+from rollcall.nodes.head import NodeInfo
+from rollcall.nodes.state import ClusterError, current_cluster, tls_dir
 from rollcall.on_ray.connect import connect
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, SizesUnknown, element_size, read_sizes
@@ -259,7 +259,7 @@ class _Examination:
 
     def _which_folder(self) -> str | None:
         if self.config is None:
-            from rollcall.cluster.state import require_record
+            from rollcall.nodes.state import require_record
 
             return require_record(self.roster.cluster).rendezvous
         folder = self.config.run.dir.absolute().parent

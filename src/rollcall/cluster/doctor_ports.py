@@ -10,8 +10,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from rollcall.cluster.address import FIRST_PORT
 from rollcall.cluster.doctor_checks import Finding, NodeFacts
+from rollcall.nodes.address import FIRST_PORT
 
 LAST_PORT = 65535
 

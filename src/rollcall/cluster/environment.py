@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rollcall.cluster.node_env import origins
 from rollcall.cluster.seal import SealError, seal, unseal
-from rollcall.cluster.state import TOKEN, ClusterError
 from rollcall.config import ClusterSection
+from rollcall.nodes.state import TOKEN, ClusterError
 from rollcall.redact import REDACTED, guard_streams, hides, redact_env, remember
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")

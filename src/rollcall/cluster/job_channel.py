@@ -14,9 +14,9 @@ from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
 from rollcall.cluster.environment import process_token
-from rollcall.cluster.head import ask_own_head
-from rollcall.cluster.processes import RAYLET, command_names
-from rollcall.cluster.state import ClusterError, NodeRecord
+from rollcall.nodes.head import ask_own_head
+from rollcall.nodes.processes import RAYLET, command_names
+from rollcall.nodes.state import ClusterError, NodeRecord
 from rollcall.on_ray.connect import connect
 from rollcall.redact import redact, remember
 

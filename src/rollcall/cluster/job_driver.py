@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from rollcall.attempts import Budget, RestartsSpentError
 from rollcall.cluster.environment import SEALED, open_sealed
-from rollcall.cluster.state import ClusterError
 from rollcall.config import load_config
+from rollcall.nodes.state import ClusterError
 from rollcall.redact import Redactor
 
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

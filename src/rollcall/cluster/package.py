@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rollcall
-from rollcall.cluster.state import ClusterError
 from rollcall.config import Config, FunctionReward
 from rollcall.model.tiny import resolve_model
+from rollcall.nodes.state import ClusterError
 
 RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this

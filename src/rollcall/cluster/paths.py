@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.state import ClusterError, NodeRecord
 from rollcall.config import Config, parse_config
+from rollcall.nodes.state import ClusterError, NodeRecord
 
 
 def resolve_paths(config: Config, *, folder: Path, record: NodeRecord | None) -> Config:

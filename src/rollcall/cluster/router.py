@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollcall.cluster.state import ClusterError
 from rollcall.engine.protocol import Request
+from rollcall.nodes.state import ClusterError
 
 KEPT = 0.98  # of what was measured before, with each finished request
 TOLERANCE = 1.25  # lengths differ, so workers of the same speed do not look quite the same

@@ -8,8 +8,8 @@ from typing import Any
 
 from rollcall.cluster.environment import NODE_OWN, Variable, declared, for_ray, seen_here
 from rollcall.cluster.node_env import UNDECLARED
-from rollcall.cluster.state import ClusterError, NodeRecord
 from rollcall.config import ClusterSection
+from rollcall.nodes.state import ClusterError, NodeRecord
 from rollcall.on_ray.connect import connect
 from rollcall.redact import REDACTED, hides
 

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from rollcall.cluster.state import ClusterError
+from rollcall.nodes.state import ClusterError
 
 _CARRIERS = ("rollcall.groups.host", "rollcall.groups.inprocess", "rollcall.groups.pulse")
 

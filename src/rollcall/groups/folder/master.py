@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollcall.cluster.state import ClusterError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
 from rollcall.groups.failures import (
@@ -66,6 +65,7 @@ from rollcall.groups.folder.mailbox import (
     sweep,
 )
 from rollcall.groups.host import MARK, end_group
+from rollcall.nodes.state import ClusterError
 from rollcall.stop import Stopped
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rollcall.cluster.state import ClusterError, write_private
+from rollcall.nodes.state import ClusterError, write_private
 
 ROUNDS = 200_000
 VALID = timedelta(days=3650)

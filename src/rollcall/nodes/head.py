@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rollcall.cluster.address import listens
-from rollcall.cluster.state import ClusterError, read_token, tls_dir, tls_env
-from rollcall.cluster.tls import write_certificates
+from rollcall.nodes.address import listens
+from rollcall.nodes.state import ClusterError, read_token, tls_dir, tls_env
+from rollcall.nodes.tls import write_certificates
 
 LABEL = "rollcall."  # of every label below
 CONNECT_S = 3.0

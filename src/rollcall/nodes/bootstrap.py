@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollcall.cluster.address import is_loopback, is_wildcard, join_address, listens, split_address
-from rollcall.cluster.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
-from rollcall.cluster.processes import GCS, RAYLET, command_names, find_processes, stop_processes
-from rollcall.cluster.ray_start import (
+from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
+from rollcall.nodes.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
+from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
+from rollcall.nodes.ray_start import (
     NodeRequest,
     Say,
     Start,
@@ -27,8 +27,8 @@ from rollcall.cluster.ray_start import (
     plan_worker,
     ray_start,
 )
-from rollcall.cluster.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
-from rollcall.cluster.state import (
+from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
+from rollcall.nodes.state import (
     TOKEN,
     ClusterError,
     NodeRecord,
@@ -41,7 +41,7 @@ from rollcall.cluster.state import (
     write_record,
     write_token,
 )
-from rollcall.cluster.tls import write_certificates
+from rollcall.nodes.tls import write_certificates
 
 START_S = 180.0  # for Ray itself, once its head is known
 SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second is seen by then

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollcall.cluster.address import (
+from rollcall.cluster.node_env import hint, missed, nodes_own
+from rollcall.nodes.address import (
     free_ports,
     is_free,
     is_loopback,
@@ -28,11 +29,10 @@ from rollcall.cluster.address import (
     resolve,
     split_address,
 )
-from rollcall.cluster.head import LABEL
-from rollcall.cluster.node_env import hint, missed, nodes_own
-from rollcall.cluster.processes import MARK
-from rollcall.cluster.rendezvous import Found
-from rollcall.cluster.state import TOKEN, ClusterError, auth_env, state_dir, tls_env
+from rollcall.nodes.head import LABEL
+from rollcall.nodes.processes import MARK
+from rollcall.nodes.rendezvous import Found
+from rollcall.nodes.state import TOKEN, ClusterError, auth_env, state_dir, tls_env
 
 Accelerator = Literal["gpu", "cpu"]
 Say = Callable[[str], None]
