@@ -16,14 +16,14 @@ import pytest
 import yaml
 from lab.cluster import LabCluster, rollcall
 
-from rollcall.cluster import doctor_checks as checks
-from rollcall.cluster import doctor_facts
-from rollcall.cluster.doctor import Report, checkpoint_bytes, judge_plan, judge_slots, partners
-from rollcall.cluster.doctor_checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
-from rollcall.cluster.doctor_facts import Probe
-from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
-from rollcall.cluster.doctor_show import show
 from rollcall.config import parse_config
+from rollcall.doctor import checks
+from rollcall.doctor import probe as doctor_facts
+from rollcall.doctor.checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
+from rollcall.doctor.examine import Report, checkpoint_bytes, judge_plan, judge_slots, partners
+from rollcall.doctor.ports import firewall_rule, judge_exposure
+from rollcall.doctor.probe import Probe
+from rollcall.doctor.show import show
 from rollcall.nodes.check import Roster
 from rollcall.nodes.head import NodeInfo
 

@@ -12,7 +12,7 @@ from rollcall.cli import FAILED, Debug, Json, Overrides, complain
 from rollcall.cli.cluster import Cluster
 
 if TYPE_CHECKING:
-    from rollcall.cluster.doctor import Report
+    from rollcall.doctor.examine import Report
 
 
 def doctor(
@@ -33,8 +33,8 @@ def doctor(
       rollcall doctor run.yaml
       rollcall doctor run.yaml run.dir=/shared/runs/x --json
     """
-    from rollcall.cluster.doctor import examine
     from rollcall.config import load_config
+    from rollcall.doctor.examine import examine
 
     config = load_config(file, overrides or []) if file is not None else None
     report = examine(cluster, config=config, say=complain)
@@ -47,6 +47,6 @@ def doctor(
 
 
 def _show(report: Report) -> None:
-    from rollcall.cluster.doctor_show import show
+    from rollcall.doctor.show import show
 
     show(report)

@@ -16,7 +16,7 @@ from rollcall.stop import INTERRUPTED, STOPPED
 
 if TYPE_CHECKING:
     from rollcall.cluster.jobs import Job, Jobs, Reached
-    from rollcall.cluster.worker_view import NodeView
+    from rollcall.doctor.worker_view import NodeView
 
 Address = Annotated[
     str | None, typer.Option("--address", metavar="URL", help="The cluster's dashboard; default: this node's cluster.")
@@ -190,8 +190,8 @@ def env(
     """
     from rollcall.cluster.environment import submitted_env
     from rollcall.cluster.node_env import hint, missed
-    from rollcall.cluster.worker_view import view_workers
     from rollcall.config import load_config
+    from rollcall.doctor.worker_view import view_workers
     from rollcall.nodes.state import current_cluster, require_record
 
     section = load_config(*split_arguments(file, overrides)).cluster

@@ -184,7 +184,7 @@ class Probe:
             environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         environment["OMP_NUM_THREADS"] = "1"
         self._measuring = subprocess.Popen(
-            [sys.executable, "-m", "rollcall.cluster.bandwidth", *arguments],
+            [sys.executable, "-m", "rollcall.doctor.bandwidth", *arguments],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._measuring.stdin is not None

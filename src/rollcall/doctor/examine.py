@@ -17,11 +17,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rollcall.cluster import doctor_checks as checks
-from rollcall.cluster import doctor_facts
-from rollcall.cluster.doctor_checks import Finding, NodeFacts, SharedFolder
-from rollcall.cluster.doctor_ports import firewall_rule, judge_exposure
 from rollcall.config import Config
+from rollcall.doctor import checks
+from rollcall.doctor import probe as doctor_facts
+from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder
+from rollcall.doctor.ports import firewall_rule, judge_exposure
 from rollcall.door import new_secret
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.cluster.doctor import Report
-from rollcall.cluster.doctor_checks import Finding, NodeFacts
+from rollcall.doctor.checks import Finding, NodeFacts
+from rollcall.doctor.examine import Report
 from rollcall.plan.draw import make_console
 from rollcall.plan.memory import GIB
 

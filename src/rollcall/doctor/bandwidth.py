@@ -1,4 +1,4 @@
-"""One rank of an all-reduce between nodes, timed: ``python -m rollcall.cluster.bandwidth``; started by the doctor.
+"""One rank of an all-reduce between nodes, timed: ``python -m rollcall.doctor.bandwidth``; started by the doctor.
 
 Rank 0 listens where the others meet it, and prints its port first. Every rank ends by printing one line of JSON. The secret
 of the meeting is the first line of stdin: arguments are for every user of the node to see.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 
-from rollcall.cluster.doctor_checks import Finding, NodeFacts
+from rollcall.doctor.checks import Finding, NodeFacts
 from rollcall.nodes.address import FIRST_PORT
 
 LAST_PORT = 65535
