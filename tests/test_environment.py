@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcall import redact
-from rollcall.cluster.environment import (
+from rollcall.config import ClusterSection, parse_config
+from rollcall.nodes.state import ClusterError
+from rollcall.redact import REDACTED
+from rollcall.worker_env.declared import (
     NODE_OWN,
     SEALED,
     SUBMITTED,
@@ -26,11 +29,8 @@ from rollcall.cluster.environment import (
     submitted_env,
     worker_env,
 )
-from rollcall.cluster.node_env import UNDECLARED, hint, missed, nodes_own, origins
-from rollcall.cluster.seal import SealError, seal, unseal
-from rollcall.config import ClusterSection, parse_config
-from rollcall.nodes.state import ClusterError
-from rollcall.redact import REDACTED
+from rollcall.worker_env.node_shell import UNDECLARED, hint, missed, nodes_own, origins
+from rollcall.worker_env.seal import SealError, seal, unseal
 
 TOKEN = "token-of-this-cluster"
 SECRET = "wandb-5e77a9-not-for-you"

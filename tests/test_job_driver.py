@@ -13,11 +13,11 @@ import pytest
 from runs import column, make_run
 
 from rollcall.audit import audit
-from rollcall.cluster.environment import SEALED
-from rollcall.cluster.seal import seal
 from rollcall.config import Config, dump_config
 from rollcall.redact import REDACTED
 from rollcall.stop import STOPPED
+from rollcall.worker_env.declared import SEALED
+from rollcall.worker_env.seal import seal
 
 WAIT_S = 600.0
 TOKEN, SECRET = "the-clusters-own-token", "wandb-5e77a9-not-for-you"

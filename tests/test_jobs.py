@@ -33,12 +33,12 @@ from rollcall.cluster.job_channel import HttpChannel, RelayChannel, Reply, Unrea
 from rollcall.cluster.jobs import Jobs, reach, refuse_busy
 from rollcall.cluster.package import build_package
 from rollcall.cluster.paths import mount_of, resolve_paths
-from rollcall.cluster.seal import seal
 from rollcall.config import Config, parse_config
 from rollcall.durable.lease import hold
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token
+from rollcall.worker_env.seal import seal
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0

@@ -188,11 +188,11 @@ def env(
       rollcall env run.yaml
       rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
     """
-    from rollcall.cluster.environment import submitted_env
-    from rollcall.cluster.node_env import hint, missed
     from rollcall.config import load_config
     from rollcall.doctor.worker_view import view_workers
     from rollcall.nodes.state import current_cluster, require_record
+    from rollcall.worker_env.declared import submitted_env
+    from rollcall.worker_env.node_shell import hint, missed
 
     section = load_config(*split_arguments(file, overrides)).cluster
     submitted = submitted_env(section)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
-from rollcall.cluster.environment import process_token
 from rollcall.nodes.head import ask_own_head
 from rollcall.nodes.processes import RAYLET, command_names
 from rollcall.nodes.state import ClusterError, NodeRecord
 from rollcall.on_ray.connect import connect
 from rollcall.redact import redact, remember
+from rollcall.worker_env.declared import process_token
 
 ANSWER_S = 20.0  # the head answers a question within this
 RELAY_S = 60.0  # the head node starts a process to answer for it

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 
 from rollcall.attempts import Budget, RestartsSpentError
-from rollcall.cluster.environment import SEALED, open_sealed
 from rollcall.config import load_config
 from rollcall.nodes.state import ClusterError
 from rollcall.redact import Redactor
+from rollcall.worker_env.declared import SEALED, open_sealed
 
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 QUIET_S = 1.0  # a line's beginning that waits for its rest is passed on after this

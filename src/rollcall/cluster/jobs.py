@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from rollcall import __version__
-from rollcall.cluster.environment import SETUP_HOOK, job_env, sealed_values
 from rollcall.cluster.job_channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
 from rollcall.cluster.package import RUN_FILE, build_package
 from rollcall.cluster.paths import resolve_paths
@@ -32,6 +31,7 @@ from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import TOKEN, ClusterError, NodeRecord, read_record, read_token, token_path
 from rollcall.redact import Redactor, redact, remember
+from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
 
 PREFIX = "rollcall-"
 LATEST = "latest"

@@ -20,7 +20,6 @@ from typing import Any
 
 from rollcall.attempts import Budget, headline
 from rollcall.checkpoint.store import CheckpointError
-from rollcall.cluster.environment import submitted_env, worker_env
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
 from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
@@ -43,6 +42,7 @@ from rollcall.plan.memory import SizesUnknown, read_sizes
 from rollcall.plan.placement import PlacementError, Plan, Role
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Floats, Prompt, Sample
+from rollcall.worker_env.declared import submitted_env, worker_env
 
 REPLACE_S = 24 * 3600.0  # for a seat to be there again, while others do the work; told meanwhile
 

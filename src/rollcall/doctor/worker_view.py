@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.cluster.environment import NODE_OWN, Variable, declared, for_ray, seen_here
-from rollcall.cluster.node_env import UNDECLARED
 from rollcall.config import ClusterSection
 from rollcall.nodes.state import ClusterError, NodeRecord
 from rollcall.on_ray.connect import connect
 from rollcall.redact import REDACTED, hides
+from rollcall.worker_env.declared import NODE_OWN, Variable, declared, for_ray, seen_here
+from rollcall.worker_env.node_shell import UNDECLARED
 
 ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")
 ANSWER_S = 90.0  # a node starts a fresh process to answer

@@ -95,7 +95,7 @@ class Host:
 
     def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
         """Make the worker; returns this process's id."""
-        from rollcall.cluster.environment import open_sealed  # here: it brings the run file's models with it
+        from rollcall.worker_env.declared import open_sealed  # here: it brings the run file's models with it
 
         open_sealed()
         os.environ.update(env)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rollcall.cluster.node_env import hint, missed, nodes_own
 from rollcall.nodes.address import (
     free_ports,
     is_free,
@@ -33,6 +32,7 @@ from rollcall.nodes.head import LABEL
 from rollcall.nodes.processes import MARK
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import TOKEN, ClusterError, auth_env, state_dir, tls_env
+from rollcall.worker_env.node_shell import hint, missed, nodes_own
 
 Accelerator = Literal["gpu", "cpu"]
 Say = Callable[[str], None]

@@ -20,7 +20,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rollcall.cluster.environment import for_ray
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop, is_large
 from rollcall.groups.failures import (
@@ -36,6 +35,7 @@ from rollcall.groups.host import MARK, Host, end_group
 from rollcall.groups.watch import SILENT_S
 from rollcall.nodes.state import ClusterError
 from rollcall.on_ray.supervise import Supervisor
+from rollcall.worker_env.declared import for_ray
 
 STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before it is known
 PEER_S = SILENT_S + 2  # until the loss is known that another one complains of

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.cluster.node_env import origins
-from rollcall.cluster.seal import SealError, seal, unseal
 from rollcall.config import ClusterSection
 from rollcall.nodes.state import TOKEN, ClusterError
 from rollcall.redact import REDACTED, guard_streams, hides, redact_env, remember
+from rollcall.worker_env.node_shell import origins
+from rollcall.worker_env.seal import SealError, seal, unseal
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _OURS = frozenset({
@@ -31,7 +31,7 @@ _OURS = frozenset({
 SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
 SETUP_HOOK = (
-    "rollcall.cluster.environment.open_sealed"  # runtime_env["worker_process_setup_hook"], for ray.init or a job
+    "rollcall.worker_env.declared.open_sealed"  # runtime_env["worker_process_setup_hook"], for ray.init or a job
 )
 
 
