@@ -629,7 +629,7 @@ def test_drivers_and_busy_workers_are_known_by_their_titles(tmp_path: Path, monk
     try:
         for title, busy, num_drivers in (
             ("ray::IDLE", False, 0),
-            ("python -m rollcall.cluster.job_driver run.yaml", False, 1),
+            ("python -m rollcall.jobs.driver run.yaml", False, 1),
             ("ray::Host.call", True, 1),
         ):
             started.append(start(title))

@@ -37,7 +37,7 @@ def start(folder: Path, *overrides: str) -> tuple[subprocess.Popen[str], Config]
     config = make_run(folder, "trainer.steps=6", "trainer.save_every=2", *overrides, reward=reward)
     path = folder / "run.yaml"
     path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "rollcall.cluster.job_driver", str(path)]
+    command = [sys.executable, "-m", "rollcall.jobs.driver", str(path)]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
     return process, config
 
@@ -81,7 +81,7 @@ def test_a_job_that_is_stopped_saves_and_stays_stopped(tmp_path: Path) -> None:
 def drive(code: str, folder: Path, *, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
     """A job's driver with ``code`` in place of the controller."""
     wrapper = (
-        "import sys\nfrom rollcall.attempts import Budget\nfrom rollcall.cluster.job_driver import supervise\n"
+        "import sys\nfrom rollcall.attempts import Budget\nfrom rollcall.jobs.driver import supervise\n"
         f"sys.exit(supervise([sys.executable, '-c', {code!r}], budget=Budget(most=1, window_s=60)))"
     )
     sealed = {SEALED: seal({"A_KEY": SECRET}, TOKEN), "RAY_AUTH_TOKEN": token}

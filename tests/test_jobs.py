@@ -26,15 +26,15 @@ from test_check import make_record
 from tiny import save_model
 
 from rollcall import redact
-from rollcall.cluster import job_channel
-from rollcall.cluster import jobs as module
-from rollcall.cluster import package as package_module
-from rollcall.cluster.job_channel import HttpChannel, RelayChannel, Reply, Unreachable
-from rollcall.cluster.jobs import Jobs, reach, refuse_busy
-from rollcall.cluster.package import build_package
-from rollcall.cluster.paths import mount_of, resolve_paths
 from rollcall.config import Config, parse_config
 from rollcall.durable.lease import hold
+from rollcall.jobs import channel as job_channel
+from rollcall.jobs import package as package_module
+from rollcall.jobs import submit as module
+from rollcall.jobs.channel import HttpChannel, RelayChannel, Reply, Unreachable
+from rollcall.jobs.package import build_package
+from rollcall.jobs.paths import mount_of, resolve_paths
+from rollcall.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token

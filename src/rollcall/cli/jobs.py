@@ -15,8 +15,8 @@ from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, complain, repo
 from rollcall.stop import INTERRUPTED, STOPPED
 
 if TYPE_CHECKING:
-    from rollcall.cluster.jobs import Job, Jobs, Reached
     from rollcall.doctor.worker_view import NodeView
+    from rollcall.jobs.submit import Job, Jobs, Reached
 
 Address = Annotated[
     str | None, typer.Option("--address", metavar="URL", help="The cluster's dashboard; default: this node's cluster.")
@@ -217,7 +217,7 @@ for _name, _command in (("list", job_list), ("status", job_status), ("logs", job
 
 
 def _reach(cluster: str | None, address: str | None, rendezvous: Path | None) -> Reached:
-    from rollcall.cluster.jobs import reach
+    from rollcall.jobs.submit import reach
     from rollcall.nodes.state import current_cluster
 
     return reach(current_cluster(cluster), address=address, rendezvous=rendezvous)

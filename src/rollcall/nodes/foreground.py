@@ -22,7 +22,7 @@ from rollcall.stop import SAME_S, heeded_signals
 
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
-DRIVER = "rollcall.cluster.job_driver"
+DRIVER = "rollcall.jobs.driver"
 # Titles of Ray's processes that work for nobody: a worker that nobody uses, and the two helpers that each raylet has (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rollcall import __version__
-from rollcall.cluster.job_channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
-from rollcall.cluster.package import RUN_FILE, build_package
-from rollcall.cluster.paths import resolve_paths
 from rollcall.config import Config, dump_config
 from rollcall.durable.lease import read_holder
+from rollcall.jobs.channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
+from rollcall.jobs.package import RUN_FILE, build_package
+from rollcall.jobs.paths import resolve_paths
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split_address
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import TOKEN, ClusterError, NodeRecord, read_record, read_token, token_path
@@ -43,7 +43,7 @@ STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its
 LOST_S = 120.0  # while following: the head has not answered for so long
 TELL_EVERY_S = 5.0
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
-ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall.cluster.job_driver {RUN_FILE}'
+ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
