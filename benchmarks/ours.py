@@ -17,11 +17,11 @@ from benchmarks.common import ROOT, Workload
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cluster.local import build_workers
 from rollcall.config import Config, parse_config
-from rollcall.controller import Controller
 from rollcall.durable.journal import Journal
+from rollcall.loop.controller import Controller
+from rollcall.loop.protocols import Workers
 from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
-from rollcall.workers import Workers
 
 
 class Recorder:

@@ -27,9 +27,9 @@ from rollcall.cluster.remote import RemoteLearner
 from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.team import Team
 from rollcall.config import Config
-from rollcall.controller import Controller
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
+from rollcall.loop.controller import Controller
 from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
 from rollcall.plan.placement import Role

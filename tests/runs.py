@@ -101,8 +101,8 @@ IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports t
 IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"
 IN_MARK_TRAINED = "rollcall.durable.journal:Journal.mark_trained"
 IN_METRICS = "rollcall.observe.sinks:JsonlSink.log"
-IN_EVALUATION = "rollcall.evaluate:summarize"
-IN_EXPORT = "rollcall.controller:Controller._export"
+IN_EVALUATION = "rollcall.loop.evaluate:summarize"
+IN_EXPORT = "rollcall.loop.controller:Controller._export"
 IN_SUMMARY = "rollcall.train:write_summary"
 
 

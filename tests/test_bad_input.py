@@ -33,13 +33,13 @@ from tiny import make_model, make_tokenizer, save_model
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
 from rollcall.cluster.local import Workers
 from rollcall.config import Config, ConfigError
-from rollcall.controller import RunError
 from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal, JournalError
 from rollcall.engine.native import engine as native_engine
 from rollcall.groups.failures import WorkerError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.optimizer import NonFiniteError
+from rollcall.loop.controller import RunError
 from rollcall.model.load import ModelError
 from rollcall.nodes.state import ClusterError
 from rollcall.types import Completion
@@ -437,7 +437,7 @@ def test_a_disk_that_is_full_when_the_run_starts_is_named(tmp_path: Path, disk: 
 def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollcall.controller import Controller
+    from rollcall.loop.controller import Controller
 
     monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")

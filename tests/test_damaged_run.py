@@ -20,9 +20,9 @@ from rollcall.config import Config, ConfigError, load_config
 from rollcall.durable.journal import MAGIC, Journal, JournalError, inspect
 from rollcall.durable.lease import read_holder
 from rollcall.evaluate_run import plan_evaluation
+from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
 from rollcall.observe.sinks import read_rows
-from rollcall.supply import Cursor
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_a_job_that_is_stopped_saves_and_stays_stopped(tmp_path: Path) -> None:
 def drive(code: str, folder: Path, *, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
     """A job's driver with ``code`` in place of the controller."""
     wrapper = (
-        "import sys\nfrom rollcall.attempts import Budget\nfrom rollcall.jobs.driver import supervise\n"
+        "import sys\nfrom rollcall.loop.attempts import Budget\nfrom rollcall.jobs.driver import supervise\n"
         f"sys.exit(supervise([sys.executable, '-c', {code!r}], budget=Budget(most=1, window_s=60)))"
     )
     sealed = {SEALED: seal({"A_KEY": SECRET}, TOKEN), "RAY_AUTH_TOKEN": token}

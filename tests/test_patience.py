@@ -21,12 +21,12 @@ from test_journal import make_group, small_disk, unmount
 from rollcall.audit import audit
 from rollcall.checkpoint import CheckpointError, CheckpointStore
 from rollcall.cluster.local import Workers
-from rollcall.controller import Controller
 from rollcall.durable import patience
 from rollcall.durable.journal import Journal, JournalError
 from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
 from rollcall.groups.failures import WorkerDiedError, WorkerError
+from rollcall.loop.controller import Controller
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
 

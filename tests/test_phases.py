@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.config import Config, ConfigError
-from rollcall.controller import RunError
 from rollcall.durable.journal import Journal
+from rollcall.loop.controller import RunError
+from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.observe.events import StepPhase, read_phases
-from rollcall.phases import Bounds, Phase, Split
 from rollcall.train import train
 
 ROLLOUT, UPDATE = Bounds(phase=Phase.ROLLOUT), Bounds(phase=Phase.UPDATE)

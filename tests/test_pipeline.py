@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import make_workers, run_steps, stop, team_of
-from rollcall.aside import in_thread
 from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
+from rollcall.loop.aside import in_thread
+from rollcall.loop.supply import AsCompleted, Begun, Cursor, InOrder, Made, Needs, StepBatch, choose
 from rollcall.plan.placement import Role
-from rollcall.supply import AsCompleted, Begun, Cursor, InOrder, Made, Needs, StepBatch, choose
 from rollcall.types import Group, Prompt
 
 STEPS, PROMPTS = 8, 6

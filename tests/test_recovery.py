@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import ThreadGroup
-from rollcall.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
 from rollcall.cluster.remote_engine import RemoteEngine
 from rollcall.cluster.router import Place, Router
 from rollcall.cluster.team import Team
@@ -40,6 +39,7 @@ from rollcall.groups.failures import (
     is_about_a_peer,
 )
 from rollcall.groups.pulse import look
+from rollcall.loop.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
 from rollcall.nodes.state import ClusterError
 from rollcall.plan.placement import Role
 from rollcall.train import train

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from rollcall.config import Config, ConfigError, dump_config, load_config
 from rollcall.durable.journal import Journal
+from rollcall.loop.resume import FREE_OF_REWARDS, Change, changes_on_resume, notes_on
 from rollcall.observe.events import read_events
-from rollcall.resume import FREE_OF_REWARDS, Change, changes_on_resume, notes_on
 from rollcall.train import train
 
 

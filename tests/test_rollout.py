@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollcall.engine.protocol import Finished, Request, Sampling
-from rollcall.rollout import Attempt, Rollouts, sampling_seeds
+from rollcall.loop.rollout import Attempt, Rollouts, sampling_seeds
 from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
@@ -28,7 +28,7 @@ def test_seeds_are_a_pure_function_of_run_step_prompt_and_attempt() -> None:
 
 
 def test_seeds_are_the_same_in_another_process() -> None:
-    code = "from rollcall.rollout import sampling_seeds; print(sampling_seeds(3, 14, 'row-15', 3))"
+    code = "from rollcall.loop.rollout import sampling_seeds; print(sampling_seeds(3, 14, 'row-15', 3))"
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "92"}
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == str(sampling_seeds(3, 14, "row-15", 3))

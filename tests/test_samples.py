@@ -10,7 +10,7 @@ import pytest
 
 from rollcall.config import Dapo, DrGrpo, Grpo, Ppo, ReinforcePlusPlus
 from rollcall.learner.learner import TokenScores
-from rollcall.samples import has_signal, make_samples, shaped_rewards
+from rollcall.loop.samples import has_signal, make_samples, shaped_rewards
 from rollcall.types import Completion, FinishReason, Floats, Group, Prompt, Sample, Score, Segment
 
 LONGEST = 8

@@ -26,9 +26,9 @@ import rollcall.stop
 from rollcall.audit import audit
 from rollcall.cluster.local import Workers
 from rollcall.config import Config, dump_config
-from rollcall.controller import Controller
 from rollcall.durable.journal import Journal
-from rollcall.evaluate import Evaluation
+from rollcall.loop.controller import Controller
+from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases
 from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
 

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollcall.audit import audit
 from rollcall.config import Config, ConfigError, load_config
-from rollcall.controller import RunError
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
+from rollcall.loop.controller import RunError
 from rollcall.observe.metrics import check_names
 from rollcall.train import train
 

@@ -16,7 +16,7 @@ from rollcall.config_errors import ConfigError
 from rollcall.config_yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
 from rollcall.durable.journal import StepFile, inspect, is_trained_row
-from rollcall.supply import Cursor
+from rollcall.loop.supply import Cursor
 
 TRAINED = "trained.jsonl"
 LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")

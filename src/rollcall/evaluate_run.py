@@ -22,14 +22,14 @@ from rollcall.cluster.local import NUM_REWARD_WORKERS, LocalEngine, build_engine
 from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
-from rollcall.evaluate import Evaluation, evaluate
+from rollcall.loop.evaluate import Evaluation, evaluate
+from rollcall.loop.rollout import Rollouts
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.tiny import resolve_model
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.rollout import Rollouts
 from rollcall.train import RUN_FILE
 
 NUM_SAMPLES_SHOWN = 6

@@ -11,15 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.attempts import Budget, closing, headline, run_attempts
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.cluster.local import build_workers
 from rollcall.config import Config, ConfigError, dump_config
-from rollcall.controller import Controller
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
+from rollcall.loop.attempts import Budget, closing, headline, run_attempts
+from rollcall.loop.controller import Controller
+from rollcall.loop.phases import Bounds, Split
+from rollcall.loop.protocols import Workers
+from rollcall.loop.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
@@ -27,13 +30,10 @@ from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
-from rollcall.phases import Bounds, Split
 from rollcall.plan.memory import SizesUnknown, element_size, read_sizes
-from rollcall.resume import RUN_FILE, Change, changes_on_resume, notes_on
 from rollcall.reward.scorer import Scorer
 from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.stop import Stopped, heeded
-from rollcall.workers import Workers
 
 
 def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:

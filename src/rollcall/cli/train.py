@@ -12,7 +12,7 @@ import typer
 
 from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain, split_arguments
 from rollcall.importing import uncollected
-from rollcall.phases import Bounds, Phase, Split
+from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
 
 

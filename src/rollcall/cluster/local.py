@@ -21,6 +21,7 @@ from rollcall.engine.vllm.setup import find_python
 from rollcall.host_memory import keep_freed_memory
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
+from rollcall.loop.samples import Score as ScoreSamples
 from rollcall.model.decoder import has_compiler
 from rollcall.model.load import (
     load_causal_lm,
@@ -31,7 +32,6 @@ from rollcall.model.load import (
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.tiny import resolve_model
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
-from rollcall.samples import Score as ScoreSamples
 from rollcall.types import Completion, Prompt, Sample
 
 COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves

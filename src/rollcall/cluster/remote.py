@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.attempts import Budget, headline
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
@@ -34,6 +33,7 @@ from rollcall.groups.failures import WorkerDiedError, WorkerLostError
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
+from rollcall.loop.attempts import Budget, headline
 from rollcall.meeting import Place
 from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink

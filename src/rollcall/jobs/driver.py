@@ -19,8 +19,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from rollcall.attempts import Budget, RestartsSpentError
 from rollcall.config import load_config
+from rollcall.loop.attempts import Budget, RestartsSpentError
 from rollcall.nodes.state import ClusterError
 from rollcall.redact import Redactor
 from rollcall.worker_env.declared import SEALED, open_sealed

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, ConfigError, parse_config
-from rollcall.phases import Bounds
+from rollcall.loop.phases import Bounds
 
 PLACEMENT = {"actor": 0, "rollout": "all"}
 IMPLIED = ("num_nodes", "num_gpus_per_node", "nodes", "component_placement", "node_weights")

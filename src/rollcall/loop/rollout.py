@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from rollcall.aside import in_thread
 from rollcall.engine.protocol import Engine, Request, Sampling
+from rollcall.loop.aside import in_thread
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Prompt, Score
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from rollcall.aside import wait_for_threads
 from rollcall.groups.failures import NoRoomError, WorkerLostError
+from rollcall.loop.aside import wait_for_threads
 from rollcall.nodes.state import ClusterError
 
 T = TypeVar("T")

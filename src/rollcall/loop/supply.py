@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollcall.durable.append_file import is_count
-from rollcall.phases import steps_ahead
+from rollcall.loop.phases import steps_ahead
 from rollcall.types import Group
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from rollcall.config import EvalSection
 from rollcall.engine.protocol import Sampling
+from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.observe.headline import GRADED, is_graded
 from rollcall.reward.scorer import Scorer
-from rollcall.rollout import Rollouts, sampling_seeds
 from rollcall.types import FinishReason, Group, Prompt
 
 

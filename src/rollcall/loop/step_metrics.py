@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from rollcall.rollout import Clock
-from rollcall.supply import StepBatch
+from rollcall.loop.rollout import Clock
+from rollcall.loop.supply import StepBatch
 from rollcall.types import FinishReason, Sample
 
 

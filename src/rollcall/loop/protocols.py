@@ -9,8 +9,8 @@ from typing import Protocol
 
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
+from rollcall.loop.samples import Score as ScoreSamples
 from rollcall.reward.scorer import Scorer
-from rollcall.samples import Score as ScoreSamples
 from rollcall.types import Floats, Sample
 
 

@@ -7,7 +7,7 @@
                  │                        train: advantages ▶ pack ▶ update ▶ new version
                  └───────────────── weights ────────────────────────────────────┘
 
-Two coroutines over one buffer (``supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
+Two coroutines over one buffer (``loop/supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
 allows, from the journal what is there, from the engine the rest; ``_train`` waits for a step's groups, updates, and
 announces the new version. With staleness 0 they alternate. A third, ``Rollouts.pump``, drives engine and rewards while
 anyone waits for them.
@@ -35,8 +35,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollcall.aside import in_thread
-from rollcall.attempts import Regrow, causes
 from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.order import DataOrder
@@ -44,22 +42,24 @@ from rollcall.durable.journal import Journal, JournalError
 from rollcall.durable.lease import Lease
 from rollcall.durable.patience import persist
 from rollcall.engine.protocol import Sampling
-from rollcall.evaluate import evaluate
 from rollcall.learner.optimizer import NonFiniteError
+from rollcall.loop.aside import in_thread
+from rollcall.loop.attempts import Regrow, causes
+from rollcall.loop.evaluate import evaluate
+from rollcall.loop.phases import Bounds, Split
+from rollcall.loop.protocols import Workers
+from rollcall.loop.rollout import Clock, Rollouts, sampling_seeds
+from rollcall.loop.samples import has_signal, make_samples
+from rollcall.loop.step_metrics import batch_metrics
+from rollcall.loop.supply import AsCompleted, Cursor, InOrder, Made, Needs, NothingLeftError, StepBatch, Supply
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import Sink, read_rows
-from rollcall.observe.step_metrics import batch_metrics
 from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
-from rollcall.phases import Bounds, Split
 from rollcall.reward.scorer import why_unscored
-from rollcall.rollout import Clock, Rollouts, sampling_seeds
-from rollcall.samples import has_signal, make_samples
 from rollcall.stop import Stop
-from rollcall.supply import AsCompleted, Cursor, InOrder, Made, Needs, NothingLeftError, StepBatch, Supply
 from rollcall.types import Group, Prompt, Sample, failed_on_all
-from rollcall.workers import Workers
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0

@@ -2,7 +2,7 @@
 
 ``rollout`` fills the journal with the groups that the staleness allows from the newest checkpoint, and stops. ``update``
 trains the steps whose groups the journal has, saves, and stops; on another cluster or another day. One after the other they
-do what ``both`` does. They are bounds on the same loop (``controller.py``), not loops.
+do what ``both`` does. They are bounds on the same loop (``loop/controller.py``), not loops.
 """
 
 from __future__ import annotations
