@@ -15,13 +15,13 @@ from typing import Any
 
 from benchmarks.common import ROOT, Workload
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cluster.local import build_workers
 from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.protocols import Workers
 from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
+from rollcall.roles.local import build_workers
 
 
 class Recorder:
@@ -91,7 +91,7 @@ def make_workers(config: Config) -> Any:
     if config.cluster is None:
         workers: Any = build_workers(config, say=lambda text: None)
     else:
-        from rollcall.cluster.remote import build_remote_workers
+        from rollcall.roles.remote import build_remote_workers
 
         workers = build_remote_workers(config, say=lambda text: None)
     workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens

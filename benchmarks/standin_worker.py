@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollcall.cluster.engine_seat import EngineSeat, Progress
 from rollcall.engine.protocol import Finished, Request
+from rollcall.roles.engine_seat import EngineSeat, Progress
 from rollcall.types import Completion, FinishReason, Sample, Segment
 from rollcall.weights import Invitation
 

@@ -23,9 +23,6 @@ from benchmarks.common import ROOT
 from benchmarks.ours import Recorder
 from benchmarks.standin_worker import Pace, StandIn
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
-from rollcall.cluster.remote import RemoteLearner
-from rollcall.cluster.remote_engine import RemoteEngine
-from rollcall.cluster.team import Team
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
@@ -34,6 +31,9 @@ from rollcall.observe.console import QuietConsole
 from rollcall.observe.events import Events
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
+from rollcall.roles.engines import RemoteEngine
+from rollcall.roles.remote import RemoteLearner
+from rollcall.roles.team import Team
 from rollcall.types import Prompt
 
 

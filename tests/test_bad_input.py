@@ -31,7 +31,6 @@ from test_journal import small_disk, unmount
 from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
-from rollcall.cluster.local import Workers
 from rollcall.config import Config, ConfigError
 from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal, JournalError
@@ -42,6 +41,7 @@ from rollcall.learner.optimizer import NonFiniteError
 from rollcall.loop.controller import RunError
 from rollcall.model.load import ModelError
 from rollcall.nodes.state import ClusterError
+from rollcall.roles.local import Workers
 from rollcall.types import Completion
 
 

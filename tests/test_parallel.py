@@ -16,7 +16,6 @@ from test_learner import LONGEST, TEMPERATURE, make_samples, section, trainable
 from tiny import ARCHITECTURES, make_model, make_tokenizer, needs_bfloat16, save_model
 
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
-from rollcall.cluster.role_worker import RoleWorker, Seating, roles_in_parts
 from rollcall.config import Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
@@ -25,6 +24,7 @@ from rollcall.learner.optimizer import NonFiniteError
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.placement import Role
+from rollcall.roles.worker import RoleWorker, Seating, roles_in_parts
 from rollcall.types import Sample
 
 ALONE: dict[str, Any] = {}

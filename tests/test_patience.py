@@ -20,7 +20,6 @@ from test_journal import make_group, small_disk, unmount
 
 from rollcall.audit import audit
 from rollcall.checkpoint import CheckpointError, CheckpointStore
-from rollcall.cluster.local import Workers
 from rollcall.durable import patience
 from rollcall.durable.journal import Journal, JournalError
 from rollcall.durable.lease import hold
@@ -29,6 +28,7 @@ from rollcall.groups.failures import WorkerDiedError, WorkerError
 from rollcall.loop.controller import Controller
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
+from rollcall.roles.local import Workers
 
 
 @pytest.fixture(autouse=True)

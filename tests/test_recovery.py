@@ -23,10 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import ThreadGroup
-from rollcall.cluster.remote_engine import RemoteEngine
-from rollcall.cluster.router import Place, Router
-from rollcall.cluster.team import Team
-from rollcall.cluster.weight_sync import WeightSync
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.groups.failures import (
@@ -42,6 +38,10 @@ from rollcall.groups.pulse import look
 from rollcall.loop.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
 from rollcall.nodes.state import ClusterError
 from rollcall.plan.placement import Role
+from rollcall.roles.engines import RemoteEngine
+from rollcall.roles.router import Place, Router
+from rollcall.roles.team import Team
+from rollcall.roles.weight_sync import WeightSync
 from rollcall.train import train
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
-from rollcall.reward.trial import ANSWER, EMPTY, SAMPLE, try_run
+from rollcall.roles.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
 
 
 def a_run_file(config: Config, folder: Path) -> str:

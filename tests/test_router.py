@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from rollcall.cluster.engine_seat import EngineSeat
-from rollcall.cluster.router import RETRY_VERSIONS, Place, Router
 from rollcall.config import ConfigError, parse_config
 from rollcall.engine.protocol import Finished, Request, Sampling
 from rollcall.nodes.state import ClusterError
+from rollcall.roles.engine_seat import EngineSeat
+from rollcall.roles.router import RETRY_VERSIONS, Place, Router
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 

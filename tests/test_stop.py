@@ -24,12 +24,12 @@ import rollcall.__main__
 import rollcall.durable.patience
 import rollcall.stop
 from rollcall.audit import audit
-from rollcall.cluster.local import Workers
 from rollcall.config import Config, dump_config
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases
+from rollcall.roles.local import Workers
 from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
 
 STEPS = 5

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cluster.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
 from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
@@ -30,6 +29,7 @@ from rollcall.model.tiny import resolve_model
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
+from rollcall.roles.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
 from rollcall.train import RUN_FILE
 
 NUM_SAMPLES_SHOWN = 6

@@ -13,7 +13,6 @@ from typing import Any
 
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
-from rollcall.cluster.local import build_workers
 from rollcall.config import Config, ConfigError, dump_config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
@@ -32,6 +31,7 @@ from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
 from rollcall.plan.memory import SizesUnknown, element_size, read_sizes
 from rollcall.reward.scorer import Scorer
+from rollcall.roles.local import build_workers
 from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.stop import Stopped, heeded
 
@@ -188,7 +188,7 @@ def _build(config: Config, *, say: Callable[[str], None]) -> Workers:
     """All roles in this process, unless the run file places them on several slots."""
     if config.cluster is None or config.cluster.num_slots == 1:
         return build_workers(config, say=say)
-    from rollcall.cluster.remote import build_remote_workers
+    from rollcall.roles.remote import build_remote_workers
 
     return build_remote_workers(config, say=say)
 

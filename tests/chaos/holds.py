@@ -81,7 +81,7 @@ AFTER_IMPORT = {
     "rollcall.learner.whole": hold_whole,
     "rollcall.learner.gang": hold_gang,
     "rollcall.checkpoint.training": hold_save,
-    "rollcall.cluster.weight_sync": hold_weights,
+    "rollcall.roles.weight_sync": hold_weights,
 }
 
 

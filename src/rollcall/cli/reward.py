@@ -14,7 +14,7 @@ from rich.text import Text
 from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, reported, split_arguments
 
 if TYPE_CHECKING:
-    from rollcall.reward.trial import Trial
+    from rollcall.roles.reward_trial import Trial
 
 
 def test(
@@ -36,7 +36,7 @@ def test(
     """
     calm_libraries()
     from rollcall.config import load_config
-    from rollcall.reward.trial import try_run
+    from rollcall.roles.reward_trial import try_run
 
     trial = try_run(load_config(*split_arguments(file, overrides)), num_rows=rows)
     if as_json:

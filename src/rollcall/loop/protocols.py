@@ -1,5 +1,5 @@
-"""The roles of a run as the controller sees them: all in this process (``cluster/local.py``), or on a cluster
-(``cluster/remote.py``)."""
+"""The roles of a run as the controller sees them: all in this process (``roles/local.py``), or on a cluster
+(``roles/remote.py``)."""
 
 from __future__ import annotations
 

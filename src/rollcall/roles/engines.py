@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rollcall.cluster.engine_seat import Progress
-from rollcall.cluster.router import Place, Router
-from rollcall.cluster.team import Team
-from rollcall.cluster.weight_sync import WeightSync
 from rollcall.engine.protocol import Finished, Request
 from rollcall.groups.failures import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.loop.aside import in_thread
 from rollcall.plan.placement import Role
+from rollcall.roles.engine_seat import Progress
+from rollcall.roles.router import Place, Router
+from rollcall.roles.team import Team
+from rollcall.roles.weight_sync import WeightSync
 
 POLL_S = 0.5  # the longest that one look at the engines takes
 HELD_S = 0.02  # between two looks while all engines wait for new weights

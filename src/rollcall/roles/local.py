@@ -18,7 +18,6 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
-from rollcall.host_memory import keep_freed_memory
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.samples import Score as ScoreSamples
@@ -32,6 +31,7 @@ from rollcall.model.load import (
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.tiny import resolve_model
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
+from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.types import Completion, Prompt, Sample
 
 COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves

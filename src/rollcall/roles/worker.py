@@ -18,9 +18,6 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
-from rollcall.cluster.engine_seat import EngineSeat, Progress
-from rollcall.cluster.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
-from rollcall.cluster.weight_sync import WorkerWeights
 from rollcall.config import Config, ModelReward
 from rollcall.door import listen_at
 from rollcall.engine.protocol import Request
@@ -40,6 +37,9 @@ from rollcall.model.load import (
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.nodes.address import interface_of, own_address
 from rollcall.plan.placement import Role
+from rollcall.roles.engine_seat import EngineSeat, Progress
+from rollcall.roles.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
+from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
 

@@ -87,8 +87,8 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     models: dict[int, ModelRewardFunction] = {}
     for index, reward in enumerate(rewards):
         if reward.type == "model":
-            from rollcall.cluster.local import load_reward_model
             from rollcall.model.load import resolve_device
+            from rollcall.roles.local import load_reward_model
 
             trust = config.model.trust_remote_code
             models[index] = load_reward_model(

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcall.cluster.team import Team
 from rollcall.config import Config, WeightTransport
 from rollcall.groups.failures import WorkerTimeoutError
 from rollcall.plan.placement import HOLDERS, Role
+from rollcall.roles.team import Team
 from rollcall.weights import (
     Invitation,
     SameProcessReceiver,

@@ -19,10 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointError
-from rollcall.cluster.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
-from rollcall.cluster.remote_engine import WAIT_S, RemoteEngine
-from rollcall.cluster.role_worker import TRAINED, Facts, Seating, roles_in_parts
-from rollcall.cluster.team import Team
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
 from rollcall.door import new_secret
@@ -41,6 +37,10 @@ from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import SizesUnknown, read_sizes
 from rollcall.plan.placement import PlacementError, Plan, Role
 from rollcall.reward.scorer import Scorer
+from rollcall.roles.engines import WAIT_S, RemoteEngine
+from rollcall.roles.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
+from rollcall.roles.team import Team
+from rollcall.roles.worker import TRAINED, Facts, Seating, roles_in_parts
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.worker_env.declared import submitted_env, worker_env
 
@@ -301,7 +301,7 @@ def _place(
     group = WorkerGroup(
         cluster=cluster,
         remote_worker_builder=WorkerBuilder(
-            "rollcall.cluster.role_worker.RoleWorker", config, _seen_by_all(inputs.model_path, config)
+            "rollcall.roles.worker.RoleWorker", config, _seen_by_all(inputs.model_path, config)
         ),
         name_prefix=config.run.name,
         seats=[
