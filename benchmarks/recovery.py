@@ -50,7 +50,7 @@ def main() -> None:
 def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
     from chaos.faults import strike  # pyright: ignore[reportMissingImports]
 
-    from rollcall.audit import audit
+    from rollcall.inspect.audit import audit
     from rollcall.observe.events import read_phases
 
     with arena.run(mode) as run:

@@ -13,13 +13,13 @@ import pytest
 from runs import finish, make_run
 from typer.testing import CliRunner
 
-from rollcall.audit import audit
 from rollcall.checkpoint.store import CheckpointError, CheckpointStore
 from rollcall.cli.main import app
 from rollcall.config import Config, ConfigError, load_config
 from rollcall.durable.journal import MAGIC, Journal, JournalError, inspect
 from rollcall.durable.lease import read_holder
 from rollcall.evaluate_run import plan_evaluation
+from rollcall.inspect.audit import audit
 from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
 from rollcall.observe.sinks import read_rows

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from runs import column, make_run
 
-from rollcall.audit import audit
 from rollcall.config import Config, dump_config
+from rollcall.inspect.audit import audit
 from rollcall.redact import REDACTED
 from rollcall.stop import STOPPED
 from rollcall.worker_env.declared import SEALED

@@ -18,13 +18,13 @@ import pytest
 from runs import finish, make_run, num_records, weights
 from test_journal import make_group, small_disk, unmount
 
-from rollcall.audit import audit
 from rollcall.checkpoint import CheckpointError, CheckpointStore
 from rollcall.durable import patience
 from rollcall.durable.journal import Journal, JournalError
 from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
 from rollcall.groups.failures import WorkerDiedError, WorkerError
+from rollcall.inspect.audit import audit
 from rollcall.loop.controller import Controller
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows

@@ -12,12 +12,12 @@ from runs import IN_JOURNAL, IN_SAVE_WRITE, Kill, finish, make_run, num_records,
 from test_journal import make_group
 from typer.testing import CliRunner
 
-from rollcall.audit import audit
 from rollcall.cli.main import app
 from rollcall.config import Config, ConfigError
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
-from rollcall.recover import look, repair
+from rollcall.inspect.audit import audit
+from rollcall.inspect.recover import look, repair
 
 
 def command(*arguments: str | Path) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from runs import column, finish, letter_rows, make_run, metric_rows, weights
 import rollcall.__main__
 import rollcall.durable.patience
 import rollcall.stop
-from rollcall.audit import audit
 from rollcall.config import Config, dump_config
 from rollcall.durable.journal import Journal
+from rollcall.inspect.audit import audit
 from rollcall.loop.controller import Controller
 from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases

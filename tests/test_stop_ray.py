@@ -12,7 +12,7 @@ import pytest
 from runs import wait_for_steps
 from test_jobs import WAIT_S, OneNode, rollcall, start_arguments
 
-from rollcall.audit import audit
+from rollcall.inspect.audit import audit
 from rollcall.observe.sinks import read_rows
 
 CLUSTER = {

@@ -26,10 +26,10 @@ from runs import (
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollcall.audit import audit
 from rollcall.config import Config, ConfigError, load_config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
+from rollcall.inspect.audit import audit
 from rollcall.loop.controller import RunError
 from rollcall.observe.metrics import check_names
 from rollcall.train import train

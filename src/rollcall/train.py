@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
 from rollcall.config import Config, ConfigError, dump_config
@@ -32,7 +33,6 @@ from rollcall.observe.summary import build_summary, write_summary
 from rollcall.plan.memory import SizesUnknown, element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
-from rollcall.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.stop import Stopped, heeded
 
 

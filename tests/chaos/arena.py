@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from tiny import save_model
 
 from chaos.workers import workers_on
-from rollcall.audit import audit
+from rollcall.inspect.audit import audit
 from rollcall.observe.events import read_phases
 
 STEPS, SAVE_EVERY = 6, 2

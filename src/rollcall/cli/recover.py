@@ -13,8 +13,8 @@ import typer
 from rollcall.cli import Debug, Json, complain
 
 if TYPE_CHECKING:
+    from rollcall.inspect.recover import Report
     from rollcall.observe.events import PhaseEvent
-    from rollcall.recover import Report
 
 STEPS_SHOWN = 3
 
@@ -35,8 +35,8 @@ def recover(
       rollcall recover runs/arithmetic --json
       rollcall recover runs/arithmetic --repair
     """
-    from rollcall.recover import look
-    from rollcall.recover import repair as set_aside
+    from rollcall.inspect.recover import look
+    from rollcall.inspect.recover import repair as set_aside
 
     moved = set_aside(run_dir, say=complain) if repair else []
     report = look(run_dir)
@@ -50,11 +50,11 @@ def recover(
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:
     """What a run does now, and what its last steps did."""
+    from rollcall.checkpoint.run_dir import is_run
     from rollcall.durable.lease import read_holder
+    from rollcall.inspect.recover import describe, holder_as_json, num_steps_of
     from rollcall.observe.events import read_phases
     from rollcall.observe.standing import standing
-    from rollcall.recover import describe, holder_as_json, num_steps_of
-    from rollcall.run_dir import is_run
 
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, or nothing to see the cluster")
@@ -120,7 +120,7 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
 
 
 def _show(report: Report) -> None:
-    from rollcall.recover import describe
+    from rollcall.inspect.recover import describe
 
     rows = [("run", str(report.run_dir)), ("held by", describe(report.holder))]
     if report.phase is not None:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.audit import Audit, Torn, audit, judge_file, read_trained, store
 from rollcall.checkpoint.store import CheckpointState, write_atomic
 from rollcall.config_errors import ConfigError
 from rollcall.config_yaml import read_yaml
 from rollcall.durable.append_file import is_count
 from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
+from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained, store
 from rollcall.observe.events import PhaseEvent, read_phases
 
 SET_ASIDE = "set-aside"
