@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0
 NO_HUB = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{tempfile.gettempdir()}/rollcall-tests-have-no-hub"}  # read by importing
 IMPORTED = [
-    "rollcall.train", "rollcall.evaluate_run", "rollcall.cli.main", "torch.distributed.fsdp",
+    "rollcall.train", "rollcall.eval", "rollcall.cli.main", "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto", "tiny", "ranks",
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from rollcall.cli.main import app
 from rollcall.config import Config, ConfigError, load_config
 from rollcall.durable.journal import MAGIC, Journal, JournalError, inspect
 from rollcall.durable.lease import read_holder
-from rollcall.evaluate_run import plan_evaluation
+from rollcall.eval import plan_evaluation
 from rollcall.inspect.audit import audit
 from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases

@@ -13,7 +13,7 @@ from commands import rollcall
 from tiny import save_model
 
 from rollcall.config import ConfigError
-from rollcall.evaluate_run import EvalPlan, EvalReport, plan_evaluation, run_evaluation
+from rollcall.eval import EvalPlan, EvalReport, plan_evaluation, run_evaluation
 from rollcall.train import train
 
 ROOT = Path(__file__).parents[1]

@@ -31,10 +31,10 @@ from rollcall.groups.folder import mailbox
 from rollcall.groups.folder.layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
 from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
 from rollcall.groups.folder.master import FolderBackend
-from rollcall.groups.folder.run import read_weights, with_folder
 from rollcall.groups.folder.worker import FolderWorker
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.nodes.state import ClusterError
+from rollcall.train_in_folder import read_weights, with_folder
 from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
 
 WAIT_S = 600.0

@@ -25,7 +25,7 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import DataSection, load_config
 from rollcall.data.load import load_prompts
 from rollcall.durable.journal import Journal
-from rollcall.evaluate_run import plan_evaluation
+from rollcall.eval import plan_evaluation
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.observe.summary import build_summary

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollcall.cluster import simulate as module
-from rollcall.cluster.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
+from rollcall import simulate as module
 from rollcall.config import Config, ConfigError, parse_config
 from rollcall.nodes.state import ClusterError
 from rollcall.plan.placement import PlacementError
+from rollcall.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
 
 
 def make_config(placement: dict[str, str], **sections: Any) -> Config:

@@ -19,7 +19,7 @@ from rollcall.stop import heed
 LINE_EVERY_S = 5.0
 
 if TYPE_CHECKING:
-    from rollcall.evaluate_run import EvalReport
+    from rollcall.eval import EvalReport
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
     complain("loading torch and transformers")
     with heed():
         calm_libraries()
-        from rollcall.evaluate_run import plan_evaluation, run_evaluation
+        from rollcall.eval import plan_evaluation, run_evaluation
 
         plan = plan_evaluation(
             target,

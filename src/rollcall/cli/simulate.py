@@ -26,7 +26,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
 
     config = load_config(*split_arguments(file, overrides))
     calm_libraries()
-    from rollcall.cluster.simulate import simulate as rehearse
+    from rollcall.simulate import simulate as rehearse
 
     verdict = rehearse(config, say=lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:

@@ -170,7 +170,7 @@ def _on_a_folder(
         raise typer.BadParameter(
             "--fresh, --rank-weights, --phase and --split are the master's; leave them out beside --worker"
         )
-    from rollcall.groups.folder.run import read_weights, serve_as_worker, train_as_master
+    from rollcall.train_in_folder import read_weights, serve_as_worker, train_as_master
 
     if worker is not None:
         return lambda config, **_: serve_as_worker(log_path, rank=worker, num_nodes=num_nodes)
