@@ -12,8 +12,8 @@ from typing import Any
 
 from commands import fork_context
 
-from rollcall.door import listen_at, new_secret
-from rollcall.meeting import Place
+from rollcall.net.door import listen_at, new_secret
+from rollcall.net.meeting import Place
 from rollcall.nodes.address import interface_of
 
 DEADLINE_S = 600.0

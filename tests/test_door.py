@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollcall import door
-from rollcall.door import CHALLENGE, Door, answer, listen_at
+from rollcall.net import door
+from rollcall.net.door import CHALLENGE, Door, answer, listen_at
 
 WAIT_S = 600.0
 

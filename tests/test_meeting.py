@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rollcall import door, meeting
-from rollcall.door import listen_at, new_secret
-from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.net import door, meeting
+from rollcall.net.door import listen_at, new_secret
+from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 
 WAIT_S = 600.0
 

@@ -26,8 +26,8 @@ pytest.register_assert_rewrite("weights_contract")
 from weights_contract import *  # noqa: F403
 from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, change, make_tensors
 
-from rollcall import door
 from rollcall.config import parse_config
+from rollcall.net import door
 from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, needs_of, plan_placement
 from rollcall.roles.weight_sync import WeightSync

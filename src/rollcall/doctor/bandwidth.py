@@ -29,8 +29,8 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from rollcall.door import listen_at
-    from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
+    from rollcall.net.door import listen_at
+    from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 
     secret = sys.stdin.readline().strip()
     timeout = timedelta(seconds=args.timeout)

@@ -22,7 +22,7 @@ from rollcall.doctor import checks
 from rollcall.doctor import probe as doctor_facts
 from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder
 from rollcall.doctor.ports import firewall_rule, judge_exposure
-from rollcall.door import new_secret
+from rollcall.net.door import new_secret
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
 from rollcall.nodes.head import NodeInfo

@@ -3,7 +3,7 @@
 Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows; gradients are added up over all
 before the optimizer steps, so all take the same step. A learner on its own is a gang of one. Every member must make the
 same calls in the same order. Members meet at a store that only they can enter, and prove themselves to each other in every
-group before it is used (``meeting.py``).
+group before it is used (``net/meeting.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.types import Floats
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size

@@ -21,7 +21,6 @@ from typing import Any
 from rollcall.checkpoint.store import CheckpointError
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
-from rollcall.door import new_secret
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.groups.backend import Seat
 from rollcall.groups.cluster import VirtualCluster, has_own_backend
@@ -30,7 +29,8 @@ from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.attempts import Budget, headline
-from rollcall.meeting import Place
+from rollcall.net.door import new_secret
+from rollcall.net.meeting import Place
 from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan

@@ -19,14 +19,12 @@ from transformers.utils import logging as transformers_logging
 
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, ModelReward
-from rollcall.door import listen_at
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import TokenScores, score_samples, whole_body
 from rollcall.learner.mesh import is_split
 from rollcall.learner.whole import Body
-from rollcall.meeting import Place
 from rollcall.model.load import (
     load_causal_lm,
     load_tokenizer,
@@ -35,6 +33,8 @@ from rollcall.model.load import (
     resolve_dtype,
 )
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.net.door import listen_at
+from rollcall.net.meeting import Place
 from rollcall.nodes.address import interface_of, own_address
 from rollcall.plan.placement import Role
 from rollcall.roles.engine_seat import EngineSeat, Progress

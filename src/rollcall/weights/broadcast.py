@@ -1,6 +1,6 @@
 """Weights to processes on other hosts: a broadcast in a process group of its own.
 
-The group meets at a store of the sender (``meeting.py``) and has nothing to do with the learner's: it can be made again, with
+The group meets at a store of the sender (``net/meeting.py``) and has nothing to do with the learner's: it can be made again, with
 other members, whenever one of them is gone. Its secret goes out over the lines, to invited receivers alone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time; each is
 summed before it leaves, and again where it lands. A large span travels from tensor to tensor, small ones are packed.
 """
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollcall.door import listen_at, new_secret
-from rollcall.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.net.door import listen_at, new_secret
+from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.weights.carrier import Bucket
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout

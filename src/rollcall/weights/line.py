@@ -2,7 +2,7 @@
 
 A closed line means that the peer is gone, which is noticed at once; a host that is gone without a word, within
 ``door.SILENT_S``, since its kernel answers no more; a peer that lives and is silent, at the deadline. All name the peer. The
-sender listens on a name of this host, or on a port of the address that it is invited to, behind a door (``door.py``): nothing
+sender listens on a name of this host, or on a port of the address that it is invited to, behind a door (``net/door.py``): nothing
 is read as a message before the peer has proved that it was invited.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollcall.door import BACKLOG, CHALLENGE, Door, answer, listen_at, new_secret, watch_peer
+from rollcall.net.door import BACKLOG, CHALLENGE, Door, answer, listen_at, new_secret, watch_peer
 from rollcall.weights.protocol import Carrying, Invitation, MissingPeerError
 
 HELLO_S = 5.0  # who has come through the door says its name within this time

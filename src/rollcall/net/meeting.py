@@ -1,7 +1,7 @@
 """Where the processes of a torch group meet: a store of keys for those who know the group's secret.
 
 torch's own store listens on every interface and serves whoever connects; a key in it says where a peer listens, or is what
-NCCL tells its members by. This one listens on one address, behind a door (``door.py``), in a thread of the first process.
+NCCL tells its members by. This one listens on one address, behind a door (``net/door.py``), in a thread of the first process.
 
 gloo's own connections are plain TCP, and whoever connects first takes a member's place: ``greet`` makes the members of a
 group prove themselves to each other over those very connections, before anything else is said there. NCCL turns away whoever
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollcall.door import CHALLENGE, PROOF_S, Door, answer, watch_peer
+from rollcall.net.door import CHALLENGE, PROOF_S, Door, answer, watch_peer
 
 GREET_S = 60.0  # members that greet have all met: who is silent that long is no member
 LONGEST_MESSAGE = 64 << 20
