@@ -9,17 +9,17 @@ from typing import Any, Literal
 import pytest
 import typer
 
-from rollcall import docs_config
 from rollcall.cli.main import app
 from rollcall.config import Config
-from rollcall.docs_config import section_classes, type_name
+from rollcall.config_ import docs as docs_config
+from rollcall.config_.docs import section_classes, type_name
 from rollcall.observe import metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    assert (DOCS / "configuration.md").read_text() == docs_config.render_docs(), "run python -m rollcall.docs_config"
+    assert (DOCS / "configuration.md").read_text() == docs_config.render_docs(), "run python -m rollcall.config_.docs"
 
 
 def test_the_metrics_page_is_up_to_date() -> None:

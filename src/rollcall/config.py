@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from rollcall.config_algorithms import (  # noqa: F401, everyone else has them from here
+from rollcall.config_.algorithms import (  # noqa: F401, everyone else has them from here
     Algorithm,
     AlgorithmBase,
     Cispo,
@@ -25,13 +25,13 @@ from rollcall.config_algorithms import (  # noqa: F401, everyone else has them f
     ReinforcePlusPlus,
     Rloo,
 )
-from rollcall.config_base import LONGEST_S, Section
-from rollcall.config_base import field as _field
-from rollcall.config_checks import check_directory, check_ruin, check_stops, check_variables
-from rollcall.config_errors import ConfigError, explain_all, shown
-from rollcall.config_overrides import apply_override, refuse_secret, set_key
-from rollcall.config_parallel import check_batches, check_section, lift_kwargs
-from rollcall.config_rewards import (  # noqa: F401
+from rollcall.config_.base import LONGEST_S, Section
+from rollcall.config_.base import field as _field
+from rollcall.config_.checks import check_directory, check_ruin, check_stops, check_variables
+from rollcall.config_.errors import ConfigError, explain_all, shown
+from rollcall.config_.overrides import apply_override, refuse_secret, set_key
+from rollcall.config_.parallel import check_batches, check_section, lift_kwargs
+from rollcall.config_.rewards import (  # noqa: F401
     CountdownReward,
     ExactReward,
     FunctionReward,
@@ -44,7 +44,7 @@ from rollcall.config_rewards import (  # noqa: F401
     RewardBase,
     SelfCertaintyReward,
 )
-from rollcall.config_yaml import read_yaml
+from rollcall.config_.yaml import read_yaml
 from rollcall.redact import redact_run, remember, secrets_of_run
 
 SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
