@@ -52,7 +52,7 @@ bench: $(DEV)  ## the CPU benchmarks, alone; PEER=1 compares (scripts/setup_peer
 	$(BIN)/python -m benchmarks.rollout $(if $(filter none,$(PEER)),--peer none)
 
 docs: $(DEV)  ## write docs/configuration.md and docs/metrics.md again
-	$(BIN)/python -m rollcall.config_.docs
+	$(BIN)/python -m rollcall.config.docs
 	$(BIN)/python -m rollcall.observe.metrics
 
 install: $(CORE)  ## only install

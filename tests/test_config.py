@@ -22,7 +22,7 @@ from rollcall.config import (
     load_config,
     parse_config,
 )
-from rollcall.config_.errors import nearest
+from rollcall.config.errors import nearest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("**/*.yaml"))
 

@@ -11,15 +11,15 @@ import typer
 
 from rollcall.cli.main import app
 from rollcall.config import Config
-from rollcall.config_ import docs as docs_config
-from rollcall.config_.docs import section_classes, type_name
+from rollcall.config import docs as docs_config
+from rollcall.config.docs import section_classes, type_name
 from rollcall.observe import metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    assert (DOCS / "configuration.md").read_text() == docs_config.render_docs(), "run python -m rollcall.config_.docs"
+    assert (DOCS / "configuration.md").read_text() == docs_config.render_docs(), "run python -m rollcall.config.docs"
 
 
 def test_the_metrics_page_is_up_to_date() -> None:

@@ -23,7 +23,7 @@ def init(
       rollcall init runs/mine.yaml
       rollcall init && rollcall train run.yaml trainer.steps=20
     """
-    text = (files("rollcall") / "init.yaml").read_text().replace("NAME", _name(file))
+    text = (files("rollcall.config") / "init.yaml").read_text().replace("NAME", _name(file))
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x") as out:

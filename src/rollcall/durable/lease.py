@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from rollcall.config_.errors import ConfigError
+from rollcall.config.errors import ConfigError
 from rollcall.durable.patience import persist, refusing
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointState, write_atomic
-from rollcall.config_.errors import ConfigError
-from rollcall.config_.yaml import read_yaml
+from rollcall.config.errors import ConfigError
+from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import is_count
 from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder

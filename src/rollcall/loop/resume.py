@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, load_saved_run, public_dump
-from rollcall.config_.errors import ConfigError, shown
+from rollcall.config.errors import ConfigError, shown
 from rollcall.durable.journal import Journal
 
 RUN_FILE = "run.yaml"

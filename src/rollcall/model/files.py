@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rollcall.config_.yaml import read_small
+from rollcall.config.yaml import read_small
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_DEPTH = 50

@@ -116,7 +116,7 @@ def _ask(
 ) -> Answer:
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
-    script = Path(__file__).with_name("ask_gcs.py")
+    script = Path(__file__).parents[1] / "on_ray" / "gcs.py"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
     env |= certificates
     # -P: the script's own folder is no place to import from.

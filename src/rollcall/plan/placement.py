@@ -18,7 +18,7 @@ from enum import StrEnum
 from itertools import accumulate, groupby
 
 from rollcall.config import SLOT_SYNTAX, ClusterSection, Config
-from rollcall.config_.errors import nearest
+from rollcall.config.errors import nearest
 
 WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")

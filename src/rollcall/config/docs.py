@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the run file's pydantic models: ``python -m rollcall.config_.docs``."""
+"""Writes docs/configuration.md from the run file's pydantic models: ``python -m rollcall.config.docs``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollcall.config import Config, Section, default_run
 
 _INTRO = """# Configuration
 
-<!-- Written by `python -m rollcall.config_.docs`; edit the fields in `rollcall/config*.py`. -->
+<!-- Written by `python -m rollcall.config.docs`; edit the fields in `rollcall/config*.py`. -->
 
 A run file is YAML with the sections below; whatever it leaves out has the default shown. An unknown key is refused with
 the nearest name. Any key can be set on the command line as `section.key=value`, list items by their index:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, Field
 
-from rollcall.config_.base import Section
-from rollcall.config_.base import field as _field
+from rollcall.config.base import Section
+from rollcall.config.base import field as _field
 
 
 def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:

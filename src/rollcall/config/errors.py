@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from rollcall.config_.base import KeyProblem
+from rollcall.config.base import KeyProblem
 from rollcall.redact import redact_source, redact_value
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt

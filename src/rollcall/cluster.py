@@ -1,4 +1,4 @@
-"""The only place that knows Ray. What users call is named here and imported when it is first used."""
+"""Worker groups under the names that users call; each is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from rollcall.nodes.state import ClusterError
 
 _HOME = {
-    "Seat": "backend",
-    "WorkerDiedError": "failures",
-    "WorkerError": "failures",
-    "WorkerTimeoutError": "failures",
-    "NamedSharding": "sharding",
-    "ClusterError": "state",
-    "RayVirtualCluster": "virtual",
-    "VirtualCluster": "virtual",
-    "init_ray": "virtual",
-    "MultiWorkerFuture": "workers",
-    "RayWorkerBuilder": "workers",
-    "RayWorkerGroup": "workers",
-    "Worker": "workers",
-    "WorkerBuilder": "workers",
-    "WorkerGroup": "workers",
+    "Seat": "groups.backend",
+    "WorkerDiedError": "groups.failures",
+    "WorkerError": "groups.failures",
+    "WorkerTimeoutError": "groups.failures",
+    "NamedSharding": "groups.sharding",
+    "ClusterError": "nodes.state",
+    "RayVirtualCluster": "groups.cluster",
+    "VirtualCluster": "groups.cluster",
+    "init_ray": "groups.cluster",
+    "MultiWorkerFuture": "groups.group",
+    "RayWorkerBuilder": "groups.group",
+    "RayWorkerGroup": "groups.group",
+    "Worker": "groups.group",
+    "WorkerBuilder": "groups.group",
+    "WorkerGroup": "groups.group",
 }
 
 __all__ = [
@@ -60,4 +60,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"rollcall.{_HOME[name]}"), name)

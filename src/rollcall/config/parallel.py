@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollcall.config_.base import read_number
+from rollcall.config.base import read_number
 
 OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that an optimizer's kwargs may also carry
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Union
 
 from pydantic import AfterValidator, Field
 
-from rollcall.config_.base import LONGEST_S, Section
-from rollcall.config_.base import field as _field
+from rollcall.config.base import LONGEST_S, Section
+from rollcall.config.base import field as _field
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel
 
-from rollcall.config_.base import read_number
-from rollcall.config_.errors import ConfigError, shown
-from rollcall.config_.yaml import parse_yaml
+from rollcall.config.base import read_number
+from rollcall.config.errors import ConfigError, shown
+from rollcall.config.yaml import parse_yaml
 from rollcall.redact import secrets_of_run
 
 

@@ -1,0 +1,201 @@
+"""The whole run file, read and written.
+
+``load_config`` reads YAML, applies ``dotted.key=value`` overrides and validates. An unknown key is refused with the
+nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``type``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError, model_validator
+
+from rollcall.config.algorithms import (
+    Algorithm,
+    Grpo,
+)
+from rollcall.config.base import Section
+from rollcall.config.base import field as _field
+from rollcall.config.checks import check_ruin
+from rollcall.config.errors import ConfigError, explain_all, shown
+from rollcall.config.overrides import apply_override, refuse_secret, set_key
+from rollcall.config.parallel import check_batches
+from rollcall.config.rewards import (
+    ExactReward,
+    Reward,
+)
+from rollcall.config.sections import (
+    ClusterSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    OptimizerSection,
+    RolloutSection,
+    RunSection,
+    TrainerSection,
+)
+from rollcall.config.yaml import read_yaml
+from rollcall.redact import redact_run, remember, secrets_of_run
+
+
+class Config(Section):
+    run: RunSection = _field(RunSection(), "Name, directory, seed.")
+    cluster: ClusterSection | None = _field(None, "Where to run; absent: this process.")
+    model: ModelSection = _field(ModelSection(), "What is trained.")
+    data: DataSection = _field(DataSection(), "Prompts in.")
+    rollout: RolloutSection = _field(RolloutSection(), "How completions are sampled.")
+    reward: list[Reward] = _field([ExactReward()], "Scores, summed by weight.")
+    algorithm: Algorithm = _field(Grpo(), "Advantage and loss.")
+    actor: OptimizerSection = _field(OptimizerSection(), "The policy's optimizer.")
+    critic: OptimizerSection = _field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
+    trainer: TrainerSection = _field(TrainerSection(), "Length and rhythm of the run.")
+    eval: EvalSection = _field(EvalSection(), "How evaluation samples.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        for name in ("actor", "critic") if self.algorithm.name == "ppo" else ("actor",):
+            parts = getattr(self, name).minibatches
+            if self.data.prompts_per_step % parts:
+                raise ValueError(
+                    f"data.prompts_per_step={self.data.prompts_per_step} cannot be split into {name}.minibatches={parts}; "
+                    f"use a divisor of {self.data.prompts_per_step}"
+                )
+            check_batches(self, name=name)
+        if self.algorithm.name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "intuitor"):
+            if self.rollout.samples_per_prompt < 2:
+                raise ValueError(
+                    f"algorithm {self.algorithm.name} compares the completions of a prompt with each other; "
+                    f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} leaves nothing to compare; use 2 or more"
+                )
+        if self.algorithm.name == "intuitor" and [reward.type for reward in self.reward] != ["self_certainty"]:
+            raise ValueError(
+                "algorithm intuitor learns from self-certainty alone; write reward: [{type: self_certainty}] "
+                "(and eval accuracy is then measured by `data.answer_key` with the `exact` reward)"
+            )
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        if truncated and self.algorithm.old_logprobs == "engine":
+            raise ValueError(
+                "rollout.top_p/top_k change the sampling distribution, so behaviour log-probs cannot stand in for the "
+                "policy's; set algorithm.old_logprobs=learner, or top_p=1 and top_k=0"
+            )
+        if truncated and self.algorithm.kl_in == "reward" and self.algorithm.kl_coef > 0:
+            raise ValueError(
+                "algorithm.kl_in=reward measures the KL on the behaviour log-probs, which rollout.top_p/top_k shift; use "
+                "algorithm.kl_in=loss, or top_p=1 and top_k=0"
+            )
+        if not self.reward:
+            raise ValueError("reward is empty; give at least one, such as [{type: exact}]")
+        self._check_algorithm()
+        self._check_cluster()
+        return self
+
+    def _check_cluster(self) -> None:
+        cluster, elastic = self.cluster, self.trainer.elastic
+        if cluster is not None and elastic is not None and elastic.min_nodes > cluster.num_nodes:
+            raise ValueError(
+                f"trainer.elastic.min_nodes={elastic.min_nodes}, but the cluster has {cluster.num_nodes} nodes when all are "
+                f"there; use at most {cluster.num_nodes}"
+            )
+
+    def _check_algorithm(self) -> None:
+        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
+        if algorithm.name == "cispo" and algorithm.dual_clip is not None:
+            raise ValueError(
+                f"algorithm.dual_clip={algorithm.dual_clip} bounds a ratio that carries the gradient, and cispo's does not; "
+                "leave dual_clip out, or lower algorithm.clip_high"
+            )
+        if algorithm.overlong_buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than rollout.max_response_tokens={longest}, "
+                f"so every completion would be punished; use at most {longest}"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_coef > 0
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.data.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def rescores(self) -> bool:
+        return self.algorithm.rescores(self.actor)
+
+
+def load_config(
+    path: Path | str | None = None,
+    overrides: list[str] | None = None,
+    *,
+    defaults: dict[str, Any] | None = None,
+    values: dict[str, Any] | None = None,
+) -> Config:
+    """Run file (or the embedded default) plus ``a.b=value`` overrides, validated.
+
+    ``defaults`` and ``values`` are by dotted key, as they are, not as text: the overrides stand above the first and below
+    the second.
+    """
+    raw = _read_sections(path, what="run file") if path is not None else default_run()
+    for key, value in (defaults or {}).items():
+        set_key(raw, key, value)
+    for override in overrides or []:
+        refuse_secret(override)
+        apply_override(raw, override, root=Config)
+    for key, value in (values or {}).items():
+        set_key(raw, key, value)
+    try:
+        config = parse_config(raw)
+        check_ruin(config)
+    except ConfigError as error:
+        if path is None:
+            raise
+        rest = " and what the command line sets" if overrides else ""
+        raise ConfigError(f"run file {path}{rest}: {error}") from None
+    return config
+
+
+def load_saved_run(path: Path) -> Config:
+    """The run file that a run directory keeps: what the run was started with, by this version's rules or an earlier one's."""
+    try:
+        return parse_config(_read_sections(path, what="saved run file"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
+            "with --fresh (the old directory is moved aside)"
+        ) from None
+
+
+def parse_config(raw: dict[str, Any]) -> Config:
+    remember(secrets_of_run(raw).values())  # a refusal may show what was given
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain_all(error, Config)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved run file as YAML; reading it back gives the same config, but for secrets: they are redacted."""
+    return yaml.safe_dump(public_dump(config), sort_keys=False, width=110)
+
+
+def public_dump(config: Config) -> dict[str, Any]:
+    """The sections as plain values, for a file or a tracker: without the secrets of ``cluster.env``."""
+    return redact_run(config.model_dump(mode="json"))
+
+
+def default_run() -> dict[str, Any]:
+    """The embedded default: the arithmetic demo."""
+    from importlib.resources import files
+
+    return yaml.safe_load((files("rollcall.config") / "default.yaml").read_text())
+
+
+def _read_sections(path: Path | str, *, what: str) -> dict[str, Any]:
+    raw = read_yaml(path, what=what)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{what} {path} must hold sections (run, model, data, ...), not {type(raw).__name__}")
+    if strange := [key for key in raw if not isinstance(key, str)]:
+        raise ConfigError(f"{what} {path}: {shown(strange[0])} is not the name of a section; those are text")
+    return raw
