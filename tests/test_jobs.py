@@ -95,7 +95,9 @@ def test_the_package_is_this_rollcall_and_the_run_file(tmp_path: Path) -> None:
     assert found["run.yaml"] == b"run: {}\n"
     assert found["rollcall/train.py"] == (ROOT / "src/rollcall/train.py").read_bytes()
     assert "rollcall/config/default.yaml" in found
-    assert found["rollcall/model/embedded/arithmetic/model.safetensors"] == (MODEL_DIR / "model.safetensors").read_bytes()
+    assert (
+        found["rollcall/model/embedded/arithmetic/model.safetensors"] == (MODEL_DIR / "model.safetensors").read_bytes()
+    )
     outside = [name for name in found if not name.startswith("rollcall/")]
     assert outside == ["run.yaml"] and not any("__pycache__" in name for name in found)
 
