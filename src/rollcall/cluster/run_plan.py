@@ -18,6 +18,7 @@ from rollcall.cluster.memory import (
 )
 from rollcall.cluster.placement import HOLDERS, PlacementError, Plan, Role, needs_of, plan_placement, slot_text
 from rollcall.config import ClusterSection, Config, RolloutSection
+from rollcall.config_checks import unused
 from rollcall.learner.mesh import split_problems
 
 DEFAULT_CARD_GIB = 80.0
@@ -93,6 +94,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     _judge_overlap(config, plan, notes)
     _judge_inference(config, plan, notes)
     _judge_elastic(config, plan, notes)
+    notes += unused(config)
     return RunPlan(
         config=config,
         cluster=cluster,
