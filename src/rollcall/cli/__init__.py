@@ -57,6 +57,14 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def say_unused(config: Any, *, in_folder: bool = False) -> None:
+    """One line for the settings that do nothing in this run."""
+    from rollcall.config.checks import unused
+
+    for text in unused(config, in_folder=in_folder):
+        complain(f"note: {text}")
+
+
 def complain(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 

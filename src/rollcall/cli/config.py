@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcall.cli import Debug, Overrides, RunFile, split_arguments
+from rollcall.cli import Debug, Overrides, RunFile, say_unused, split_arguments
 
 
 def config(
@@ -19,4 +19,6 @@ def config(
     """
     from rollcall.config import dump_config, load_config
 
-    print(dump_config(load_config(*split_arguments(file, overrides))), end="")
+    resolved = load_config(*split_arguments(file, overrides))
+    say_unused(resolved)
+    print(dump_config(resolved), end="")

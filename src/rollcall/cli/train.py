@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain, split_arguments
+from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain, say_unused, split_arguments
 from rollcall.importing import uncollected
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
@@ -109,6 +109,8 @@ def train(
         fresh=fresh,
         bounds=bounds,
     )
+    if worker is None:
+        say_unused(config, in_folder=master)
     try:
         with heed():
             if not as_json:

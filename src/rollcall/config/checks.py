@@ -2,6 +2,9 @@
 
 What one key decides alone is checked where the key stands (``check_stops`` and the like); ``check_ruin`` looks at keys that
 ruin a run together. A run that an earlier version started is not held to the latter when it is resumed.
+
+What can never act with the rest of the file ruins nothing, and a run file shared between modes has such keys: ``unused``
+names them, and who starts the run is told.
 """
 
 from __future__ import annotations
@@ -43,6 +46,51 @@ def check_ruin(config: Any) -> None:
     _check_decay(config)
     if all(reward.weight == 0 for reward in config.reward):
         raise ConfigError("every reward has weight 0, so there is nothing to learn; give one of them another weight")
+
+
+def unused(config: Any, *, in_folder: bool = False) -> list[str]:
+    """A sentence for each reason why keys that differ from their defaults do nothing. ``in_folder``: nodes share a folder
+    (`--master`), so the run file's cluster does not decide where roles run."""
+    algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
+    ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
+    cases = [
+        ("critic", not ppo, f"algorithm.name={algorithm.name} has no critic; ppo has"),
+        ("rollout.vllm", native, "rollout.engine is native, not vllm"),
+        (
+            "rollout.weights",
+            one_process and not in_folder,
+            "engine and learner are in one process and share the weights",
+        ),
+        ("trainer.elastic", one_process and not in_folder, "the run has one node; it is for a cluster of several"),
+        ("algorithm.kl_estimator", algorithm.kl_coef == 0, "algorithm.kl_coef=0"),
+        ("algorithm.kl_in", algorithm.kl_coef == 0, "algorithm.kl_coef=0"),
+        ("algorithm.max_refills", not algorithm.dynamic_sampling, "algorithm.dynamic_sampling=false"),
+        ("algorithm.overlong_penalty", algorithm.overlong_buffer == 0, "algorithm.overlong_buffer=0"),
+    ]
+    found: dict[str, list[str]] = {}
+    for key, is_idle, why in cases:
+        if is_idle:
+            found.setdefault(why, []).extend(_changed(config, key))
+    return [
+        f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} set and not used: {why}"
+        for why, keys in found.items()
+        if keys
+    ]
+
+
+def _changed(config: Any, key: str) -> list[str]:
+    """The keys in a section, or the one key, whose values are not the defaults."""
+    *parents, last = key.split(".")
+    section = config
+    for parent in parents:
+        section = getattr(section, parent)
+    value, default = getattr(section, last), type(section).model_fields[last].default
+    if value == default:
+        return []
+    if default is None or not hasattr(value, "model_fields_set"):
+        return [key]
+    names = (name for name in type(value).model_fields if getattr(value, name) != getattr(default, name))
+    return [f"{key}.{name}" for name in names]
 
 
 def _check_group_size(config: Any) -> None:

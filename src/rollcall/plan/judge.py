@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import ClusterSection, Config, RolloutSection
+from rollcall.config.checks import unused
 from rollcall.learner.mesh import split_problems
 from rollcall.plan.memory import (
     GIB,
@@ -93,6 +94,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     _judge_overlap(config, plan, notes)
     _judge_inference(config, plan, notes)
     _judge_elastic(config, plan, notes)
+    notes += unused(config)
     return RunPlan(
         config=config,
         cluster=cluster,
