@@ -461,3 +461,38 @@ def test_a_reference_is_needed_only_for_a_kl() -> None:
 def test_completions_per_step_is_the_product() -> None:
     config = parse_config({"data": {"prompts_per_step": 6}, "rollout": {"samples_per_prompt": 4}})
     assert config.completions_per_step == 24
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("010", 10), ("0010", 10), ("+010", 10), ("08", 8), ("1_000", 1000), ("0x10", 16), ("0b11", 3), ("1e3", 1000)],
+)
+def test_a_number_is_read_as_a_person_reads_it(tmp_path: Path, text: str, steps: int) -> None:
+    (tmp_path / "run.yaml").write_text(f"trainer: {{steps: {text}}}\n")
+    assert load_config(None, [f"trainer.steps={text}"]).trainer.steps == steps
+    assert load_config(tmp_path / "run.yaml").trainer.steps == steps
+    saved = load_config(None, [f"run.name={text}"])
+    (tmp_path / "saved.yaml").write_text(dump_config(saved))
+    assert load_config(tmp_path / "saved.yaml").run.name == text
+
+
+@pytest.mark.parametrize("text", ["1:30", "1:30.5", "0o10", "1e-3", "1.5", "on", "no", "1,000"])
+def test_what_is_no_count_to_a_person_is_refused_in_an_override_and_in_a_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"trainer:\n  steps: {text}\n")
+    with pytest.raises(ConfigError, match="trainer.steps="):
+        load_config(tmp_path / "run.yaml")
+    assert "trainer.steps=" in refused_override(f"trainer.steps={text}")
+
+
+@pytest.mark.parametrize("text", ["on", "010", "2024-01-01"])
+def test_a_text_that_yaml_takes_for_something_else_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"run: {{name: {text}}}\n")
+    with pytest.raises(ConfigError, match="run.name=.* is not a text; put it in quotes"):
+        load_config(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_text(f"run: {{name: '{text}'}}\n")
+    assert load_config(tmp_path / "run.yaml").run.name == text
+
+
+def test_a_time_of_day_in_a_run_file_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("run: {name: 12:30}\n")
+    assert load_config(tmp_path / "run.yaml").run.name == "12:30"

@@ -31,13 +31,18 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_yes_for_a_number(cls, data: Any) -> Any:
-        """YAML reads `on` and `yes` as true, and true passes for 1."""
-        for key, info in cls.model_fields.items() if isinstance(data, dict) else ():
-            value = data.get(key)
+        """YAML reads `on` and `yes` as true, and true passes for 1; and it reads 1e3 as a text."""
+        if not isinstance(data, dict):
+            return data
+        numbers = [
+            key for key, info in cls.model_fields.items() if key in data and _takes_numbers_alone(info.annotation)
+        ]
+        for key in numbers:
+            value = data[key]
             given = value if isinstance(value, list) else [value]
-            if any(isinstance(each, bool) for each in given) and _takes_numbers_alone(info.annotation):
+            if any(isinstance(each, bool) for each in given):
                 raise KeyProblem(key, f"={str(value).lower()} is yes or no, and a number belongs here")
-        return data
+        return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")
     def _can_be_written(self) -> Any:

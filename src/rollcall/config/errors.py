@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+from datetime import date
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -51,6 +52,8 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             inner = _target(field.annotation)[0] if field else None
             keys = f"; its keys are {', '.join(inner.model_fields)}" if inner else ", such as {name: value}"
             return f"{given} is not a map{keys}"
+        case "string_type" if isinstance(item["input"], bool | int | float | date):
+            return f"{given} is not a text; put it in quotes if it is meant as one"
         case "value_error":
             error = item["ctx"]["error"]
             joint = "." if isinstance(error, KeyProblem) else ": "

@@ -60,8 +60,8 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader recurses without a bound, writes out every alias, takes the last of two equal keys without a word and
-    lets the errors of its constructors through as they are."""
+    """YAML's own loader recurses without a bound, writes out every alias, takes the last of two equal keys without a word,
+    reads 010 as eight and 1:30 as ninety, and lets the errors of its constructors through as they are."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -108,6 +108,16 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key.value)
         return node
 
+    def construct_number(self, node: Any) -> Any:
+        """As a person reads it: 010 is ten, and 1:30 is a text. 0x10, 0b10 and 1_000 are what they are in Python."""
+        text = str(self.construct_scalar(node))
+        if ":" in text:
+            return text
+        if node.tag.endswith(":float"):
+            return self.construct_yaml_float(node)
+        digits = text.replace("_", "").lstrip("+-")
+        return self.construct_yaml_int(node) if digits[:2] in ("0x", "0b") else int(text.replace("_", ""))
+
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
@@ -120,3 +130,7 @@ class _Loader(yaml.SafeLoader):
                     "it in quotes if it is text"
                 ) from None
             raise
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
