@@ -155,7 +155,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}], {"template": "Q:"}, "data.template='Q:' has no {prompt}"),
         ([{"prompt": "a"}], {"answer_key": "solution"}, "row 1 has no column 'solution'"),
         ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
-        ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "all 1 prompts are longer than data.max_prompt_tokens=4; the shortest has 7"),
+        ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "the only prompt is longer than data.max_prompt_tokens=4; the shortest has 7"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_with_its_row(

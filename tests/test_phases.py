@@ -90,7 +90,7 @@ def test_a_rollout_with_nothing_to_generate_says_so_and_sends_nobody_to_an_updat
     finish(config)
     assert train(config, bounds=ROLLOUT)["groups"] == {}
     said = capsys.readouterr().out
-    assert "all 1 steps are trained, so there is nothing to generate" in said and "--phase update" not in said
+    assert "the only step is trained, so there is nothing to generate" in said and "--phase update" not in said
 
 
 def test_an_update_without_a_complete_step_is_refused_and_changes_nothing(tmp_path: Path) -> None:

@@ -116,7 +116,6 @@ def test_a_tensor_group_on_two_nodes_is_noted() -> None:
         ({"actor": "0-3"}, ("slots 4-7 without a role", "1 node x 8 = 8 slots", "8 - 4 = 4 left over")),
         ({"actor": "0-8"}, ("asks for slot 8", "1 node x 8 = 8 slots", "numbered 0 to 7")),
         ({"actor": 9007199254740992}, ("asks for slot 9007199254740992",)),
-        ({"actor": 484}, ("YAML reads an unquoted 8:4 as the number 484",)),
         ({"actor": "0-7:0-2"}, ("8 = 3 x 2 + 2", "use 1, 2, 4 or 8 processes, such as 0-7:0-1")),
         ({"actor": "0-7:0-8"}, ("9 processes cannot each have a slot of 8", "such as 0-7:0-7")),
         ({"actor": "0-3:0-1,4-7:0-1"}, ("2 processes of the role sit on lower slots", "write 4-7:2-3")),
@@ -229,7 +228,7 @@ def test_a_resolved_run_file_with_uneven_nodes_reads_back(tmp_path: Any) -> None
 
 
 def test_the_environment_of_a_node_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="node_env has node 2; the 2 nodes are 0 to 1"):
+    with pytest.raises(ConfigError, match="node_env has node 2; nodes are 0 to 1"):
         parse_config({"cluster": {"num_nodes": 2, "node_env": {2: {"A": "1"}}}})
 
 

@@ -31,6 +31,7 @@ from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.roles.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
 from rollcall.train import RUN_FILE
+from rollcall.words import counted
 
 NUM_SAMPLES_SHOWN = 6
 MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
@@ -155,7 +156,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
     each = config.eval.samples_per_prompt
     say(
-        f"answering {len(prompts.prompts):,} prompts, {each} completion{'s' * (each > 1)} each, of at most "
+        f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
         f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
     with closing(engine), _scorer(config, device) as scorer:

@@ -34,6 +34,7 @@ from rollcall.plan.memory import SizesUnknown, element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
+from rollcall.words import all_of, are, counted
 
 
 def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:
@@ -245,7 +246,10 @@ def _say_changes(console: Console, events: Events, changes: list[Change], config
 def _say_where(console: Console, run_dir: Path, start_step: int, journal: Journal) -> None:
     if start_step or journal.steps():
         ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
-        console.note(f"resuming {run_dir} from step {start_step}; {ahead} finished groups wait in the journal")
+        console.note(
+            f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
+            f"{'waits' if ahead == 1 else 'wait'} in the journal"
+        )
 
 
 def _failures(scorer: Scorer) -> list[dict[str, str]]:
@@ -287,13 +291,17 @@ def _say_rollout(console: Console, run_dir: Path, controller: Controller, summar
         )
         return {**done, "headline": headline.metric, "eval": last}
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
-    ready = ", ".join(f"step {step}: {count} groups" for step, count in counts.items())
+    ready = ", ".join(f"step {step}: {counted(count, 'group')}" for step, count in counts.items())
     console.note(
         f"the journal has {ready}; train on it with --phase update"
         if ready
-        else f"all {controller.start_step} steps are trained, so there is nothing to generate; raise trainer.steps to go on"
+        else f"{_trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
     )
     return {**done, "groups": counts}
+
+
+def _trained(num_steps: int) -> str:
+    return f"{all_of(num_steps, 'step')} {are(num_steps)} trained"
 
 
 def _course(summary: dict[str, Any]) -> str | None:
@@ -308,7 +316,7 @@ def _course(summary: dict[str, Any]) -> str | None:
 def _finished(run_dir: Path, summary: dict[str, Any]) -> str:
     course = _course(summary)
     return (
-        f"{run_dir} is finished: all {summary['steps']} steps are trained{f', {course}' if course else ''}, and the model is in "
+        f"{run_dir} is finished: {_trained(summary['steps'])}{f', {course}' if course else ''}, and the model is in "
         f"{run_dir / 'model'}\nto train further: rollcall train {run_dir} trainer.steps={2 * summary['steps']}; to start over: "
         "the same command with --fresh"
     )
@@ -319,7 +327,7 @@ def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve:
     if course := _course(summary):
         say(f"{course} in {summary['seconds']:.0f} s")
     if summary["reward_errors"]:
-        say(f"{summary['reward_errors']} completions could not be scored and counted as 0; the first ones:")
+        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first ones:")
         for failure in summary["reward_failures"][:3]:
             say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
     if not (run_dir / "model").exists():

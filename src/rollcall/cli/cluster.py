@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollcall.cli import Debug, Json, complain
+from rollcall.words import all_of, are, counted
 
 if TYPE_CHECKING:
     from rollcall.nodes.check import Roster
@@ -119,8 +120,8 @@ def check(
     if as_json:
         print(json.dumps(_as_json(found)))
     else:
-        nodes = f"{len(found.alive)} node{'' if len(found.alive) == 1 else 's'}"
-        print(f"all {num_slots} accelerators are there, on {nodes}")
+        here = f"{all_of(num_slots, 'accelerator')} {are(num_slots)} there"
+        print(f"{here}, on {counted(len(found.alive), 'node')}")
 
 
 def status(
@@ -170,12 +171,14 @@ def down(cluster: Cluster = None, debug: Debug = False) -> None:
     name = current_cluster(cluster)
     count = stop_node(name)
     print(
-        f"stopped {count} processes of cluster {name!r}" if count else f"nothing of cluster {name!r} runs on this node"
+        f"stopped {counted(count, 'process')} of cluster {name!r}"
+        if count
+        else f"nothing of cluster {name!r} runs on this node"
     )
 
 
 def _introduce(record: NodeRecord, *, was_running: bool) -> None:
-    slots = f"{record.slots} {'GPUs' if record.accelerator == 'gpu' else 'logical slots'}"
+    slots = counted(record.slots, "GPU" if record.accelerator == "gpu" else "logical slot")
     print("Ray is already running here, as part of this cluster" if was_running else "Ray started")
     rows = [
         ("cluster", f"{record.cluster} (id {record.cluster_id})"),
@@ -204,7 +207,9 @@ def _show(found: Roster) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"cluster {found.cluster} (id {found.cluster_id}), head {found.head_address}", markup=False)
     console.print(table)
-    console.print(f"{found.num_slots} slots on {len(found.alive)} of {found.num_nodes} nodes", markup=False)
+    console.print(
+        f"{counted(found.num_slots, 'slot')} on {len(found.alive)} of {counted(found.num_nodes, 'node')}", markup=False
+    )
 
 
 def _as_json(found: Roster) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from rollcall.cli import Debug, Json
 from rollcall.data.make import Made, make_task, write_parquet
+from rollcall.words import counted
 
 _QUIET_S = 2.0
 
@@ -70,7 +71,7 @@ def _write(made: Made, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
 def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for path, rows in written.items():
-        console.print(f"[green]wrote[/green] {escape(str(path))}  {rows:,} rows")
+        console.print(f"[green]wrote[/green] {escape(str(path))}  {counted(rows, 'row')}")
     console.print("[bold]example[/bold]")
     for column, value in example.items():
         text = value if isinstance(value, str) else json.dumps(value)

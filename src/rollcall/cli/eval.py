@@ -15,6 +15,7 @@ from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain
 from rollcall.observe.console import samples_table
 from rollcall.observe.headline import REWARD
 from rollcall.stop import heed
+from rollcall.words import counted
 
 LINE_EVERY_S = 5.0
 
@@ -87,7 +88,7 @@ class _Shown:
 
     def progress(self, done: int, total: int, num_tokens: int) -> None:
         now = time.monotonic()
-        text = f"{done:,} of {total:,} prompts answered, {num_tokens:,} tokens, {now - self._started:.0f} s"
+        text = f"{done:,} of {counted(total, 'prompt')} answered, {num_tokens:,} tokens, {now - self._started:.0f} s"
         if self._live:
             self._status.update(Text(text))
         elif now - self._printed >= LINE_EVERY_S:
@@ -116,7 +117,10 @@ def _show(report: EvalReport) -> None:
     limit = f"at most {report.max_response_tokens:,}"
     rows = [
         ("model", f"{report.plan.model_path}   ({report.plan.origin})"),
-        ("data", f"{report.source}   {len(evaluation.groups):,} prompts x {section.samples_per_prompt}, {how}"),
+        (
+            "data",
+            f"{report.source}   {counted(len(evaluation.groups), 'prompt')} x {section.samples_per_prompt}, {how}",
+        ),
         *([*reward, *accuracy] if report.headline is REWARD else [*accuracy, *reward]),
         (
             "mean length",
@@ -125,7 +129,7 @@ def _show(report: EvalReport) -> None:
         ("time", f"{report.seconds:.1f} s"),
     ]
     if report.num_overlong:
-        rows.append(("left out", f"{report.num_overlong} prompts longer than data.max_prompt_tokens"))
+        rows.append(("left out", f"{counted(report.num_overlong, 'prompt')} longer than data.max_prompt_tokens"))
     if report.num_unscored:
         first = report.failures[0]
         rows.append(("not scored", f"{report.num_unscored}, the first by {first.reward} on {first.prompt_id}"))

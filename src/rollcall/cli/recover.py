@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcall.cli import Debug, Json, complain
+from rollcall.words import counted
 
 if TYPE_CHECKING:
     from rollcall.inspect.recover import Report
@@ -112,9 +113,9 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
         else:
             runs.append((step, step, count))
     return [
-        f"step {first}: {count} finished groups"
+        f"step {first}: {counted(count, 'finished group')}"
         if first == last
-        else f"steps {first} to {last}: {count} finished groups each"
+        else f"steps {first} to {last}: {counted(count, 'finished group')} each"
         for first, last, count in runs
     ]
 

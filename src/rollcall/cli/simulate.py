@@ -9,6 +9,7 @@ from dataclasses import asdict
 import typer
 
 from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, split_arguments
+from rollcall.words import counted
 
 
 def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
@@ -33,11 +34,12 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
         print(json.dumps(asdict(verdict)))
     else:
         roles = ", ".join(f"{role} x {count}" for role, count in verdict.roles.items())
-        print(f"{verdict.num_nodes} nodes, {verdict.num_slots} slots, {verdict.num_processes} processes: {roles}")
+        sizes = ((verdict.num_nodes, "node"), (verdict.num_slots, "slot"), (verdict.num_processes, "process"))
+        print(f"{', '.join(counted(*size) for size in sizes)}: {roles}")
         if verdict.ok:
             print(
-                f"verdict: it runs. {verdict.steps} steps in {verdict.seconds:.0f} s with bring-up; engine and learner "
-                f"differ by {verdict.logprob_mismatch:.1e} nats a token"
+                f"verdict: it runs. {counted(verdict.steps, 'step')} in {verdict.seconds:.0f} s with bring-up; engine and "
+                f"learner differ by {verdict.logprob_mismatch:.1e} nats a token"
             )
         else:
             print(f"verdict: it does not run. {verdict.why}")

@@ -38,6 +38,7 @@ from rollcall.config.sections import (
 )
 from rollcall.config.yaml import read_yaml
 from rollcall.redact import redact_run, remember, secrets_of_run
+from rollcall.words import counted
 
 
 class Config(Section):
@@ -95,8 +96,8 @@ class Config(Section):
         cluster, elastic = self.cluster, self.trainer.elastic
         if cluster is not None and elastic is not None and elastic.min_nodes > cluster.num_nodes:
             raise ValueError(
-                f"trainer.elastic.min_nodes={elastic.min_nodes}, but the cluster has {cluster.num_nodes} nodes when all are "
-                f"there; use at most {cluster.num_nodes}"
+                f"trainer.elastic.min_nodes={elastic.min_nodes}, but the cluster has "
+                f"{counted(cluster.num_nodes, 'node')} when all are there; use at most {cluster.num_nodes}"
             )
 
     def _check_algorithm(self) -> None:

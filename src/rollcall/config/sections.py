@@ -11,6 +11,7 @@ from rollcall.config.base import LONGEST_S, Section
 from rollcall.config.base import field as _field
 from rollcall.config.checks import check_directory, check_stops, check_variables
 from rollcall.config.parallel import check_section, lift_kwargs
+from rollcall.words import counted
 
 SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -80,9 +81,7 @@ class ClusterSection(Section):
         for key, value in fixed.items():
             object.__setattr__(self, key, value)  # frozen for everyone else
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
-            raise ValueError(
-                f"node_env has node {strangers[0]}; the {self.num_nodes} nodes are 0 to {self.num_nodes - 1}"
-            )
+            raise ValueError(f"node_env has node {strangers[0]}; nodes are 0 to {self.num_nodes - 1}")
         if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
             raise ValueError(
                 f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} are {slots:,} slots; a cluster has at "
@@ -97,7 +96,8 @@ class ClusterSection(Section):
             return
         if len(weights) != self.num_nodes:
             raise ValueError(
-                f"node_weights={weights} has {len(weights)} numbers for {self.num_nodes} nodes; give one each"
+                f"node_weights={weights} has {counted(len(weights), 'number')} for "
+                f"{counted(self.num_nodes, 'node')}; give one each"
             )
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
             raise ValueError(f"node_weights={weights} are no shares; use numbers from 0 on, not all of them 0")

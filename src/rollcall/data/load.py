@@ -19,6 +19,7 @@ import numpy as np
 from rollcall.config import DataSection
 from rollcall.data.columns import ColumnError, answer_text, check_texts, countdown_columns, plain, row_name
 from rollcall.types import Prompt
+from rollcall.words import all_of, are
 
 MAX_LINE_BYTES = 1 << 26  # of a JSON line; a prompt of a million tokens has a tenth of it
 _ROWS_PER_ENCODE = 1024
@@ -78,8 +79,8 @@ def load_prompts(
                 return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
     if not prompts and num_overlong:
         raise DataError(
-            f"{source}: all {num_overlong} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}; "
-            f"the shortest has {shortest} tokens"
+            f"{source}: {all_of(num_overlong, 'prompt')} {are(num_overlong)} longer than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {shortest} tokens"
         )
     if not prompts:
         raise DataError(f"{source} has no rows; give at least one")

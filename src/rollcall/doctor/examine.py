@@ -31,6 +31,7 @@ from rollcall.on_ray.connect import connect
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, SizesUnknown, element_size, read_sizes
 from rollcall.plan.placement import PlacementError
+from rollcall.words import counted
 
 PROBE_S = 90.0  # for a probe to start and say what it knows
 REACH_S = 3.0  # for one connection
@@ -116,7 +117,7 @@ class _Examination:
         import ray
         from ray import cloudpickle
 
-        self.say(f"asking {len(self.infos)} nodes what they have")
+        self.say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
         cloudpickle.register_pickle_by_value(doctor_facts)
         remote = ray.remote(num_cpus=0, max_restarts=0)(doctor_facts.Probe)
         for rank in self.infos:
@@ -377,7 +378,7 @@ def judge_slots(config: Config, roster: Roster) -> list[Finding]:
         found.append(
             Finding(
                 node=None, host=None, severity="breaks",
-                what=f"the run file asks for {len(wanted)} nodes, the cluster has {roster.num_nodes}",
+                what=f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}",
                 why="every slot of the run file must exist",
                 fix=f"set cluster.num_nodes={roster.num_nodes}, or bring the cluster up with --num-nodes {len(wanted)}",
             )

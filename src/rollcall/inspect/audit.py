@@ -17,6 +17,7 @@ from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
 from rollcall.durable.journal import StepFile, inspect, is_trained_row
 from rollcall.loop.supply import Cursor
+from rollcall.words import are, counted
 
 TRAINED = "trained.jsonl"
 LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
@@ -84,7 +85,7 @@ def store(run_dir: Path) -> CheckpointStore:
 def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[CheckpointState]) -> list[Torn]:
     """Everything that a killed write may have left."""
     torn = [
-        Torn(path=file.path, why=f"{file.num_bad_bytes} bytes are no whole record")
+        Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
         for file in files
         if file.num_bad_bytes
     ]

@@ -23,6 +23,7 @@ from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
 from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained, store
 from rollcall.observe.events import PhaseEvent, read_phases
+from rollcall.words import all_of, counted
 
 SET_ASIDE = "set-aside"
 
@@ -52,7 +53,7 @@ class Report:
         if self.num_steps is not None and self.start_step >= self.num_steps:
             has_model = (self.run_dir / "model").exists()
             done = "it is in model/" if has_model else "and write the model"
-            return [*lines, f"find all {self.num_steps} steps trained; {done}"]
+            return [*lines, f"find {all_of(self.num_steps, 'step')} trained; {done}"]
         lines.append(f"start from {'the checkpoint of step ' + str(self.start_step) if self.last else 'the beginning'}")
         if self.replayed:
             steps = _span(self.replayed)
@@ -61,7 +62,7 @@ class Report:
             if step not in self.replayed:
                 missing = (self.prompts_per_step or count) - count
                 rest = f", generate the other {missing}" if missing > 0 else ""
-                lines.append(f"take {count} finished groups of step {step} from the journal{rest}")
+                lines.append(f"take {counted(count, 'finished group')} of step {step} from the journal{rest}")
         if self.audit.torn:
             lines.append("set torn ends aside and leave out torn checkpoints; nothing whole is lost by it")
         return lines

@@ -60,6 +60,7 @@ from rollcall.observe.summary import peak_memory_gib, sample_rows, write_samples
 from rollcall.reward.scorer import why_unscored
 from rollcall.stop import Stop
 from rollcall.types import Group, Prompt, Sample, failed_on_all
+from rollcall.words import counted
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
@@ -226,7 +227,7 @@ class Controller:
                 outcome.result = "not in the journal"
                 return None
             outcome.waited_for = _last_worker(batch)
-            outcome.result = f"{len(batch.groups)} groups, {batch.num_from_journal} from the journal"
+            outcome.result = f"{counted(len(batch.groups), 'group')}, {batch.num_from_journal} from the journal"
         with self.events.phase(StepPhase.AGGREGATE, step):
             await self._call(self.journal.sync)
         self._refuse_unscored(batch)

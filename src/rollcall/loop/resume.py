@@ -15,6 +15,7 @@ from typing import Any
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import ConfigError, shown
 from rollcall.durable.journal import Journal
+from rollcall.words import counted
 
 RUN_FILE = "run.yaml"
 # With another value the journal would not fit, or the checkpoints' optimizer state.
@@ -123,8 +124,8 @@ def _refuse_shorter(config: Config, run_dir: Path) -> None:
             done = max([done, *journal.trained()])
     if config.trainer.steps < done:
         raise ConfigError(
-            f"trainer.steps={config.trainer.steps}, and the run in {run_dir} has trained {done} steps already; use {done} or "
-            "more, choose another run.dir, or start over with --fresh (the old directory is moved aside)"
+            f"trainer.steps={config.trainer.steps}, and the run in {run_dir} has trained {counted(done, 'step')} "
+            f"already; use {done} or more, choose another run.dir, or start over with --fresh (the old directory is moved aside)"
         )
 
 

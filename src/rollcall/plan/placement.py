@@ -145,7 +145,7 @@ def plan_placement(cluster: ClusterSection, *, needs: Needs | None = None) -> Pl
     placed: dict[Role, list[_Span]] = {}
     for key, value in cluster.component_placement.items():
         roles = _roles_of(key)
-        spans = _spans_of(str(value), layout=layout, key=key, raw=value)
+        spans = _spans_of(str(value), layout=layout, key=key)
         for role in roles:
             if role in placed:
                 raise PlacementError(
@@ -258,11 +258,11 @@ def _roles_of(key: str) -> list[Role]:
     return [Role(name) for name in names]
 
 
-def _spans_of(text: str, *, layout: _Layout, key: str, raw: str | int) -> list[_Span]:
+def _spans_of(text: str, *, layout: _Layout, key: str) -> list[_Span]:
     """One entry per process, in slot order."""
     given = f"{WHERE}: {key}: {text}"
     parts = sorted(
-        (_parse_part(part.strip(), layout=layout, given=given, raw=raw) for part in text.split(",")),
+        (_parse_part(part.strip(), layout=layout, given=given) for part in text.split(",")),
         key=lambda part: (part.first, part.last),
     )
     for before, after in zip(parts, parts[1:], strict=False):
@@ -282,7 +282,7 @@ def _spans_of(text: str, *, layout: _Layout, key: str, raw: str | int) -> list[_
     return spans
 
 
-def _parse_part(text: str, *, layout: _Layout, given: str, raw: str | int) -> _Part:
+def _parse_part(text: str, *, layout: _Layout, given: str) -> _Part:
     match = _PART.fullmatch(text)
     if match is None:
         what = f"{text!r} is not a set of slots" if text else "there is an empty part"
@@ -292,14 +292,9 @@ def _parse_part(text: str, *, layout: _Layout, given: str, raw: str | int) -> _P
     if first > last:
         raise PlacementError(f"{given}: {first}-{last} runs backwards; write {last}-{first}")
     if last >= layout.num_slots:
-        quote = ""
-        if isinstance(raw, int) and raw >= 60:
-            quote = (
-                f" (YAML reads an unquoted {raw // 60}:{raw % 60} as the number {raw}: put quotes around slots:ranks)"
-            )
         raise PlacementError(
             f"{given} asks for slot {last}, but {layout.sum()}, numbered 0 to {layout.num_slots - 1}; "
-            f"stay below {layout.num_slots}, or make the cluster larger (cluster.num_nodes){quote}"
+            f"stay below {layout.num_slots}, or make the cluster larger (cluster.num_nodes)"
         )
     ranks = None
     if first_rank is not None:

@@ -20,6 +20,7 @@ from rollcall.reward.functions import PROCESS_TYPES, check_score
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
 from rollcall.reward.worker import Item
 from rollcall.types import Completion, Group, Prompt, Score
+from rollcall.words import all_of
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 
@@ -242,7 +243,7 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     lines = first.strip().splitlines()
     shown = lines if len(lines) <= _MAX_LINES_TOLD else ["...", *lines[-_MAX_LINES_TOLD:]]
     told = "\n".join(f"  {line}" for line in shown)
-    return f"the reward {reward} failed on all {len(scores)} completions ({how}). The first failure:\n{told}"
+    return f"the reward {reward} failed on {all_of(len(scores), 'completion')} ({how}). The first failure:\n{told}"
 
 
 def reward_names(rewards: Sequence[Any]) -> list[str]:

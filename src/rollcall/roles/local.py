@@ -33,6 +33,7 @@ from rollcall.model.tiny import resolve_model
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.types import Completion, Prompt, Sample
+from rollcall.words import counted
 
 COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves
 NUM_REWARD_WORKERS = 2
@@ -125,7 +126,8 @@ def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(
-                f"{prompts.source}: left out {prompts.num_overlong} prompts longer than {config.data.max_prompt_tokens} tokens"
+                f"{prompts.source}: left out {counted(prompts.num_overlong, 'prompt')} longer than "
+                f"{config.data.max_prompt_tokens} tokens"
             )
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
 

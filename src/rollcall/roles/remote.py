@@ -42,6 +42,7 @@ from rollcall.roles.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, 
 from rollcall.roles.team import Team
 from rollcall.roles.worker import TRAINED, Facts, Seating, roles_in_parts
 from rollcall.types import Completion, Floats, Prompt, Sample
+from rollcall.words import counted
 from rollcall.worker_env.declared import submitted_env, worker_env
 
 REPLACE_S = 24 * 3600.0  # for a seat to be there again, while others do the work; told meanwhile
@@ -176,7 +177,9 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
     plan, section, kept = _fit_nodes(config, plan, say=say)
     inputs = load_inputs(config, say=say)
     _refuse_impossible(config, plan, model_path=inputs.model_path)
-    say(f"placing {sum(len(group.processes) for group in plan.groups)} processes on {plan.num_nodes} nodes")
+    say(
+        f"placing {counted(sum(len(group.processes) for group in plan.groups), 'process')} on {counted(plan.num_nodes, 'node')}"
+    )
     cluster = VirtualCluster(
         list(plan.slots_per_node),
         num_gpus_per_node=max(plan.slots_per_node),

@@ -1,0 +1,26 @@
+"""Words of messages."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, in the plural where it is not one.
+
+    >>> counted(1, "node"), counted(2, "finished group"), counted(0, "node"), counted(1234, "prompt"), counted(2, "process")
+    ('1 node', '2 finished groups', '0 nodes', '1,234 prompts', '2 processes')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def all_of(count: int, noun: str) -> str:
+    """
+    >>> all_of(3, "step"), all_of(1, "step")
+    ('all 3 steps', 'the only step')
+    """
+    return f"the only {noun}" if count == 1 else f"all {counted(count, noun)}"
+
+
+def are(count: int) -> str:
+    """The verb after ``counted`` or ``all_of``."""
+    return "is" if count == 1 else "are"
