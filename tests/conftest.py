@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # Set before torch is imported: on a busy machine a second thread makes every small operation wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +26,17 @@ def lab_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabCluster
         hosts = {rank: lab.hosts[rank] for rank in (3, 0, 2, 1)}
         joined = bring_up(hosts, "--rendezvous", str(lab.shared), "--slots", str(SLOTS))
         yield LabCluster(lab=lab, hosts=lab.hosts[:4], outsider=lab.hosts[4], rendezvous=lab.shared, joined=joined)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the collector, and what is there afterwards is looked through no more: torch and transformers stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _turn(item: pytest.Item) -> int:

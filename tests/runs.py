@@ -9,9 +9,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from commands import WAIT_S, fork_context
@@ -76,9 +78,10 @@ def make_run(
     return load_config(path, list(overrides))
 
 
-def finish(config: Config, **options: Any) -> dict[str, Any]:
-    """Train in this process, to the end."""
-    return train(config, quiet=True, **options)
+def finish(config: Config, *, draws: bool = False, **options: Any) -> dict[str, Any]:
+    """Train in this process, to the end. Drawing the learning curve would be a quarter of such a run's work."""
+    with nullcontext() if draws else mock.patch("rollcall.train.learning_curve", return_value=None):
+        return train(config, quiet=True, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ def _child(run_file: str, run_dir: str, kill: Kill | None) -> None:
         _arm(kill)
     path = Path(run_dir).with_suffix(".child.yaml")
     path.write_text(run_file)
-    train(load_config(path), quiet=True)
+    finish(load_config(path))
 
 
 def _arm(kill: Kill) -> None:

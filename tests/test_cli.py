@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import rollcall
+from commands import Command, rollcall, start
 from tiny import save_model
 
 from rollcall import __version__
@@ -310,18 +310,11 @@ def test_ctrl_c_is_a_clean_stop_and_the_same_command_finishes_the_run(tmp_path: 
     reward: Any = [{"type": "function", "path": "slow:score"}]
     run_file = write_run(tmp_path, reward=reward, trainer={"steps": 12, "save_every": 3, "eval_every": 0})
     run_dir = tmp_path / "runs/tiny"
-    # A session of its own, so that the signal reaches the whole process group, as a terminal sends it.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rollcall", "train", str(run_file)],
-        cwd=tmp_path, env=environment(tmp_path), start_new_session=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-        # What a shell starts in the background inherits an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    process = start("train", str(run_file), cwd=tmp_path)
     wait_for(lambda: (run_dir / "checkpoints/step-000003").exists(), process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130
+    os.killpg(process.pid, signal.SIGINT)  # to the whole process group, as a terminal sends it
+    status, errors = process.wait(), process.stderr
+    assert status == 130
     assert errors.startswith("stopped by Ctrl-C after step ") and "the same command continues" in errors
     assert "Traceback" not in errors
     before = {path: path.read_bytes() for path in (run_dir / "journal").glob("*.groups")}
@@ -336,9 +329,9 @@ def test_ctrl_c_is_a_clean_stop_and_the_same_command_finishes_the_run(tmp_path: 
         assert path.read_bytes().startswith(content), f"{path.name}: finished groups were made again"
 
 
-def wait_for(happened: Any, process: subprocess.Popen[str]) -> None:
+def wait_for(happened: Any, process: Command) -> None:
     give_up = time.monotonic() + WAIT_S
     while not happened():
-        assert process.poll() is None, f"the run ended by itself: {process.communicate()}"
+        assert process.poll() is None, f"the run ended by itself: {process.stderr}"
         assert time.monotonic() < give_up, "the run did not get that far"
         time.sleep(0.05)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
 import pytest
 import torch
 from runs import groups, make_run, metric_rows, num_records
@@ -319,49 +317,26 @@ def test_weights_left_as_a_file_arrive_and_those_of_another_sender_are_not_taken
         open_sender("broadcast", receivers={"one": False}, name="actor", host="", on_gpu=False, folder=tmp_path)
 
 
-@functools.cache
-def without_network() -> list[str]:
-    """Before a command: it gets a network of its own, in which nothing is up. Only root may do that."""
-    command = ["unshare", "--net"]
-    return command if shutil.which("unshare") and not subprocess.run([*command, "true"], check=False).returncode else []
-
-
-class Command:
-    """`rollcall train` in a folder, with what it says on stderr."""
-
-    def __init__(self, config: Config, share: Path, *options: str) -> None:
-        run_file = share.parent / "run.yaml"
+def start_train(config: Config, share: Path, *options: str) -> commands.Command:
+    """`rollcall train` in a folder; where that can be had, without a network."""
+    run_file = share.parent / "run.yaml"
+    if not run_file.exists():  # another command may be reading it
         run_file.write_text(dump_config(config))
-        train = [sys.executable, "-m", "rollcall", "train", str(run_file), "--log-path", str(share), *options]
-        self.said = ""
-        self.process = subprocess.Popen(
-            [*without_network(), *train],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.said += line
-
-    def end(self, *, timeout_s: float = WAIT_S) -> int:
-        code = self.process.wait(timeout=timeout_s)
-        self._reader.join(timeout=10)
-        return code
+    return commands.start(
+        "train", str(run_file), "--log-path", str(share), *options, cwd=share.parent,
+        has_network=not commands.can_cut_the_network(), variables={"PYTHONPATH": os.environ["PYTHONPATH"]},
+    )  # fmt: skip
 
 
 @contextmanager
-def run_of_three(config: Config, share: Path, *options: str) -> Iterator[tuple[Command, dict[int, Command]]]:
+def run_of_three(
+    config: Config, share: Path, *options: str
+) -> Iterator[tuple[commands.Command, dict[int, commands.Command]]]:
     """Master and two workers; killed at the end if they still live."""
-    started: list[Command] = []
+    started: list[commands.Command] = []
 
-    def start(*more: str) -> Command:
-        started.append(Command(config, share, "--num-nodes", "3", *more))
+    def start(*more: str) -> commands.Command:
+        started.append(start_train(config, share, "--num-nodes", "3", *more))
         return started[-1]
 
     workers = {rank: start("--worker", str(rank)) for rank in (1, 2)}
@@ -369,8 +344,7 @@ def run_of_three(config: Config, share: Path, *options: str) -> Iterator[tuple[C
         yield start("--master", *options), workers
     finally:
         for command in [*started, *workers.values()]:
-            command.process.kill()
-            command.process.wait()
+            command.kill()
 
 
 def audit(config: Config) -> Counter[str]:
@@ -392,9 +366,9 @@ def audit(config: Config) -> Counter[str]:
 def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_weights(share: Path) -> None:
     config = make_run(share, "trainer.steps=3", "data.prompts_per_step=16")
     with run_of_three(config, share, "--rank-weights", "2,1,1") as (master, workers):
-        assert master.end() == 0, master.said
-        assert [worker.end(timeout_s=60) for worker in workers.values()] == [0, 0]
-    assert "has ended" in workers[1].said
+        assert master.wait() == 0, master.stderr
+        assert [worker.wait() for worker in workers.values()] == [0, 0]
+    assert "has ended" in workers[1].stderr
     assert [row["step"] for row in metric_rows(config) if "time/step_s" in row] == [1, 2, 3]
     makers = audit(config)
     assert makers == {"rollout-0 on node 0": 24, "rollout-1 on node 1": 12, "rollout-2 on node 2": 12}
@@ -412,20 +386,19 @@ def test_a_killed_worker_and_a_killed_master_are_started_again_and_every_draw_is
         return (config.run.dir / "journal" / f"{step:06d}.groups").exists()
 
     with run_of_three(config, share) as (master, workers):
-        until(lambda: has_begun(8) or master.process.poll() is not None, what="step 8")
-        workers[1].process.kill()
-        workers[1] = Command(config, share, "--worker", "1", "--num-nodes", "3")
-        until(lambda: has_begun(30) or master.process.poll() is not None, what="step 30")
-        master.process.kill()
-        master.end()
-        assert "is dead: another process took its place" in master.said, master.said
-        again = Command(config, share, "--master", "--num-nodes", "3")
+        until(lambda: has_begun(8) or master.poll() is not None, what="step 8")
+        workers[1].kill()
+        workers[1] = start_train(config, share, "--worker", "1", "--num-nodes", "3")
+        until(lambda: has_begun(30) or master.poll() is not None, what="step 30")
+        master.kill()
+        assert "is dead: another process took its place" in master.stderr, master.stderr
+        again = start_train(config, share, "--master", "--num-nodes", "3")
         try:
-            assert again.end() == 0, again.said
-            assert [worker.end(timeout_s=60) for worker in workers.values()] == [0, 0]
+            assert again.wait() == 0, again.stderr
+            assert [worker.wait() for worker in workers.values()] == [0, 0]
         finally:
-            again.process.kill()
-    assert "serving the master" in workers[2].said and workers[2].said.count("serving the master") == 2
+            again.kill()
+    assert "serving the master" in workers[2].stderr and workers[2].stderr.count("serving the master") == 2
     audit(config)
 
 

@@ -55,6 +55,7 @@ def wait_until(there: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow  # with short commands instead of a run, below; `test_jobs.py` has a job that trains
 @pytest.mark.chaos
 def test_a_killed_controller_goes_on_from_the_run_directory(tmp_path: Path) -> None:
     process, config = start(tmp_path)
@@ -131,6 +132,7 @@ def test_a_driver_with_another_token_says_so(tmp_path: Path) -> None:
     assert "ran" not in result.stdout
 
 
+@pytest.mark.slow  # a status that a short command chose is the job's too, above
 def test_an_error_of_the_run_is_the_jobs(tmp_path: Path) -> None:
     process, _ = start(tmp_path, "data.max_prompt_tokens=1")
     _, errors = process.communicate(timeout=WAIT_S)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 from runs import column, finish, letter_rows, make_run, metric_rows, weights
@@ -363,18 +364,17 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of
         tmp_path, "trainer.steps=9", "trainer.save_every=0", reward=[{"type": "function", "path": "slow:score"}]
     )
     (tmp_path / "run.yaml").write_text(dump_config(config))
-    command = [sys.executable, "-m", "rollcall", "train", "run.yaml"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = commands.start("train", "run.yaml", cwd=tmp_path)
     give_up = time.monotonic() + WAIT_S
     while not (config.run.dir / "metrics.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < give_up, process.communicate()
+        assert process.poll() is None and time.monotonic() < give_up, process.stderr
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     for pid in (*map(int, children), process.pid):  # as `ray job stop` does
         os.kill(pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=WAIT_S)
+    status, errors = process.wait(), process.stderr
     step = len(column(config, "train/loss"))
-    assert process.returncode == STOPPED, errors
+    assert status == STOPPED, errors
     assert errors == f"stopped by SIGTERM after step {step} of 9; saved; the same command continues\n"
     assert saved(config) == [f"step-{step:06d}"]
     (tmp_path / "go").touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 from lab.cluster import ENV, LabCluster
 
 WORKER = """
@@ -76,6 +77,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow  # `test_worker_groups.py` has the same calls on two nodes of one host
 def test_the_documented_snippet_runs_on_four_hosts_and_leaves_nothing_behind(lab_cluster: LabCluster):
     folder = lab_cluster.lab.shared / "groups"
     (folder / "my").mkdir(parents=True)

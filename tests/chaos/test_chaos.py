@@ -1,4 +1,4 @@
-"""Every fault of docs/faults.md on real hosts. `make test` has the first; `make chaos` runs them all."""
+"""Every fault of docs/faults.md on real hosts. `make chaos` runs them all; `make test` has lost processes in test_recovery.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.lab import needs_lab
 from chaos.arena import STEPS, Arena, open_arena
 from chaos.faults import strike, strike_held
 
-pytestmark = [needs_lab, pytest.mark.chaos]
+pytestmark = [needs_lab, pytest.mark.chaos, pytest.mark.slow]
 ELASTIC: dict[str, Any] = {"elastic": {"min_nodes": 1, "wait_s": 5}}
 MODES = ["collocated", "disaggregated", "disaggregated, actors"]
 POINTS = ["forward", "backward", "all-reduce", "save"]
@@ -44,7 +44,6 @@ def test_a_killed_worker_costs_nothing_that_was_finished(arena: Arena) -> None:
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["worker killed", "worker stopped", "node lost and back", "network cut for 60 s"])
 @pytest.mark.parametrize("mode", MODES)
@@ -54,7 +53,6 @@ def test_workers_and_nodes_may_go_in_any_phase(arena: Arena, mode: str, fault: s
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["aggregate", "engine restore"])
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
 def test_a_worker_may_stop_in_the_other_phases(arena: Arena, mode: str, phase: str) -> None:
@@ -63,7 +61,6 @@ def test_a_worker_may_stop_in_the_other_phases(arena: Arena, mode: str, phase: s
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "point"),
     [("collocated", "sending weights"), ("disaggregated", "receiving weights")],
@@ -75,7 +72,6 @@ def test_a_worker_may_stop_in_the_final_sync(arena: Arena, mode: str, point: str
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
 def test_an_actor_rank_may_die_at_any_point_of_its_work(arena: Arena, mode: str, point: str) -> None:
@@ -84,7 +80,6 @@ def test_an_actor_rank_may_die_at_any_point_of_its_work(arena: Arena, mode: str,
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", [point for point in POINTS if point != "save"])  # node 0 saves, which is the head's
 @pytest.mark.parametrize("fault", ["node lost and back", "node gone"])
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
@@ -94,7 +89,6 @@ def test_an_actor_node_may_go_at_any_point_of_its_work(arena: Arena, mode: str, 
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["node gone", "network cut for good"])
 @pytest.mark.parametrize("mode", MODES)
@@ -105,7 +99,6 @@ def test_a_node_that_does_not_come_back_is_done_without(arena: Arena, mode: str,
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
 def test_a_run_grows_back_when_the_node_returns(arena: Arena, mode: str) -> None:
     with arena.run(mode, steps=80, **ELASTIC) as run:
@@ -117,7 +110,6 @@ def test_a_run_grows_back_when_the_node_returns(arena: Arena, mode: str) -> None
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["controller killed", "head killed"])
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
@@ -127,7 +119,6 @@ def test_the_same_command_resumes(arena: Arena, mode: str, fault: str, phase: st
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["rollout", "checkpoint"])
 @pytest.mark.parametrize("fault", ["disk full", "folder unwritable"])
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
@@ -137,7 +128,6 @@ def test_a_disk_that_takes_nothing_is_waited_for(arena: Arena, mode: str, fault:
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
 def test_two_faults_at_once(arena: Arena, mode: str, pair: tuple[str, str]) -> None:
@@ -146,7 +136,6 @@ def test_two_faults_at_once(arena: Arena, mode: str, pair: tuple[str, str]) -> N
         run.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "steps"), [("collocated", 100), ("disaggregated", 240)])  # one goes on during faults
 def test_thirty_random_faults_in_one_run(arena: Arena, mode: str, steps: int) -> None:
     chance = random.Random(7)

@@ -1,0 +1,20 @@
+"""What the processes that tests fork have imported. None of it is looked through by their collectors, nor copied for that."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+MODULES = [
+    "rollcall.train", "rollcall.eval", "rollcall.cli.main", "rollcall.train_in_folder", "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto", "tiny", "ranks",
+]  # fmt: skip
+
+gc.disable()
+for name in MODULES:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:  # which multiprocessing would pass over
+        raise RuntimeError(f"{name} cannot be imported") from error
+gc.freeze()
+gc.enable()
