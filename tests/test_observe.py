@@ -22,6 +22,7 @@ from rich.console import Console as RichConsole
 from test_journal import make_group
 
 from rollcall.config import Config, parse_config
+from rollcall.loop.evaluate import summarize
 from rollcall.observe.console import LineConsole, LiveConsole, QuietConsole, make_console
 from rollcall.observe.headline import ACCURACY, GRADED, headline_of, is_graded
 from rollcall.observe.metrics import METRICS, check_names
@@ -536,3 +537,20 @@ def test_a_sample_shows_what_the_user_says_and_not_the_chat_template() -> None:
     prompt = replace(group.prompt, text="<|im_start|>system\nYou add.<|im_end|>...", metadata={"prompt_messages": said})
     ((shown, *_),) = sample_rows([replace(group, prompt=prompt)], limit=1)
     assert shown == "And 2+3?"
+
+
+def test_an_evaluation_that_could_not_be_scored_says_so_in_its_line() -> None:
+    out = io.StringIO()
+    console = LineConsole(Progress(name="demo", num_steps=2), file=out)
+    console.log(0, {"eval/accuracy": 0.0, "eval/reward_mean": 0.0, "eval/completions": 8.0, "eval/reward_errors": 8.0})
+    assert "eval reward errors 8/8" in out.getvalue()
+    console.log(1, {"eval/accuracy": 0.5, "eval/reward_mean": 0.5, "eval/completions": 8.0, "eval/reward_errors": 0.0})
+    assert "errors" not in out.getvalue().splitlines()[-1]
+
+
+def test_the_completions_of_an_evaluation_that_no_reward_scored_are_counted() -> None:
+    group = make_group(0)
+    failed = replace(group.scores[0], errors={"exact": "raised: no"})
+    scores = [failed, *(replace(score, errors={}) for score in group.scores[1:])]
+    metrics = summarize([replace(group, scores=scores)], first_reward=next(iter(failed.parts)), threshold=1.0).metrics()
+    assert (metrics["eval/reward_errors"], metrics["eval/completions"]) == (1.0, len(scores))

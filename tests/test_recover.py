@@ -18,6 +18,7 @@ from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.inspect.audit import audit
 from rollcall.inspect.recover import look, repair
+from rollcall.observe.events import PhaseEvent
 
 
 def command(*arguments: str | Path) -> dict[str, Any]:
@@ -111,6 +112,27 @@ def test_status_shows_the_phases_of_a_run_and_who_has_it(killed: Config) -> None
     assert "last     in rollout of step 4, begun at" in plain and "is gone" in plain and "waited for local" in plain
     text = CliRunner().invoke(app, ["recover", str(killed.run.dir)]).stdout
     assert "the next `rollcall train` would" in text and "000004.groups" in text
+
+
+def test_status_leaves_out_phases_that_took_no_time_and_say_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def event(phase: str, duration_s: float, result: str | None = None) -> PhaseEvent:
+        return PhaseEvent(
+            step=1,
+            phase=phase,
+            start_s=1.0,
+            end_s=1.0 + duration_s,
+            duration_s=duration_s,
+            waited_for=None,
+            result=result,
+        )
+
+    (tmp_path / "run.yaml").touch()
+    phases = [event("sync", 0.001), event("rollout", 0.001, "8 groups, 8 from the journal"), event("update", 0.5)]
+    monkeypatch.setattr("rollcall.observe.events.read_phases", lambda run_dir: phases)
+    shown = CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
+    assert "sync" not in shown and "8 from the journal" in shown and "0.50 s" in shown
 
 
 @pytest.mark.parametrize("folder", ["/proc/self", "."])

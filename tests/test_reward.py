@@ -27,7 +27,7 @@ from rollcall.config import (
 )
 from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_number
 from rollcall.reward.math_answer import last_boxed
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.pool import Result, RewardPool, Task, plain_stack
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Item
 from rollcall.types import Completion, FinishReason, Prompt, Segment
@@ -687,3 +687,38 @@ def test_a_language_model_is_not_taken_for_a_reward_model(tmp_path: Path) -> Non
     LlamaForCausalLM(config).save_pretrained(path)
     with pytest.raises(ValueError, match="score.weight"):
         RewardModel(path, device="cpu", max_tokens=8)
+
+
+def test_a_hung_item_shows_a_plain_stack_of_the_users_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "import time\ndef wait():\n    time.sleep(600)\ndef score(*row):\n    wait()\n"
+    in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
+    with RewardPool({0: {"type": "function", "path": "my_rewards:score"}}, num_workers=1) as pool:
+        pool.submit([Task(ticket=0, item=Item(0, "", "", "", {}), timeout_s=0.3)])
+        results: list[Result] = []
+        while not results:
+            results += pool.poll(5)
+    place = tmp_path / "my_rewards.py"
+    assert results[0].why.splitlines() == [
+        "no score within timeout_s=0.3", "it was at", f'  File "{place}", line 5, in score', f'  File "{place}", line 3, in wait'
+    ]  # fmt: skip
+
+
+def test_the_stack_of_a_crash_says_which_threads_are_the_users() -> None:
+    dump = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f12 [ab] (most recent call first):
+  File "/me/judge.py", line 9 in wait
+Current thread 0x00007f13 [main] (most recent call first):
+  File "/me/judge.py", line 3 in ask
+  File "/x/rollcall/reward/worker.py", line 5 in main
+  File "<frozen runpy>", line 88 in _run_code
+
+Extension modules: numpy._core (total: 1)
+"""
+    assert plain_stack(dump).splitlines() == [
+        "Fatal Python error: Segmentation fault",
+        "in another thread:",
+        '  File "/me/judge.py", line 9, in wait',
+        "in the main thread:",
+        '  File "/me/judge.py", line 3, in ask',
+    ]

@@ -86,6 +86,8 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             took = "-" if event.duration_s is None else f"{event.duration_s:.2f} s"
             notes = [f"waited for {event.waited_for}"] if event.waited_for else []
             notes += [event.result] if event.result else []
+            if took == "0.00 s" and not notes:
+                continue  # such as a release of an engine that needs none
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
 
 

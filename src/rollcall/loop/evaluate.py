@@ -25,6 +25,7 @@ class Evaluation:
     response_length_mean: float
     truncated_fraction: float
     graded_fraction: float  # of completions: those with a reward other than 0 or 1
+    num_unscored: int  # completions that some reward could not score; they count as 0
     groups: list[Group]
 
     def metrics(self) -> dict[str, float]:
@@ -35,6 +36,8 @@ class Evaluation:
             "eval/response_length_mean": self.response_length_mean,
             "eval/truncated_fraction": self.truncated_fraction,
             GRADED: self.graded_fraction,
+            "eval/completions": float(sum(len(group.completions) for group in self.groups)),
+            "eval/reward_errors": float(self.num_unscored),
         }
 
 
@@ -82,6 +85,7 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
         response_length_mean=float(np.mean([len(completion.token_ids) for completion in completions])),
         truncated_fraction=float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),
         graded_fraction=float(np.mean([is_graded(score) for group in groups for score in group.scores])),
+        num_unscored=sum(bool(score.errors) for group in groups for score in group.scores),
         groups=groups,
     )
 

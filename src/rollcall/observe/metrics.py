@@ -75,6 +75,8 @@ METRICS: dict[str, Metric] = {
     "eval/reward_mean": Metric("", "Mean reward on the held-out prompts."),
     "eval/response_length_mean": Metric("tokens", "Mean length of a held-out completion."),
     "eval/truncated_fraction": Metric("share", "Held-out completions that reach the token limit."),
+    "eval/completions": Metric("count", "Held-out completions."),
+    "eval/reward_errors": Metric("count", "Those of them that some reward could not score; they count as 0."),
     "time/step_s": Metric(
         "s", "Whole training step: rollout, reward, scoring, update, sync. Not evaluation and saving."
     ),

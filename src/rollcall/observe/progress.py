@@ -89,6 +89,8 @@ class Progress:
         headline = headline_of(evaluations)
         if values := headline.values(evaluations):
             found.append((headline.label, f"{values[0]:.3f} → {values[-1]:.3f}"))
+        if evaluations and (errors := evaluations[-1].get("eval/reward_errors")):
+            found.append(("eval reward errors", f"{errors:.0f}/{evaluations[-1]['eval/completions']:.0f}"))
         for label, key, form in (
             ("reward", "train/reward_mean", "{:.3f}"),
             ("tok/s", "rollout/tokens_per_s", "{:,.0f}"),

@@ -16,6 +16,7 @@ includes a worker's start, which has a limit of its own.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -51,6 +52,7 @@ from rollcall.reward.worker import (
     Setup,
     frame,
     read_said,
+    visible,
 )
 
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
@@ -62,6 +64,9 @@ _READ_BYTES = 1 << 16
 _STACK_WAIT_S = 0.5
 _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 4000
+_THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
+_FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
+_OWN_FRAMES = ("rollcall/reward/worker", "runpy")
 _ROOT = Path(rollcall.__file__).resolve().parents[1]
 
 
@@ -388,8 +393,27 @@ class _Worker:
         os.close(self._lifeline_fd)
         self._crash_file.close()
         remove_folder(self._folder)
-        own = ("rollcall/reward/worker", "runpy")
-        return how, "\n".join(line for line in stack.splitlines() if not any(name in line for name in own))
+        return how, plain_stack(stack)
+
+
+def plain_stack(dump: str) -> str:
+    """What faulthandler dumps, as Python shows a traceback: newest call last, without the worker's own frames and threads."""
+    said: list[str] = []
+    threads: list[tuple[bool, list[str]]] = []
+    for line in dump.splitlines():
+        if header := _THREAD.match(line):
+            threads.append((bool(header[1]), []))
+        elif call := _FRAME.match(line):
+            is_own = any(name in call[1] for name in _OWN_FRAMES)
+            if threads and not is_own:
+                threads[-1][1].insert(0, f"  File {call[1]}, line {call[2]}, in {call[3]}")
+        elif line.startswith("Fatal Python error"):
+            said.append(line)
+    threads = [thread for thread in threads if thread[1]]
+    for is_current, frames in sorted(threads, key=lambda thread: thread[0]):  # the one that was asked comes last
+        which = "in the main thread:" if is_current else "in another thread:"
+        said += frames if len(threads) == 1 else [which, *frames]
+    return visible("\n".join(said))
 
 
 def _how_it_ended(returncode: int) -> str:

@@ -96,7 +96,7 @@ def read_said(body: bytes) -> Said:
         case {"in_force": dict(told), **rest} if not rest:
             return Ready({str(thing): str(state) for thing, state in told.items()})
         case {"refused": str(why), **rest} if not rest:
-            return Refused(_visible(why))
+            return Refused(visible(why))
         case {
             "value": float(value),
             "kind": "" | "raised" | "nan" as kind,
@@ -104,11 +104,11 @@ def read_said(body: bytes) -> Said:
             "elapsed_s": float(elapsed_s),
             **rest,
         } if not rest:
-            return Answer(check_score(value), kind, _visible(why), elapsed_s)
+            return Answer(check_score(value), kind, visible(why), elapsed_s)
     raise ValueError("not a message of a worker")
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """An error may quote a model's text, which must not steer the terminal that shows it."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
