@@ -53,6 +53,13 @@ def test_arithmetic_splits_its_sums_into_disjoint_parts() -> None:
     assert train != [row["prompt"] for row in arithmetic(split="train", max_number=20, seed=2)]
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_seed_holds_out_sums_that_the_embedded_model_has_seen(seed: int) -> None:
+    made = make_task("arithmetic", num=None, seed=seed, source=None)
+    seen = {row["prompt"] for row in arithmetic(split="train")}  # scripts/make_arithmetic_model.py shows these
+    assert made.test and not seen & {row["prompt"] for row in made.test}
+
+
 def test_the_files_of_arithmetic_hold_the_rows_of_the_demo() -> None:
     made = make_task("arithmetic", num=None, seed=0, source=None)
     assert list(made.train) == [row.columns for row in read_rows("builtin:arithmetic", split="train")]

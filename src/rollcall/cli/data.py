@@ -28,7 +28,10 @@ def data(
     num: Annotated[
         int | None, typer.Option("--num", min=1, help="Training rows; generated tasks add a tenth of it for the test.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of generated rows and of splits.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", min=0, help="Seed of generated rows and of splits; of arithmetic: of the order alone."),
+    ] = 0,
     source: Annotated[
         Path | None,
         typer.Option(
