@@ -30,17 +30,15 @@ from safetensors.numpy import load_file
 from test_journal import small_disk, unmount
 from tiny import make_model, make_tokenizer, save_model
 
-from rollcall.checkpoint.store import CheckpointError, CheckpointStore
-from rollcall.config import Config, ConfigError
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.config import Config
 from rollcall.data.load import DataError
-from rollcall.durable.journal import Journal, JournalError
+from rollcall.durable.journal import Journal
 from rollcall.engine.native import engine as native_engine
-from rollcall.groups.failures import WorkerError
+from rollcall.errors import CheckpointError, ClusterError, ConfigError, JournalError, NonFiniteError, WorkerError
 from rollcall.learner.learner import Critic, Learner
-from rollcall.learner.optimizer import NonFiniteError
 from rollcall.loop.controller import RunError
 from rollcall.model.load import ModelError
-from rollcall.nodes.state import ClusterError
 from rollcall.roles.local import Workers
 from rollcall.types import Completion
 

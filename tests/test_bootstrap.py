@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from test_check import make_node, make_record
 
+from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
 from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.head import Answer, HeadRefuses, ask_head
@@ -31,7 +32,6 @@ from rollcall.nodes.rank import LAUNCHERS, find_identity
 from rollcall.nodes.ray_start import NodeRequest, Start, find_slots
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import (
-    ClusterError,
     NodeRecord,
     Process,
     note_driver,

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.errors import ClusterError
 from rollcall.nodes import check
 from rollcall.nodes.check import list_nodes, roster, wait_for_slots
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo
 from rollcall.nodes.processes import is_coming_up
-from rollcall.nodes.state import ClusterError, NodeRecord, forget, write_record
+from rollcall.nodes.state import NodeRecord, forget, write_record
 
 
 def make_node(rank: int | None, *, slots: int = 8, alive: bool = True, started_ms: int = 1, host: str = "") -> NodeInfo:

@@ -13,11 +13,12 @@ import pytest
 from runs import finish, make_run
 from typer.testing import CliRunner
 
-from rollcall.checkpoint.store import CheckpointError, CheckpointStore
+from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.main import app
-from rollcall.config import Config, ConfigError, load_config
-from rollcall.durable.journal import MAGIC, Journal, JournalError, inspect
+from rollcall.config import Config, load_config
+from rollcall.durable.journal import MAGIC, Journal, inspect
 from rollcall.durable.lease import read_holder
+from rollcall.errors import CheckpointError, ConfigError, JournalError
 from rollcall.eval import plan_evaluation
 from rollcall.inspect.audit import audit
 from rollcall.loop.supply import Cursor

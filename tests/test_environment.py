@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollcall import redact
 from rollcall.config import ClusterSection, parse_config
-from rollcall.nodes.state import ClusterError
+from rollcall.errors import ClusterError
 from rollcall.redact import REDACTED
 from rollcall.worker_env.declared import (
     NODE_OWN,

@@ -12,7 +12,7 @@ import torch
 from commands import rollcall
 from tiny import save_model
 
-from rollcall.config import ConfigError
+from rollcall.errors import ConfigError
 from rollcall.eval import EvalPlan, EvalReport, plan_evaluation, run_evaluation
 from rollcall.train import train
 

@@ -21,17 +21,16 @@ import torch
 from runs import groups, make_run, metric_rows, num_records
 from weights_contract import bits, blank_like, change, make_tensors
 
-from rollcall.config import Config, ConfigError, dump_config, parse_config
+from rollcall.config import Config, dump_config, parse_config
 from rollcall.durable.journal import Journal
+from rollcall.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
 from rollcall.groups.cluster import VirtualCluster, using
-from rollcall.groups.failures import WorkerDiedError, WorkerError
 from rollcall.groups.folder import mailbox
 from rollcall.groups.folder.layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
 from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
 from rollcall.groups.folder.master import FolderBackend
 from rollcall.groups.folder.worker import FolderWorker
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
-from rollcall.nodes.state import ClusterError
 from rollcall.train_in_folder import read_weights, with_folder
 from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
 

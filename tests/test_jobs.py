@@ -28,6 +28,7 @@ from tiny import save_model
 from rollcall import redact
 from rollcall.config import Config, parse_config
 from rollcall.durable.lease import hold
+from rollcall.errors import ClusterError
 from rollcall.jobs import channel as job_channel
 from rollcall.jobs import package as package_module
 from rollcall.jobs import submit as module
@@ -37,7 +38,7 @@ from rollcall.jobs.paths import mount_of, resolve_paths
 from rollcall.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
-from rollcall.nodes.state import STATE_DIR, TOKEN, ClusterError, NodeRecord, write_record, write_token
+from rollcall.nodes.state import STATE_DIR, TOKEN, NodeRecord, write_record, write_token
 from rollcall.worker_env.seal import seal
 
 ROOT = Path(__file__).parents[1]

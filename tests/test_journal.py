@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcall.durable.journal import MAGIC, Journal, JournalError, TrainedStep
+from rollcall.durable.journal import MAGIC, Journal, TrainedStep
+from rollcall.errors import JournalError
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 

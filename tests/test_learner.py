@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcall.algo.recipe import loss_weights, policy_loss
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, OptimizerSection, Ppo, ReinforcePlusPlus, Rloo
+from rollcall.errors import NonFiniteError
 from rollcall.learner import learner as learner_module
 from rollcall.learner.learner import Critic, Learner, split_by_draw
-from rollcall.learner.optimizer import NonFiniteError
 from rollcall.learner.packing import pack
 from rollcall.model.decoder import fuse_parameters
 from rollcall.types import Sample

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from test_journal import small_disk, unmount
 
-from rollcall.config import ConfigError
 from rollcall.durable import lease as module
 from rollcall.durable.lease import Holder, Lease, LeaseLostError, hold, read_holder
+from rollcall.errors import ConfigError
 
 
 def forge(run_dir: Path, **changes: Any) -> Holder:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from tiny import save_model
 
-from rollcall.model.files import ModelFilesError, check_model_dir
+from rollcall.errors import ModelFilesError, SizesUnknown
+from rollcall.model.files import check_model_dir
 from rollcall.model.load import ModelError, load_tokenizer
-from rollcall.plan.memory import SizesUnknown, read_sizes
+from rollcall.plan.memory import read_sizes
 
 SIZES: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

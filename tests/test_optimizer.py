@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rollcall.config import OptimizerSection
-from rollcall.learner.optimizer import NonFiniteError, Optimizer
+from rollcall.errors import NonFiniteError
+from rollcall.learner.optimizer import Optimizer
 
 
 def weights(*, dtype: torch.dtype = torch.float32, transposed: bool = False) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ from tiny import ARCHITECTURES, make_model, make_tokenizer, needs_bfloat16, save
 
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
+from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
 from rollcall.learner.mesh import Split, is_split, split_of
-from rollcall.learner.optimizer import NonFiniteError
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.placement import Role

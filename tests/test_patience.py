@@ -20,10 +20,10 @@ from test_journal import make_group, small_disk, unmount
 
 from rollcall.checkpoint import CheckpointError, CheckpointStore
 from rollcall.durable import patience
-from rollcall.durable.journal import Journal, JournalError
+from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
-from rollcall.groups.failures import WorkerDiedError, WorkerError
+from rollcall.errors import JournalError, WorkerDiedError, WorkerError
 from rollcall.inspect.audit import audit
 from rollcall.loop.controller import Controller
 from rollcall.observe.events import Events, read_events

@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollcall.config import ClusterSection, ConfigError, dump_config, parse_config
-from rollcall.plan.placement import Mesh, Needs, PlacementError, Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.config import ClusterSection, dump_config, parse_config
+from rollcall.errors import ConfigError, PlacementError
+from rollcall.plan.placement import Mesh, Needs, Plan, Role, needs_of, plan_placement, slot_text
 
 EIGHT = [8]
 FOUR_BY_EIGHT = [8, 8, 8, 8]

@@ -20,12 +20,13 @@ from tiny import ARCHITECTURES, SHAPE, make_model, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollcall.config import OptimizerSection, load_config, parse_config
+from rollcall.errors import SizesUnknown
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.plan.draw import draw_text, node_runs
 from rollcall.plan.draw_svg import draw_svg
 from rollcall.plan.judge import RunPlan, plan_run
-from rollcall.plan.memory import GIB, ModelSizes, RoleMemory, SizesUnknown, SlotMemory, lever, read_sizes
+from rollcall.plan.memory import GIB, ModelSizes, RoleMemory, SlotMemory, lever, read_sizes
 from rollcall.plan.placement import Role
 
 ROOT = Path(__file__).parents[1]

@@ -13,9 +13,10 @@ from test_journal import make_group
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.config import Config, ConfigError
+from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
+from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
 from rollcall.inspect.recover import look, repair
 from rollcall.observe.events import PhaseEvent

@@ -25,18 +25,19 @@ from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import ThreadGroup
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
-from rollcall.groups.failures import (
+from rollcall.errors import (
+    ClusterError,
     NoRoomError,
     PeerLostError,
+    RestartsSpentError,
     WorkerDiedError,
     WorkerError,
     WorkerLostError,
     WorkerTimeoutError,
-    is_about_a_peer,
 )
+from rollcall.groups.failures import is_about_a_peer
 from rollcall.groups.pulse import look
-from rollcall.loop.attempts import Budget, Regrow, RestartsSpentError, closing, run_attempts
-from rollcall.nodes.state import ClusterError
+from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
 from rollcall.plan.placement import Role
 from rollcall.roles.engines import RemoteEngine
 from rollcall.roles.router import Place, Router

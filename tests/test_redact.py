@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from runs import finish, make_run, metric_rows
 
 from rollcall import redact as module
-from rollcall.config import ConfigError, dump_config, load_config, parse_config
+from rollcall.config import dump_config, load_config, parse_config
 from rollcall.durable.journal import Journal
+from rollcall.errors import ConfigError
 from rollcall.observe.sinks import WandbSink
 from rollcall.redact import REDACTED, GuardedStream, Redactor, is_secret, redact, redact_env, redact_source, remember
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from test_check import make_node
 
+from rollcall.errors import ClusterError
 from rollcall.nodes import rendezvous as module
 from rollcall.nodes.address import free_ports, is_free, join_address, listens, own_address, split_address
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
-from rollcall.nodes.state import ClusterError
 
 
 def make_head(cluster_id: str = "id-1", *, address: str = "10.0.0.1:6379") -> Head:

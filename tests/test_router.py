@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from rollcall.config import ConfigError, parse_config
+from rollcall.config import parse_config
 from rollcall.engine.protocol import Finished, Request, Sampling
-from rollcall.nodes.state import ClusterError
+from rollcall.errors import ClusterError, ConfigError
 from rollcall.roles.engine_seat import EngineSeat
 from rollcall.roles.router import RETRY_VERSIONS, Place, Router
 

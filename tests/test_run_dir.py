@@ -14,8 +14,8 @@ from runs import column, finish, letter_rows, make_run
 from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.train import _in_run_dir
-from rollcall.config import ConfigError, load_config
-from rollcall.groups.failures import WorkerDiedError
+from rollcall.config import load_config
+from rollcall.errors import ConfigError, WorkerDiedError
 from rollcall.loop.controller import Controller
 from rollcall.observe.console import QuietConsole
 from rollcall.train import train

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from rollcall import simulate as module
-from rollcall.config import Config, ConfigError, parse_config
-from rollcall.nodes.state import ClusterError
-from rollcall.plan.placement import PlacementError
+from rollcall.config import Config, parse_config
+from rollcall.errors import ClusterError, ConfigError, PlacementError
 from rollcall.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
 
 

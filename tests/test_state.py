@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.errors import ClusterError
 from rollcall.nodes import state as module
-from rollcall.nodes.state import STATE_DIR, ClusterError, sole_owner, state_dir
+from rollcall.nodes.state import STATE_DIR, sole_owner, state_dir
 
 
 @pytest.fixture

@@ -26,9 +26,10 @@ from runs import (
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollcall.config import Config, ConfigError, load_config
+from rollcall.config import Config, load_config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
+from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
 from rollcall.loop.controller import RunError
 from rollcall.observe.metrics import check_names

@@ -16,9 +16,9 @@ from tiny import make_model, make_tokenizer
 
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Grpo, Ppo
+from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
-from rollcall.learner.optimizer import NonFiniteError
 from rollcall.model.decoder import fuse_parameters
 from rollcall.model.load import ModelError
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from rollcall.config import ClusterSection
+from rollcall.errors import PlacementError
 from rollcall.groups.host import marked_processes
 from rollcall.groups.pulse import Pulse, Seen, dump_stacks, look
 from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
-from rollcall.plan.placement import PlacementError, Role, plan_placement
+from rollcall.plan.placement import Role, plan_placement
 
 # Pulse and watch
 

@@ -27,19 +27,12 @@ from weights_contract import *  # noqa: F403
 from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, change, make_tensors
 
 from rollcall.config import parse_config
+from rollcall.errors import MissingPeerError
 from rollcall.net import door
 from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, needs_of, plan_placement
 from rollcall.roles.weight_sync import WeightSync
-from rollcall.weights import (
-    MissingPeerError,
-    SameProcessReceiver,
-    SameProcessSender,
-    TornUpdateError,
-    delta,
-    open_receiver,
-    open_sender,
-)
+from rollcall.weights import SameProcessReceiver, SameProcessSender, TornUpdateError, delta, open_receiver, open_sender
 from rollcall.weights import checksum as checksums
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.config import ConfigError, load_config
+from rollcall.config import load_config
+from rollcall.errors import ConfigError
 from rollcall.nodes import bootstrap, state
 from rollcall.words import all_of, are, counted
 

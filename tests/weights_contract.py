@@ -19,14 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollcall.weights import (
-    MissingPeerError,
-    RefusedUpdateError,
-    Sent,
-    WeightReceiver,
-    WeightSender,
-    WeightUpdateError,
-)
+from rollcall.errors import MissingPeerError, WeightUpdateError
+from rollcall.weights import RefusedUpdateError, Sent, WeightReceiver, WeightSender
 from rollcall.weights.checksum import checksum
 
 Tensors = dict[str, Tensor]

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollcall.errors import ClusterError, WorkerDiedError, WorkerError, WorkerTimeoutError
     from rollcall.groups.backend import Seat
     from rollcall.groups.cluster import RayVirtualCluster, VirtualCluster, init_ray
-    from rollcall.groups.failures import WorkerDiedError, WorkerError, WorkerTimeoutError
     from rollcall.groups.group import (
         MultiWorkerFuture,
         RayWorkerBuilder,
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
         WorkerGroup,
     )
     from rollcall.groups.sharding import NamedSharding
-    from rollcall.nodes.state import ClusterError
 
 _HOME = {
     "Seat": "groups.backend",
-    "WorkerDiedError": "groups.failures",
-    "WorkerError": "groups.failures",
-    "WorkerTimeoutError": "groups.failures",
+    "WorkerDiedError": "errors",
+    "WorkerError": "errors",
+    "WorkerTimeoutError": "errors",
     "NamedSharding": "groups.sharding",
-    "ClusterError": "nodes.state",
+    "ClusterError": "errors",
     "RayVirtualCluster": "groups.cluster",
     "VirtualCluster": "groups.cluster",
     "init_ray": "groups.cluster",

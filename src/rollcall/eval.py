@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.config import Config, ConfigError, DataSection, ExactReward, load_config
+from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
+from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype

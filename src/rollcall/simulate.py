@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.config import Config, ConfigError, parse_config
+from rollcall.config import Config, parse_config
+from rollcall.errors import ClusterError, ConfigError
 from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.ray_start import NodeRequest
-from rollcall.nodes.state import CLUSTER, STATE_DIR, ClusterError
+from rollcall.nodes.state import CLUSTER, STATE_DIR
 from rollcall.plan.judge import workable_plan
 from rollcall.plan.placement import Plan
 

@@ -14,10 +14,11 @@ from typing import Any
 from rollcall.checkpoint.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore, write_atomic
-from rollcall.config import Config, ConfigError, dump_config
+from rollcall.config import Config, dump_config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
+from rollcall.errors import ConfigError, SizesUnknown
 from rollcall.loop.attempts import Budget, closing, headline, run_attempts
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
@@ -30,7 +31,7 @@ from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, write_summary
-from rollcall.plan.memory import SizesUnknown, element_size, read_sizes
+from rollcall.plan.memory import element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded

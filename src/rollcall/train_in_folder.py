@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollcall.config import Config, ConfigError, parse_config
+from rollcall.config import Config, parse_config
+from rollcall.errors import ConfigError
 from rollcall.loop.phases import Bounds
 
 PLACEMENT = {"actor": 0, "rollout": "all"}

@@ -1,5 +1,6 @@
 """Checkpoints that are whole or not there (``store``), and the model directory that others open (``export``)."""
 
-from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
+from rollcall.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointStore"]

@@ -26,22 +26,12 @@ from typing import Any
 
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist, plain_disk_errors
+from rollcall.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 MANIFEST, STATE = "manifest.json", "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
-
-
-class CheckpointError(RuntimeError, ValueError):
-    """A checkpoint cannot be written; the message says where and what to do.
-
-    ``errno`` is that of the fault behind it, if any: an error's cause does not travel between processes, this does.
-    """
-
-    def __init__(self, message: str, *, errno: int | None = None) -> None:
-        super().__init__(message)
-        self.errno = errno
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.export import export_model
 from rollcall.durable.patience import plain_disk_errors
+from rollcall.errors import NonFiniteError
 from rollcall.learner.learner import Critic, Learner
-from rollcall.learner.optimizer import NonFiniteError
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 

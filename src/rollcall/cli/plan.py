@@ -38,8 +38,8 @@ def plan(
       rollcall plan run.yaml --json
     """
     from rollcall.config import load_config
+    from rollcall.errors import PlacementError
     from rollcall.plan.judge import plan_run
-    from rollcall.plan.placement import PlacementError
 
     config = load_config(*split_arguments(file, overrides))
     try:

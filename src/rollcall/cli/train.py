@@ -86,7 +86,8 @@ def train(
       rollcall train run.yaml --worker 1 --num-nodes 3 --log-path /share/x
       rollcall train run.yaml --worker 2 --num-nodes 3 --log-path /share/x
     """
-    from rollcall.config import ConfigError, load_config
+    from rollcall.config import load_config
+    from rollcall.errors import ConfigError
 
     bounds = Bounds(phase=phase, split=split)
     path, changes = split_arguments(file, overrides)
@@ -133,7 +134,7 @@ def train(
 
 def _in_run_dir(run_dir: Path, changes: list[str]) -> tuple[Path, list[str]]:
     """The run file that a run keeps, for that directory, wherever it has been moved to."""
-    from rollcall.config import ConfigError
+    from rollcall.errors import ConfigError
     from rollcall.redact import REDACTED
 
     path = run_dir / "run.yaml"

@@ -14,7 +14,6 @@ from rollcall.config.algorithms import (
     Rloo,
 )
 from rollcall.config.base import Section
-from rollcall.config.errors import ConfigError
 from rollcall.config.rewards import (
     CountdownReward,
     ExactReward,
@@ -45,6 +44,7 @@ from rollcall.config.sections import (
     VllmSection,
     WeightTransport,
 )
+from rollcall.errors import ConfigError
 
 __all__ = [
     "Algorithm",

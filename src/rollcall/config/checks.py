@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollcall.config.errors import ConfigError
+from rollcall.errors import ConfigError
 
 MOST_COMPLETIONS = 10_000_000  # of a step; many times what the largest runs take
 COLDEST = 0.001  # temperature; below it the logits of ordinary models overflow when they are divided by it

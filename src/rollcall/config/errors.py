@@ -19,10 +19,6 @@ MOST_ERRORS = 10  # told at once
 MOST_SHOWN = 300  # characters of what was given
 
 
-class ConfigError(ValueError):
-    """The run file is wrong; the message says where and what to write instead."""
-
-
 def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
     """A line for each of the first mistakes, and how many more there are."""
     items = error.errors(include_url=False)

@@ -9,8 +9,9 @@ import yaml
 from pydantic import BaseModel
 
 from rollcall.config.base import read_number
-from rollcall.config.errors import ConfigError, shown
+from rollcall.config.errors import shown
 from rollcall.config.yaml import parse_yaml
+from rollcall.errors import ConfigError
 from rollcall.redact import secrets_of_run
 
 

@@ -19,7 +19,7 @@ from rollcall.config.algorithms import (
 from rollcall.config.base import Section
 from rollcall.config.base import field as _field
 from rollcall.config.checks import check_ruin
-from rollcall.config.errors import ConfigError, explain_all, shown
+from rollcall.config.errors import explain_all, shown
 from rollcall.config.overrides import apply_override, refuse_secret, set_key
 from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import (
@@ -37,6 +37,7 @@ from rollcall.config.sections import (
     TrainerSection,
 )
 from rollcall.config.yaml import read_yaml
+from rollcall.errors import ConfigError
 from rollcall.redact import redact_run, remember, secrets_of_run
 from rollcall.words import counted
 

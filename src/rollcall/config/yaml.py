@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from rollcall.config.errors import MOST_SHOWN, ConfigError
+from rollcall.config.errors import MOST_SHOWN
+from rollcall.errors import ConfigError
 from rollcall.redact import redact_source
 
 MAX_BYTES = 1 << 20  # of a file; a run file has a few thousand

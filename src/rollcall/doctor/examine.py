@@ -22,15 +22,15 @@ from rollcall.doctor import checks
 from rollcall.doctor import probe as doctor_facts
 from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder
 from rollcall.doctor.ports import firewall_rule, judge_exposure
+from rollcall.errors import ClusterError, PlacementError, SizesUnknown
 from rollcall.net.door import new_secret
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.state import ClusterError, current_cluster, tls_dir
+from rollcall.nodes.state import current_cluster, tls_dir
 from rollcall.on_ray.connect import connect
 from rollcall.plan.judge import plan_run
-from rollcall.plan.memory import GIB, SizesUnknown, element_size, read_sizes
-from rollcall.plan.placement import PlacementError
+from rollcall.plan.memory import GIB, element_size, read_sizes
 from rollcall.words import counted
 
 PROBE_S = 90.0  # for a probe to start and say what it knows

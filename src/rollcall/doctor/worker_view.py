@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcall.config import ClusterSection
-from rollcall.nodes.state import ClusterError, NodeRecord
+from rollcall.errors import ClusterError
+from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect
 from rollcall.redact import REDACTED, hides
 from rollcall.worker_env.declared import NODE_OWN, Variable, declared, for_ray, seen_here

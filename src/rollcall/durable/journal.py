@@ -34,6 +34,7 @@ import numpy as np
 from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
+from rollcall.errors import JournalError
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,6 @@ _NO_GROUP = (
     RecursionError,
     struct.error,
 )
-
-
-class JournalError(RuntimeError, ValueError):
-    """The journal cannot be written or contradicts itself; the message says where and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from rollcall.config.errors import ConfigError
 from rollcall.durable.patience import persist, refusing
+from rollcall.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollcall.errors import ClusterError
 from rollcall.groups.backend import Ask, Backend, Crew, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, ClusterError, read_record
+from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, read_record
 
 if TYPE_CHECKING:
     from rollcall.groups.group import WorkerGroup

@@ -6,41 +6,8 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-
-from rollcall.nodes.state import ClusterError
 
 _CARRIERS = ("rollcall.groups.host", "rollcall.groups.inprocess", "rollcall.groups.pulse")
-
-
-class WorkerError(ClusterError):
-    """A worker raised. The message has its role, rank, node and traceback; ``__cause__`` is the exception itself."""
-
-    def __init__(self, message: str, *, role: str, ranks: Sequence[int], node_ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.role = role
-        self.ranks = tuple(ranks)
-        self.node_ranks = tuple(node_ranks)
-
-
-class WorkerLostError(WorkerError):
-    """A worker is lost, through no fault of the code it runs: another attempt may end well."""
-
-
-class WorkerDiedError(WorkerLostError):
-    """A worker's process, or its node, is gone."""
-
-
-class WorkerTimeoutError(WorkerLostError, TimeoutError):
-    """Workers that have not answered by the deadline."""
-
-
-class PeerLostError(WorkerLostError):
-    """A worker complains that it cannot reach another one that it works with."""
-
-
-class NoRoomError(ClusterError):
-    """The nodes that are there do not have the slots that were asked for."""
 
 
 # How gloo, NCCL, TCPStore and sockets word that the other side is gone or silent.

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from rollcall.errors import ClusterError, WorkerError
 from rollcall.groups.backend import GROUP_VARIABLES, Crew, Recipe, Seat, WorkerSpec
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
-from rollcall.groups.failures import Progress, WorkerError
+from rollcall.groups.failures import Progress
 from rollcall.groups.sharding import NamedSharding
-from rollcall.nodes.state import ClusterError
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0

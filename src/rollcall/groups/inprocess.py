@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rollcall.errors import WorkerDiedError, WorkerError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
 from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import RemoteFailureError, WorkerDiedError, WorkerError
+from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.host import call_method, lease_port, load_class
 
 ADDRESS = "127.0.0.1"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.checkpoint.store import CheckpointState, CheckpointStore, read_state
-from rollcall.config.errors import ConfigError
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
 from rollcall.durable.journal import StepFile, inspect, is_trained_row
+from rollcall.errors import ConfigError
 from rollcall.loop.supply import Cursor
 from rollcall.words import are, counted
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointState, write_atomic
-from rollcall.config.errors import ConfigError
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import is_count
 from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
+from rollcall.errors import ConfigError
 from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained, store
 from rollcall.observe.events import PhaseEvent, read_phases
 from rollcall.words import all_of, counted

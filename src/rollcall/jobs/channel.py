@@ -13,9 +13,10 @@ from collections.abc import Callable
 from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.head import ask_own_head
 from rollcall.nodes.processes import RAYLET, command_names
-from rollcall.nodes.state import ClusterError, NodeRecord
+from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect
 from rollcall.redact import redact, remember
 from rollcall.worker_env.declared import process_token

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Sequence
 
 from rollcall.config import load_config
-from rollcall.loop.attempts import Budget, RestartsSpentError
-from rollcall.nodes.state import ClusterError
+from rollcall.errors import ClusterError, RestartsSpentError
+from rollcall.loop.attempts import Budget
 from rollcall.redact import Redactor
 from rollcall.worker_env.declared import SEALED, open_sealed
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import rollcall
 from rollcall.config import Config, FunctionReward
+from rollcall.errors import ClusterError
 from rollcall.model.tiny import resolve_model
-from rollcall.nodes.state import ClusterError
 
 RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this

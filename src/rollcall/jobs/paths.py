@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, parse_config
-from rollcall.nodes.state import ClusterError, NodeRecord
+from rollcall.errors import ClusterError
+from rollcall.nodes.state import NodeRecord
 
 
 def resolve_paths(config: Config, *, folder: Path, record: NodeRecord | None) -> Config:

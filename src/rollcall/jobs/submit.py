@@ -24,12 +24,13 @@ from typing import Any
 from rollcall import __version__
 from rollcall.config import Config, dump_config
 from rollcall.durable.lease import read_holder
+from rollcall.errors import ClusterError
 from rollcall.jobs.channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import RUN_FILE, build_package
 from rollcall.jobs.paths import resolve_paths
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split_address
 from rollcall.nodes.rendezvous import Head, Rendezvous
-from rollcall.nodes.state import TOKEN, ClusterError, NodeRecord, read_record, read_token, token_path
+from rollcall.nodes.state import TOKEN, NodeRecord, read_record, read_token, token_path
 from rollcall.redact import Redactor, redact, remember
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
 

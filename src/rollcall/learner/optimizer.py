@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from rollcall.config import OptimizerSection
+from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; no weight was changed by it."""
 
 
 class Optimizer:

@@ -15,17 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from rollcall.groups.failures import NoRoomError, WorkerLostError
+from rollcall.errors import ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
 from rollcall.loop.aside import wait_for_threads
-from rollcall.nodes.state import ClusterError
 
 T = TypeVar("T")
 MAX_TOLD_LINES = 60
 LEFT_S = 30.0
-
-
-class RestartsSpentError(RuntimeError):
-    """Too many losses in too short a time; the message has the last reason and the first one's traceback."""
 
 
 class Regrow(Exception):  # noqa: N818 - no error: the attempt has ended well, at a checkpoint

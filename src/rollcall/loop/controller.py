@@ -35,14 +35,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollcall.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.order import DataOrder
-from rollcall.durable.journal import Journal, JournalError
+from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
 from rollcall.durable.patience import persist
 from rollcall.engine.protocol import Sampling
-from rollcall.learner.optimizer import NonFiniteError
+from rollcall.errors import CheckpointError, JournalError, NonFiniteError
 from rollcall.loop.aside import in_thread
 from rollcall.loop.attempts import Regrow, causes
 from rollcall.loop.evaluate import evaluate

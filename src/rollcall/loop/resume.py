@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, load_saved_run, public_dump
-from rollcall.config.errors import ConfigError, shown
+from rollcall.config.errors import shown
 from rollcall.durable.journal import Journal
+from rollcall.errors import ConfigError
 from rollcall.words import counted
 
 RUN_FILE = "run.yaml"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
+from rollcall.errors import ModelFilesError
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_DEPTH = 50
@@ -29,10 +30,6 @@ LARGEST = {
 }
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 FEWEST_BYTES = 0.25  # a weight; quantised ones have 0.5
-
-
-class ModelFilesError(ValueError):
-    """A file of a model directory is wrong; the message names it, the key and what was given."""
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

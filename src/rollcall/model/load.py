@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.errors import ModelFilesError
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, fuse_parameters
-from rollcall.model.files import ModelFilesError, check_model_dir
+from rollcall.model.files import check_model_dir
 from rollcall.model.hub import hub_options
 from rollcall.types import MicroBatch
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollcall.config import RolloutSection
-from rollcall.config.errors import ConfigError
+from rollcall.errors import ConfigError
 
 
 def stop_token_ids(

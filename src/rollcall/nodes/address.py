@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollcall.nodes.state import ClusterError
+from rollcall.errors import ClusterError
 
 # Documentation addresses (RFC 5737, RFC 3849): no one has them, so only a default route leads there.
 FAR_AWAY = ("198.51.100.1", "2001:db8::1")

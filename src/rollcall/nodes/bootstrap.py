@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
 from rollcall.nodes.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
@@ -30,7 +31,6 @@ from rollcall.nodes.ray_start import (
 from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
 from rollcall.nodes.state import (
     TOKEN,
-    ClusterError,
     NodeRecord,
     check_token,
     forget,

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.address import split_address
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
-from rollcall.nodes.state import ClusterError, NodeRecord, read_record, require_record
+from rollcall.nodes.state import NodeRecord, read_record, require_record
 
 ASK_EVERY_S = 1.0
 TELL_EVERY_S = 4.0

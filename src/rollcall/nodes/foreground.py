@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.bootstrap import is_running, stop_node
 from rollcall.nodes.processes import find_processes, read_command, signal_processes
-from rollcall.nodes.state import ClusterError, NodeRecord, Process, noted_drivers, read_record, state_dir
+from rollcall.nodes.state import NodeRecord, Process, noted_drivers, read_record, state_dir
 from rollcall.stop import SAME_S, heeded_signals
 
 LOOK_EVERY_S = 1.0

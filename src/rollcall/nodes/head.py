@@ -12,8 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.address import listens
-from rollcall.nodes.state import ClusterError, read_token, tls_dir, tls_env
+from rollcall.nodes.state import read_token, tls_dir, tls_env
 from rollcall.nodes.tls import write_certificates
 
 LABEL = "rollcall."  # of every label below

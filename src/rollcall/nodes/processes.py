@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR, ClusterError, Process
+from rollcall.errors import ClusterError
+from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR, Process
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollcall.nodes.state import ClusterError
+from rollcall.errors import ClusterError
 
 # The variable of the node's rank, and those that hold the number of nodes beside it, in the order they are looked at.
 LAUNCHERS = (

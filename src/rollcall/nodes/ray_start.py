@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.address import (
     free_ports,
     is_free,
@@ -31,7 +32,7 @@ from rollcall.nodes.address import (
 from rollcall.nodes.head import LABEL
 from rollcall.nodes.processes import MARK
 from rollcall.nodes.rendezvous import Found
-from rollcall.nodes.state import TOKEN, ClusterError, auth_env, state_dir, tls_env
+from rollcall.nodes.state import TOKEN, auth_env, state_dir, tls_env
 from rollcall.worker_env.node_shell import hint, missed, nodes_own
 
 Accelerator = Literal["gpu", "cpu"]

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.nodes.state import TOKEN, ClusterError, write_private
+from rollcall.nodes.state import TOKEN, write_private
 
 ASK_EVERY_S = 1.0
 TELL_EVERY_S = 5.0

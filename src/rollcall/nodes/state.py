@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
+from rollcall.errors import ClusterError
+
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
@@ -27,10 +29,6 @@ TOKEN = "ROLLCALL_TOKEN"
 TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # at least, of a token that the user sets: characters, and different ones
 OWNER_S = 240.0  # longer than Ray takes to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # a folder's name, and a label's value in Ray
-
-
-class ClusterError(RuntimeError):
-    """Something about the cluster that its user can mend; the message says what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rollcall.nodes.state import ClusterError, write_private
+from rollcall.errors import ClusterError
+from rollcall.nodes.state import write_private
 
 ROUNDS = 200_000
 VALID = timedelta(days=3650)

@@ -7,9 +7,10 @@ import logging
 import os
 from typing import Any
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.head import ask_own_head
-from rollcall.nodes.state import ClusterError, NodeRecord, auth_env, current_cluster, note_driver, require_record
+from rollcall.nodes.state import NodeRecord, auth_env, current_cluster, note_driver, require_record
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.stop import is_heeding, kept
 

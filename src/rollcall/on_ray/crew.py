@@ -20,20 +20,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop, is_large
-from rollcall.groups.failures import (
-    PeerLostError,
-    Progress,
-    RemoteFailureError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-    is_about_a_peer,
-)
+from rollcall.groups.failures import Progress, RemoteFailureError, is_about_a_peer
 from rollcall.groups.host import MARK, Host, end_group
 from rollcall.groups.watch import SILENT_S
-from rollcall.nodes.state import ClusterError
 from rollcall.on_ray.supervise import Supervisor
 from rollcall.worker_env.declared import for_ray
 

@@ -23,9 +23,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
-from rollcall.groups.failures import NoRoomError, Progress
-from rollcall.nodes.state import ClusterError
+from rollcall.groups.failures import Progress
 from rollcall.on_ray.crew import STOP_DEADLINE_S, RayCrew
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with

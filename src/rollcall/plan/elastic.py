@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollcall.config import ClusterSection, NodeSection
-from rollcall.plan.placement import PlacementError, Plan, RoleProcess
+from rollcall.errors import PlacementError
+from rollcall.plan.placement import Plan, RoleProcess
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:

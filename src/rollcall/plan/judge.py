@@ -8,18 +8,10 @@ from typing import Any
 
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
+from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.learner.mesh import split_problems
-from rollcall.plan.memory import (
-    GIB,
-    ModelSizes,
-    SizesUnknown,
-    SlotMemory,
-    element_size,
-    lever,
-    read_sizes,
-    slot_memory,
-)
-from rollcall.plan.placement import HOLDERS, PlacementError, Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.plan.memory import GIB, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
+from rollcall.plan.placement import HOLDERS, Plan, Role, needs_of, plan_placement, slot_text
 
 DEFAULT_CARD_GIB = 80.0
 TIGHT = 0.92  # share of the card from which a plan is called tight: the estimate is not that exact

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, OptimizerSection
+from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.learner.mesh import is_split
-from rollcall.model.files import ModelFilesError, read_model_config
+from rollcall.model.files import read_model_config
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.plan.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
 
@@ -31,10 +32,6 @@ LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this
 FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
 KV_BLOCK = 64  # tokens
 REWARD_ROWS = 16  # completions that a reward model scores at once
-
-
-class SizesUnknown(ValueError):
-    """The model's sizes cannot be had here; the message says why and how to give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

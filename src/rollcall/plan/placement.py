@@ -19,13 +19,10 @@ from itertools import accumulate, groupby
 
 from rollcall.config import SLOT_SYNTAX, ClusterSection, Config
 from rollcall.config.errors import nearest
+from rollcall.errors import PlacementError
 
 WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
-
-
-class PlacementError(ValueError):
-    """The placement cannot work; the message says what was given, the sum, and what to write."""
 
 
 class Role(StrEnum):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from rollcall.groups.failures import WorkerLostError
+from rollcall.errors import WorkerLostError
 from rollcall.redact import redact, remember
 from rollcall.reward.functions import PROCESS_TYPES, check_score
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task

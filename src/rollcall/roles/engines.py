@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rollcall.engine.protocol import Finished, Request
-from rollcall.groups.failures import WorkerDiedError, WorkerError, WorkerLostError
+from rollcall.errors import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.loop.aside import in_thread
 from rollcall.plan.placement import Role
 from rollcall.roles.engine_seat import Progress

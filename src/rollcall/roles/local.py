@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
-from rollcall.config import Config, ConfigError, ExactReward, ModelReward, Ppo, RolloutSection
+from rollcall.config import Config, ExactReward, ModelReward, Ppo, RolloutSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
+from rollcall.errors import ConfigError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.samples import Score as ScoreSamples

@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import CheckpointError
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
+from rollcall.errors import CheckpointError, PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
 from rollcall.groups.backend import Seat
 from rollcall.groups.cluster import VirtualCluster, has_own_backend
-from rollcall.groups.failures import WorkerDiedError, WorkerLostError
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
@@ -34,8 +33,8 @@ from rollcall.net.meeting import Place
 from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
-from rollcall.plan.memory import SizesUnknown, read_sizes
-from rollcall.plan.placement import PlacementError, Plan, Role
+from rollcall.plan.memory import read_sizes
+from rollcall.plan.placement import Plan, Role
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards

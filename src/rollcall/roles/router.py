@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollcall.engine.protocol import Request
-from rollcall.nodes.state import ClusterError
+from rollcall.errors import ClusterError
 
 KEPT = 0.98  # of what was measured before, with each finished request
 TOLERANCE = 1.25  # lengths differ, so workers of the same speed do not look quite the same

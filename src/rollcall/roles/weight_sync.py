@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rollcall.config import Config, WeightTransport
-from rollcall.groups.failures import WorkerTimeoutError
+from rollcall.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.roles.team import Team
 from rollcall.weights import (
@@ -29,7 +29,6 @@ from rollcall.weights import (
     open_sender,
 )
 from rollcall.weights.line import decline
-from rollcall.weights.protocol import MissingPeerError
 
 DECLINE_S = 2.0
 

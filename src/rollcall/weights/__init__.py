@@ -3,16 +3,15 @@
 ``open_sender`` and ``open_receiver`` are the two ends; ``protocol`` says what both promise.
 """
 
+from rollcall.errors import MissingPeerError, WeightUpdateError
 from rollcall.weights.protocol import (
     Invitation,
-    MissingPeerError,
     RefusedUpdateError,
     Sent,
     StaleUpdateError,
     TornUpdateError,
     WeightReceiver,
     WeightSender,
-    WeightUpdateError,
 )
 from rollcall.weights.same_process import SameProcessReceiver, SameProcessSender
 from rollcall.weights.transports import open_receiver, open_sender

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollcall.errors import MissingPeerError
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.weights.carrier import Bucket
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout
 from rollcall.weights.line import Deadline, Line
-from rollcall.weights.protocol import MissingPeerError
 
 BUCKETS = BucketSize(num_bytes=4 << 20, alone_from=1 << 20)
 IN_FLIGHT = 2

@@ -19,20 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.errors import WeightUpdateError
 from rollcall.weights import delta
 from rollcall.weights.carrier import Inlet, Outlet, visible_gpus
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Layout, Views, cut, places
 from rollcall.weights.line import Deadline, Desk, Line, call, hear_all
-from rollcall.weights.protocol import (
-    Carrying,
-    Invitation,
-    RefusedUpdateError,
-    Sent,
-    StaleUpdateError,
-    TornUpdateError,
-    WeightUpdateError,
-)
+from rollcall.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
 
 TIMEOUT_S = 300.0
 MOST_ATTEMPTS = 2

@@ -19,18 +19,12 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from rollcall.errors import MissingPeerError
 from rollcall.weights.checksum import checksum
 from rollcall.weights.file import BUCKETS, LOOK_S, SUFFIX, read_metadata, write_header
 from rollcall.weights.layout import Layout, Views, places
 from rollcall.weights.line import Deadline
-from rollcall.weights.protocol import (
-    Invitation,
-    MissingPeerError,
-    RefusedUpdateError,
-    Sent,
-    StaleUpdateError,
-    TornUpdateError,
-)
+from rollcall.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
 
 MOST_READS = 2
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollcall.errors import MissingPeerError
 from rollcall.net.door import BACKLOG, CHALLENGE, Door, answer, listen_at, new_secret, watch_peer
-from rollcall.weights.protocol import Carrying, Invitation, MissingPeerError
+from rollcall.weights.protocol import Carrying, Invitation
 
 HELLO_S = 5.0  # who has come through the door says its name within this time
 FIRST_WORD_S, NEXT_WORD_S = 2.0, 10.0  # when a wait is told of

@@ -17,11 +17,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from rollcall.errors import WeightUpdateError
+
 Carrying = Literal["shared_memory", "broadcast", "file"]  # how bytes get across
-
-
-class WeightUpdateError(RuntimeError):
-    """Weights did not arrive; the message says why and at whom."""
 
 
 class StaleUpdateError(WeightUpdateError):
@@ -34,10 +32,6 @@ class TornUpdateError(WeightUpdateError):
 
 class RefusedUpdateError(WeightUpdateError):
     """Refused twice, the second time in full."""
-
-
-class MissingPeerError(WeightUpdateError, TimeoutError):
-    """Someone did not come, did not answer by the deadline, or is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.errors import MissingPeerError
 from rollcall.weights.carrier import Bucket, visible_gpus
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout
 from rollcall.weights.line import Deadline, Line
-from rollcall.weights.protocol import MissingPeerError
 
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8

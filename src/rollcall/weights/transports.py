@@ -13,19 +13,13 @@ from pathlib import Path
 from torch import Tensor
 
 from rollcall.config import WeightTransport
+from rollcall.errors import WeightUpdateError
 from rollcall.weights.broadcast import BroadcastInlet, BroadcastOutlet
 from rollcall.weights.carrier import Inlet, Outlet
 from rollcall.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
 from rollcall.weights.file import FileInlet, FileOutlet
 from rollcall.weights.folder import FolderReceiver, FolderSender
-from rollcall.weights.protocol import (
-    Carrying,
-    Invitation,
-    Sent,
-    WeightReceiver,
-    WeightSender,
-    WeightUpdateError,
-)
+from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
 from rollcall.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 

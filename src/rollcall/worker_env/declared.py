@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.config import ClusterSection
-from rollcall.nodes.state import TOKEN, ClusterError
+from rollcall.errors import ClusterError
+from rollcall.nodes.state import TOKEN
 from rollcall.redact import REDACTED, guard_streams, hides, redact_env, remember
 from rollcall.worker_env.node_shell import origins
 from rollcall.worker_env.seal import SealError, seal, unseal

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import rollcall
+from rollcall.errors import ClusterError
 from rollcall.groups.folder.mailbox import BEAT_S, Peer
-from rollcall.nodes.state import ClusterError
 
 MESSAGES, MASTER, ANSWERS, INBOX = "messages", "master", "answers", "inbox"
 RUNNING, ENDED, BROKE_OFF = "running", "ended", "broke off"  # what a master says of itself

@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollcall.errors import ClusterError
 from rollcall.groups.failures import Progress
-from rollcall.nodes.state import ClusterError
 
 BEAT_S = 1.0  # between two advances of a counter
 SILENT_S = 20.0  # without an advance: gone

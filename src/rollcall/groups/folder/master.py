@@ -24,16 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollcall.errors import ClusterError, NoRoomError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
-from rollcall.groups.failures import (
-    NoRoomError,
-    Progress,
-    RemoteFailureError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from rollcall.groups.failures import Progress, RemoteFailureError
 from rollcall.groups.folder.layout import (
     ANSWERS,
     BROKE_OFF,
@@ -65,7 +59,6 @@ from rollcall.groups.folder.mailbox import (
     sweep,
 )
 from rollcall.groups.host import MARK, end_group
-from rollcall.nodes.state import ClusterError
 from rollcall.stop import Stopped
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them

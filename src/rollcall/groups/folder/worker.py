@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollcall.errors import ClusterError
 from rollcall.groups.failures import Progress, RemoteFailureError
 from rollcall.groups.folder.layout import (
     ANSWERS,
@@ -54,7 +55,6 @@ from rollcall.groups.folder.mailbox import (
     sweep,
 )
 from rollcall.groups.host import MARK, Host, end_group
-from rollcall.nodes.state import ClusterError
 from rollcall.stop import heeded_signals
 
 MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost

@@ -1,0 +1,100 @@
+"""The errors that more than one room knows. An error of one room alone stands beside the code that raises it.
+
+Each message says what was given, what was needed and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# The run file and the plan
+
+
+class ConfigError(ValueError):
+    """The run file is wrong; the message says where and what to write instead."""
+
+
+class PlacementError(ValueError):
+    """The placement cannot work; the message says what was given, the sum, and what to write."""
+
+
+class SizesUnknown(ValueError):
+    """The model's sizes are unknown here; the message says why and how to give them."""
+
+
+class ModelFilesError(ValueError):
+    """A file of a model directory is wrong; the message names it, the key and what was given."""
+
+
+# The run directory
+
+
+class JournalError(RuntimeError, ValueError):
+    """The journal cannot be written or contradicts itself; the message says where and what to do."""
+
+
+class CheckpointError(RuntimeError, ValueError):
+    """A checkpoint cannot be written; the message says where and what to do.
+
+    ``errno`` is that of the fault behind it, if any: an error's cause does not travel between processes, this does.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+# The run
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; no weight was changed by it."""
+
+
+class RestartsSpentError(RuntimeError):
+    """Too many losses in too short a time; the message has the last reason and the first one's traceback."""
+
+
+class WeightUpdateError(RuntimeError):
+    """Weights did not arrive; the message says why and where."""
+
+
+class MissingPeerError(WeightUpdateError, TimeoutError):
+    """A peer did not come, did not answer by the deadline, or is gone."""
+
+
+# The cluster
+
+
+class ClusterError(RuntimeError):
+    """Something about the cluster that its user can put right; the message says what."""
+
+
+class NoRoomError(ClusterError):
+    """The nodes of the cluster do not have the slots that were asked for."""
+
+
+class WorkerError(ClusterError):
+    """A worker raised. The message has its role, rank, node and traceback; ``__cause__`` is the exception itself."""
+
+    def __init__(self, message: str, *, role: str, ranks: Sequence[int], node_ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.role = role
+        self.ranks = tuple(ranks)
+        self.node_ranks = tuple(node_ranks)
+
+
+class WorkerLostError(WorkerError):
+    """A worker is lost, and the code it runs is not at fault: another attempt may succeed."""
+
+
+class WorkerDiedError(WorkerLostError):
+    """A worker's process, or its node, is gone."""
+
+
+class WorkerTimeoutError(WorkerLostError, TimeoutError):
+    """Workers that have not answered by the deadline."""
+
+
+class PeerLostError(WorkerLostError):
+    """A worker complains that it cannot reach another one that it works with."""
