@@ -608,7 +608,7 @@ def test_a_job_goes_on_without_its_submitter_until_it_is_stopped(one_node: OneNo
         wait_for(user / "runs/long/metrics.jsonl")
         submitter.send_signal(signal.SIGINT)
         _, said = submitter.communicate(timeout=WAIT_S)
-    assert submitter.returncode == 130 and "goes on on the cluster" in said
+    assert submitter.returncode == 130 and "still runs on the cluster" in said
     follow, env = start_arguments("job", "logs", "--follow", **one_node.node)
     with subprocess.Popen(
         follow, cwd=user, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -76,6 +76,6 @@ def test_init_writes_a_run_file_that_is_the_demo_and_never_over_another(
     text = path.read_text()
     assert len(text.splitlines()) < 40 and text.count("#") > 10
     path.write_text("mine")
-    with pytest.raises(ValueError, match="exists and was left as it is"):
+    with pytest.raises(ValueError, match="exists and was not changed"):
         init(path)
     assert path.read_text() == "mine"

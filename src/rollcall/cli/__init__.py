@@ -17,11 +17,11 @@ import typer
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
-RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file; none: the embedded default.")]
+RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Without one: the demo.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys of the run file to set, such as actor.lr=1e-5.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Set a key of the run file, such as actor.lr=1e-5.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
 FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
 
@@ -47,7 +47,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             complain("stopped by Ctrl-C")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            raise  # whoever read our output has gone; typer ends quietly
+            raise  # the reader of our output is gone; typer ends quietly
         except Exception as error:
             if kwargs.get("debug") or not _is_for_the_user(error):
                 raise

@@ -1,4 +1,4 @@
-"""`rollcall node`, `check`, `status`, `down`: a node joins a cluster, the cluster is looked at, a node leaves it."""
+"""`rollcall node`, `check`, `status`, `down`: join a cluster, look at it, leave it."""
 
 from __future__ import annotations
 
@@ -19,52 +19,57 @@ if TYPE_CHECKING:
 
 Cluster = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="Which cluster; default: $ROLLCALL_CLUSTER, else `default`."),
+    typer.Option("--cluster", metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
 ]
 
 
 def node(
-    rank: Annotated[int | None, typer.Option("--rank", min=0, help="This node's rank; 0 starts the head.")] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1, help="Nodes in the cluster.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Rank of this node. Rank 0 starts the head.")
+    ] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1, help="Number of nodes in the cluster.")] = None,
     rendezvous: Annotated[
         Path | None,
-        typer.Option("--rendezvous", metavar="DIR", help="Folder that all nodes share, to find the head in."),
+        typer.Option("--rendezvous", metavar="DIR", help="Shared folder in which nodes find the head."),
     ] = None,
     head_address: Annotated[
         str | None,
-        typer.Option("--head-address", metavar="HOST:PORT", help="Where rank 0 listens; needs ROLLCALL_TOKEN."),
+        typer.Option("--head-address", metavar="HOST:PORT", help="Where rank 0 listens. Needs ROLLCALL_TOKEN."),
     ] = None,
     master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
     worker: Annotated[int | None, typer.Option("--worker", metavar="R", min=0, help="The same as --rank R.")] = None,
-    slots: Annotated[
-        int | None, typer.Option("--slots", min=1, help="Slots this node offers; default: its GPUs.")
+    slots: Annotated[int | None, typer.Option("--slots", min=1, help="Slots of this node. Default: its GPUs.")] = None,
+    node_ip: Annotated[
+        str | None, typer.Option("--node-ip", help="Address of this node. Default: the one that reaches the head.")
     ] = None,
-    node_ip: Annotated[str | None, typer.Option("--node-ip", help="This node's address; default: by route.")] = None,
     interface: Annotated[str | None, typer.Option("--interface", help="Use the address of this interface.")] = None,
     dashboard_host: Annotated[
-        str, typer.Option("--dashboard-host", help="Where rank 0's dashboard listens.")
+        str, typer.Option("--dashboard-host", help="Address on which the dashboard of rank 0 listens.")
     ] = "127.0.0.1",
     temp_dir: Annotated[
-        Path | None, typer.Option("--temp-dir", metavar="DIR", help="Ray's folder for sockets and logs; short, local.")
+        Path | None,
+        typer.Option("--temp-dir", metavar="DIR", help="Ray's folder for sockets and logs: a short, local path."),
     ] = None,
     tls: Annotated[
-        bool, typer.Option("--tls", help="Ray speaks TLS alone; on rank 0, and with --head-address on every node.")
+        bool, typer.Option("--tls", help="Encrypt Ray's traffic. Give it on rank 0; with --head-address on every node.")
     ] = False,
     cluster: Cluster = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for rank 0.")] = 300.0,
     block: Annotated[
-        bool, typer.Option("--block", help="Stay until Ray ends here, or stop it on SIGTERM, SIGHUP or Ctrl-C.")
+        bool, typer.Option("--block", help="Stay until Ray ends here. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
     save_wait: Annotated[
         float,
-        typer.Option("--save-wait", min=0, help="With --block: seconds that SIGTERM leaves a run here to save."),
+        typer.Option(
+            "--save-wait", min=0, help="With --block: seconds that a run on this node has to save after SIGTERM."
+        ),
     ] = 25.0,
     debug: Debug = False,
 ) -> None:
-    """Start Ray on this node as part of a cluster: rank 0 founds it, the others find it and join.
+    """Start Ray on this node. Rank 0 starts the cluster, the others join it.
 
     Without --rank, --master or --worker, the rank comes from RANK, NODE_RANK, SLURM_NODEID, SLURM_PROCID,
-    SKYPILOT_NODE_RANK or DSTACK_NODE_RANK, and the number of nodes from the variable beside it.
+    SKYPILOT_NODE_RANK or DSTACK_NODE_RANK, and the number of nodes from the matching variable.
 
     \b
     Examples:
@@ -100,13 +105,13 @@ def node(
 
 
 def check(
-    num_slots: Annotated[int, typer.Argument(metavar="N", min=1, help="Accelerators in the whole cluster.")],
+    num_slots: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of accelerators in the whole cluster.")],
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for them.")] = 300.0,
     cluster: Cluster = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Wait until exactly N accelerators have joined; say who is there and which rank is missing.
+    """Wait until exactly N accelerators have joined. Names the ranks that are missing.
 
     \b
     Examples:
@@ -126,15 +131,15 @@ def check(
 
 def status(
     run_dir: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_DIR]", help="Show a run instead; needs no cluster.")
+        Path | None, typer.Argument(metavar="[RUN_DIR]", help="Show this run instead. Needs no cluster.")
     ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the nodes of this node's cluster: rank, host, address, slots, memory, alive or not.
+    """List the nodes of the cluster: rank, host, address, slots, memory, alive or dead.
 
-    With a run directory: what the run does now, since when, the phases of its last steps and who has the directory.
+    With a run directory: show what the run does now, the phases of its last steps, and which process has the directory.
 
     \b
     Examples:

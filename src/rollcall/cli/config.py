@@ -10,7 +10,7 @@ def config(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Print the resolved run file, every key with its value.
+    """Print the resolved run file: every key with its value.
 
     \b
     Examples:

@@ -26,18 +26,19 @@ def data(
     ],
     out: Annotated[Path, typer.Option("--out", help="Directory for train.parquet and test.parquet.")],
     num: Annotated[
-        int | None, typer.Option("--num", min=1, help="Training rows; generated tasks add a tenth of it for the test.")
+        int | None,
+        typer.Option("--num", min=1, help="Number of training rows. Generated tasks add a tenth of it as test rows."),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option("--seed", min=0, help="Seed of generated rows and of splits; of arithmetic: of the order alone."),
+        typer.Option("--seed", min=0, help="Seed for generated rows and splits. For arithmetic: for the order only."),
     ] = 0,
     source: Annotated[
         Path | None,
         typer.Option(
             "--source",
-            help="gsm8k, math: a JSONL or Parquet file (a tenth is held out), or a folder with train and test files, "
-            "instead of the hub.",
+            help="For gsm8k and math, in place of the hub: a folder with train and test files, or a JSONL or Parquet file, of "
+            "which a tenth is held out.",
         ),
     ] = None,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""`rollcall doctor`: what would break a run on this cluster, and how to mend it."""
+"""`rollcall doctor`: what would break a run on this cluster, and how to fix it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Run file to examine the cluster for.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too."),
+    ] = None,
     overrides: Overrides = None,
     cluster: Cluster = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Examine the cluster this node is part of: versions, clocks, disks, memory, shared folder, ports, GPUs, bandwidth.
+    """Examine this node's cluster: versions, clocks, disks, memory, shared folder, ports, GPUs, bandwidth.
 
-    Each finding names the node, what is wrong, why it matters and the command that mends it. With a run file, its
-    placement, run directory and model are examined too. Ends with status 1 if anything would break a run.
+    Each finding names the node, the problem, why it matters and the command that fixes it. Exits with status 1 if
+    anything would break a run.
 
     \b
     Examples:

@@ -27,25 +27,24 @@ def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR", help="What to evaluate.")],
     overrides: Overrides = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="JSONL or Parquet file; default: the run's data.val.")
+        str | None, typer.Option("--data", help="JSONL or Parquet file. Default: the run's data.val.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Completions per prompt; more than one gives pass@k.")
+        int | None, typer.Option("--samples", min=1, help="Completions per prompt. More than one gives pass@k.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, help="Sampling temperature; 0 is greedy.")
+        float | None, typer.Option("--temperature", min=0, help="Sampling temperature. 0 is greedy.")
     ] = None,
     max_prompts: Annotated[
-        int | None, typer.Option("--max-prompts", min=1, help="Only the first so many prompts.")
+        int | None, typer.Option("--max-prompts", min=1, help="Evaluate on the first N prompts only.")
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure accuracy, pass@k and lengths, and show samples.
 
-    A run file or run directory evaluates the run's trained model, or its newest checkpoint; before there is one, the
-    model that the run starts from. A model directory needs --data, and scores by the exact answer unless reward=[...]
-    says otherwise.
+    For a run file or a run directory, this evaluates the trained model, else the newest checkpoint, else the model that
+    the run starts from. A model directory needs --data. Its reward is the exact answer, unless you give reward=[...].
 
     \b
     Examples:

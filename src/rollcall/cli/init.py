@@ -12,10 +12,10 @@ from rollcall.cli import Debug
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="Where to write it.")] = Path("run.yaml"),
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("run.yaml"),
     debug: Debug = False,
 ) -> None:
-    """Write a short run file with comments; as it is, it trains the demo. A file that is there is left alone.
+    """Write a short run file with comments. As it stands, it trains the demo. Never overwrites a file.
 
     \b
     Examples:
@@ -29,7 +29,7 @@ def init(
         with file.open("x") as out:
             out.write(text)
     except FileExistsError:
-        raise ValueError(f"{file} exists and was left as it is; give another name, or move it away") from None
+        raise ValueError(f"{file} exists and was not changed; give another name, or move the file away") from None
     print(f"wrote {file}; look at it with `rollcall config {file}`, train it with `rollcall train {file}`")
 
 

@@ -19,36 +19,38 @@ if TYPE_CHECKING:
     from rollcall.jobs.submit import Job, Jobs, Reached
 
 Address = Annotated[
-    str | None, typer.Option("--address", metavar="URL", help="The cluster's dashboard; default: this node's cluster.")
+    str | None,
+    typer.Option("--address", metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster."),
 ]
-Cluster = Annotated[str | None, typer.Option("--cluster", metavar="NAME", help="Which of this node's clusters.")]
+Cluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
+]
 Meeting = Annotated[
     Path | None,
-    typer.Option(
-        "--rendezvous", metavar="DIR", help="Where the cluster's nodes meet; address and token are read there."
-    ),
+    typer.Option("--rendezvous", metavar="DIR", help="Shared folder of the cluster. Address and token are read there."),
 ]
 JobId = Annotated[
-    str, typer.Argument(metavar="[ID|latest]", help="A job; default: the newest that runs, else the newest.")
+    str, typer.Argument(metavar="[ID|latest]", help="A job. Default: the newest that runs, else the newest.")
 ]
 
 
 def submit(
     file: RunFile = None,
     overrides: Overrides = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the job is submitted.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return after the job is submitted.")] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Run a run file on a cluster: its driver runs there, and goes on when this machine leaves.
+    """Run a run file on a cluster. The driver runs there, so this machine may leave.
 
-    The code travels (this rollcall, the run file, modules of its rewards); data, weights and the run directory are the
-    cluster's, so their paths must be as its nodes see them. Variables reach the run by cluster.env and cluster.env_pass.
-    Follows the log and ends with the job's own status; Ctrl-C leaves the job running. From a machine that is not a node,
-    the token comes from ROLLCALL_TOKEN or from --rendezvous.
+    Code is sent along: this rollcall, the run file, the modules of its rewards. Data, weights and the run directory are not:
+    give their paths as the nodes see them. cluster.env and cluster.env_pass set variables for the run. The command follows
+    the log and exits with the status of the job; Ctrl-C leaves the job running. On a machine that is not a node, the token
+    comes from ROLLCALL_TOKEN or from --rendezvous.
 
     \b
     Examples:
@@ -85,7 +87,7 @@ def job_list(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the cluster's jobs, the newest first.
+    """List the jobs of the cluster, the newest first.
 
     \b
     Examples:
@@ -109,7 +111,7 @@ def job_status(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say how a job stands.
+    """Show the state of a job.
 
     \b
     Examples:
@@ -128,13 +130,13 @@ def job_status(
 
 def job_logs(
     job_id: JobId = "latest",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
     debug: Debug = False,
 ) -> None:
-    """Print what a job's driver has printed.
+    """Print the log of a job's driver.
 
     \b
     Examples:
@@ -157,7 +159,7 @@ def job_stop(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Stop a job: it saves and ends. Submitting the same run again goes on where it stands.
+    """Stop a job: it saves and ends. Submit the same run again to continue.
 
     \b
     Examples:
@@ -179,9 +181,10 @@ def env(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show every variable that the workers of each node see, and where it comes from; secrets redacted.
+    """Show the environment variables of the workers on each node, and where each comes from. Secrets are redacted.
 
-    Runs on a node of the cluster. Names what is set in this shell, looks as if a run needed it, and does not reach them.
+    Run it on a node of the cluster. It also names variables of this shell that a run may need and that do not reach the
+    workers.
 
     \b
     Examples:
@@ -235,7 +238,7 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
         return jobs.follow(job_id, write=write, say=complain)
     except KeyboardInterrupt:
         complain(
-            f"\n{job_id} goes on on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "
+            f"\n{job_id} still runs on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "
             f"`rollcall job stop {job_id}`"
         )
         raise typer.Exit(INTERRUPTED) from None
@@ -248,7 +251,7 @@ def _end_as(job: Job) -> None:
         return
     # Ray's message of a failed driver repeats the end of the log, which has just been shown.
     if job.exit_code == STOPPED:
-        complain(f"{job.id} was told to stop; submitting the same run again goes on where it stands")
+        complain(f"{job.id} was told to stop; submit the same run again to continue")
         raise typer.Exit(STOPPED)
     why = f"with status {job.exit_code}" if job.exit_code else job.message
     complain(f"error: {job.id} {job.status.lower()} {why}".rstrip())

@@ -39,15 +39,15 @@ Once installed:
                                its rewards on a few rows, before training
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
-  rollcall status runs/gsm8k   what it does now; recover: what it would resume
+  rollcall status runs/gsm8k   what it does now; recover: what a resume will do
 
 \b
 On several machines (docs/clusters.md):
-  rollcall plan run.yaml       who sits on which GPU, and whether it fits
+  rollcall plan run.yaml       which role sits on which GPU, and whether it fits
   rollcall node --rank R --num-nodes N --rendezvous /shared/rollcall
-                               on each machine: rank 0 founds, others join
+                               on each machine: rank 0 starts, others join
   rollcall check 32            wait for all accelerators
-  rollcall submit run.yaml     run it there; rollcall job logs --follow
+  rollcall submit run.yaml     run it there; then rollcall job logs --follow
 
 Run files to copy are in examples/; docs/configuration.md explains every key.
 """
@@ -79,7 +79,7 @@ def _top(
 
 
 def version() -> None:
-    """Print the version, and those of Python, torch and transformers.
+    """Print the versions of Rollcall, Python, torch and transformers.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`rollcall plan`: who sits on which slot, and whether it fits."""
+"""`rollcall plan`: which role sits on which slot, and whether it fits."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def plan(
     file: RunFile = None,
     overrides: Overrides = None,
     gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", min=1, help="GiB of one accelerator; default: 80.")
+        float | None, typer.Option("--gpu-memory", min=1, help="Memory of one accelerator in GiB. Default: 80.")
     ] = None,
     model_config: Annotated[
         Path | None,
-        typer.Option("--model-config", help="The model's config.json, where model.path is not on this machine."),
+        typer.Option("--model-config", help="The model's config.json, if model.path is not on this machine."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the plan into this file.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the plan as a picture in this file.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.
 
-    Ends with status 1, and says why, when the placement cannot work or does not fit the accelerator.
+    Exits with status 1 and the reason if the placement cannot work or does not fit the accelerator.
 
     \b
     Examples:

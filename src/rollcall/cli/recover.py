@@ -1,4 +1,4 @@
-"""`rollcall recover`, and what `rollcall status RUN_DIR` shows: a run directory explained, without a cluster."""
+"""`rollcall recover` and `rollcall status RUN_DIR`: explain a run directory, without a cluster."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEPS_SHOWN = 3
 
 
 def recover(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Move torn things to RUN_DIR/set-aside/; nothing is deleted.")
+        bool, typer.Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")
     ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Explain a run directory: last checkpoint, finished groups, torn files, who has it, what a resume would do.
+    """Explain a run directory: last checkpoint, finished groups, torn files, its owner, what a resume will do.
 
     \b
     Examples:

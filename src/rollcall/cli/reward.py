@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def test(
     file: RunFile = None,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="How many rows of data.train to score.")] = 3,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows of data.train to score.")] = 3,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Score a few rows before training: each with its own answer, with nothing, and with a text that answers nothing.
+    """Score a few rows before training, each with three completions: its own answer, nothing, and an unrelated text.
 
-    Shows scores, times and errors, and what confines the rewards' processes on this machine. Ends with status 1 if a reward
-    cannot be loaded or fails on everything.
+    Shows scores, times, errors, and the limits on reward processes on this machine. Exits with status 1 if a reward cannot
+    be loaded or fails on everything.
 
     \b
     Examples:

@@ -13,9 +13,9 @@ from rollcall.words import counted
 
 
 def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Rehearse a run's cluster here: its nodes, slots and placement, a tiny model, two steps, and a verdict.
+    """Rehearse a run on this machine: its nodes, slots and placement, with a tiny model, for two steps.
 
-    Needs no GPU and no data. Ends with status 1, and says why, when the run does not work.
+    Needs no GPU and no data. Exits with status 1 and the reason if the run does not work.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`rollcall train`: run a run file, or go on with it."""
+"""`rollcall train`: start a run, or continue it."""
 
 from __future__ import annotations
 
@@ -20,58 +20,63 @@ def train(
     file: Annotated[
         str | None,
         typer.Argument(
-            metavar="FILE|RUN_DIR", help="Run file, or a run directory to go on with; none: the embedded default."
+            metavar="FILE|RUN_DIR", help="Run file, or the directory of a run to continue. Without one: the demo."
         ),
     ] = None,
     overrides: Overrides = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over: an existing run directory is moved aside, not deleted.")
+        bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
     ] = False,
     phase: Annotated[
         Phase,
         typer.Option(
             "--phase",
-            help="rollout: fill the journal with the groups of one step (1 + trainer.staleness) and stop; update: train on "
-            "what it has and stop; both: the loop.",
+            help="rollout: sample groups for the next step (for 1 + trainer.staleness steps) into the journal, then stop. update: "
+            "train on the groups in the journal, then stop. both: train as usual.",
         ),
     ] = Phase.BOTH,
     split: Annotated[
-        Split, typer.Option("--split", help="With --phase rollout; eval: only evaluate the newest checkpoint.")
+        Split, typer.Option("--split", help="With --phase rollout. eval: only evaluate the newest checkpoint.")
     ] = Split.TRAIN,
     eval_interval: Annotated[
         int | None, typer.Option("--eval-interval", metavar="N", min=0, help="The same as trainer.eval_every=N.")
     ] = None,
     master: Annotated[
-        bool, typer.Option("--master", help="Nodes share only a folder: this one trains, as node 0.")
+        bool, typer.Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
     ] = False,
     worker: Annotated[
-        int | None, typer.Option("--worker", metavar="R", help="Nodes share only a folder: this is node R, an engine.")
+        int | None,
+        typer.Option(
+            "--worker", metavar="R", help="For nodes that share only a folder: this is node R, which samples."
+        ),
     ] = None,
     num_nodes: Annotated[
         int | None,
-        typer.Option("--num-nodes", metavar="N", help="With --master or --worker: how many nodes, master included."),
+        typer.Option("--num-nodes", metavar="N", help="With --master or --worker: number of nodes, with the master."),
     ] = None,
     rank_weights: Annotated[
         str | None,
         typer.Option(
             "--rank-weights",
             metavar="W0,W1,..",
-            help="With --master: each node's share of the rollouts; none: by speed.",
+            help="With --master: each node's share of the rollouts. Default: by speed.",
         ),
     ] = None,
     log_path: Annotated[
         Path | None,
-        typer.Option("--log-path", metavar="DIR", help="With --master or --worker: the shared folder, mode 700."),
+        typer.Option(
+            "--log-path", metavar="DIR", help="With --master or --worker: the shared folder. Its mode must be 700."
+        ),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model; the same command again goes on where the run stands.
+    """Train a model. The same command again continues the run.
 
     \b
     Examples:
       rollcall train
-      rollcall train runs/arithmetic                go on with that run
+      rollcall train runs/arithmetic                continue that run
       rollcall train runs/arithmetic trainer.steps=600
       rollcall train --fresh trainer.steps=50 run.dir=runs/short
       rollcall train examples/gsm8k.yaml model.path=MODEL actor.lr=2e-6

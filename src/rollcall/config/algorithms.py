@@ -21,35 +21,35 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 class AlgorithmBase(Section):
-    """What all algorithms share. Each variant below fixes its defaults and names its paper."""
+    """The keys of all algorithms. Each class below has its own defaults and names its paper."""
 
     clip_low: float = _field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
     clip_high: float = _field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
     dual_clip: float | None = _field(
-        None, "Bound on the loss of negative advantages (dual-clip PPO); `null`: off.", gt=1
+        None, "Upper bound on the loss of tokens with a negative advantage (dual-clip PPO); `null`: off.", gt=1
     )
     kl_coef: float = _field(0.0, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = _field("k3", "Per-token estimator of that KL.")
-    kl_in: Literal["loss", "reward"] = _field("loss", "Add the KL to the loss, or take it off the token rewards.")
+    kl_estimator: Literal["k1", "k2", "k3"] = _field("k3", "Per-token estimator of the KL.")
+    kl_in: Literal["loss", "reward"] = _field("loss", "Add the KL to the loss, or subtract it from the token rewards.")
     entropy_coef: float = _field(0.0, "Weight of the entropy bonus.", ge=0)
     old_logprobs: Literal["learner", "engine"] = _field(
         "learner",
-        "Base of the ratio: `learner` recomputes it (decoupled), `engine` takes the behaviour log-probs (bypass).",
+        "Old log-probs in the ratio. `learner`: the learner computes them again (decoupled). `engine`: those of sampling (bypass).",
     )
     tis_cap: float | None = _field(
-        2.0, "Truncated importance sampling: the loss is weighted by min(old / behaviour, cap); `null`: off.", gt=0
+        2.0, "Truncated importance sampling: the loss is multiplied by min(old / behaviour, cap); `null`: off.", gt=0
     )
     mismatch_mask: Annotated[tuple[float, float], AfterValidator(_around_one)] | None = _field(
-        None, "Tokens whose old / behaviour ratio is outside [low, high] are left out of the loss; `null`: none."
+        None, "Leave tokens out of the loss whose old / behaviour ratio is outside [low, high]; `null`: none."
     )
     dynamic_sampling: bool = _field(
-        False, "Leave out groups whose rewards (before `overlong_penalty`) are all equal and draw more prompts instead."
+        False, "Leave out groups whose rewards (before `overlong_penalty`) are all equal, and draw more prompts."
     )
-    max_refills: int = _field(4, "Most times a step draws extra prompts for dynamic sampling.", ge=0)
+    max_refills: int = _field(4, "How many times a step may draw more prompts for dynamic sampling.", ge=0)
     overlong_buffer: int = _field(
-        0, "Tokens before the limit over which a length penalty grows to `overlong_penalty`.", ge=0
+        0, "Over this number of tokens before the limit, a length penalty grows from 0 to `overlong_penalty`.", ge=0
     )
-    overlong_penalty: float = _field(1.0, "Penalty at the token limit (soft overlong punishment).", ge=0)
+    overlong_penalty: float = _field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
 
     def rescores(self, actor: Any) -> bool:
         """Whether updates compare with log-probs of the policy as it was before the step: a second one meets other weights."""
@@ -74,7 +74,7 @@ class Dapo(AlgorithmBase):
     name: Literal["dapo"] = "dapo"
     clip_high: float = _field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
     dynamic_sampling: bool = _field(
-        True, "Leave out groups whose rewards (before `overlong_penalty`) are all equal and draw more prompts instead."
+        True, "Leave out groups whose rewards (before `overlong_penalty`) are all equal, and draw more prompts."
     )
 
 
@@ -95,7 +95,7 @@ class Cispo(AlgorithmBase):
 
 
 class Rloo(AlgorithmBase):
-    """RLOO, arXiv:2402.14740: each reward against the mean of its group's others."""
+    """RLOO, arXiv:2402.14740: each reward minus the mean of the others in its group."""
 
     name: Literal["rloo"] = "rloo"
 
@@ -104,8 +104,10 @@ class ReinforcePlusPlus(AlgorithmBase):
     """REINFORCE++, arXiv:2501.03262: token returns (KL inside the reward), normalised over the whole batch."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    kl_in: Literal["loss", "reward"] = _field("reward", "Add the KL to the loss, or take it off the token rewards.")
-    kl_estimator: Literal["k1", "k2", "k3"] = _field("k1", "Per-token estimator of that KL.")
+    kl_in: Literal["loss", "reward"] = _field(
+        "reward", "Add the KL to the loss, or subtract it from the token rewards."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = _field("k1", "Per-token estimator of the KL.")
     gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
 
 
@@ -115,9 +117,7 @@ class Ppo(AlgorithmBase):
     name: Literal["ppo"] = "ppo"
     gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
     lam: float = _field(0.95, "GAE lambda.", ge=0, le=1)
-    value_clip: float | None = _field(
-        0.2, "Values move at most this far from the old ones in the loss; `null`: off.", gt=0
-    )
+    value_clip: float | None = _field(0.2, "How far values may move from the old ones in the loss; `null`: off.", gt=0)
 
 
 class Intuitor(AlgorithmBase):

@@ -14,10 +14,10 @@ from rollcall.config import Config, Section, default_run
 
 _INTRO = """# Configuration
 
-<!-- Written by `python -m rollcall.config.docs`; edit the fields in `rollcall/config*.py`. -->
+<!-- Written by `python -m rollcall.config.docs`; edit the fields in `src/rollcall/config/`. -->
 
-A run file is YAML with the sections below; whatever it leaves out has the default shown. An unknown key is refused with
-the nearest name. Any key can be set on the command line as `section.key=value`, list items by their index:
+A run file is YAML with the sections below. A key that you leave out has the default shown. An unknown key is an error that
+names the nearest one. On the command line, set a key as `section.key=value`, an item of a list by its index:
 
 ```
 rollcall train run.yaml actor.lr=1e-5 reward.0.weight=0.5
@@ -37,7 +37,7 @@ def render_docs() -> str:
 
 def _default_run() -> str:
     text = yaml.safe_dump(default_run(), sort_keys=False, default_flow_style=None, width=110)
-    return f"Without a run file, `rollcall train` uses the embedded one:\n\n```yaml\n{text}```\n"
+    return f"Without a run file, `rollcall train` uses this one:\n\n```yaml\n{text}```\n"
 
 
 def _contents() -> str:
@@ -64,7 +64,7 @@ def _section(name: str, info: FieldInfo, *, like: str | None) -> str:
 def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> list[str]:
     tag = "type" if "type" in classes[0].model_fields else "name"
     default = info.default[0] if isinstance(info.default, list) else info.default
-    what = "A list; each item" if get_origin(info.annotation) is list else "It"
+    what = "A list. Each item" if get_origin(info.annotation) is list else "It"
     base = classes[0].__mro__[1]
     assert issubclass(base, Section), "variants share a base class for their common keys"
     lines = [f"{what} names its variant in `{tag}`. Default: `{tag}: {getattr(default, tag)}`.", ""]

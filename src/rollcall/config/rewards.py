@@ -24,9 +24,9 @@ def _check_pattern(pattern: str) -> str:
 
 
 class RewardBase(Section):
-    weight: float = _field(1.0, "Factor in the weighted sum.")
+    weight: float = _field(1.0, "Weight in the sum of rewards.")
     timeout_s: float = _field(
-        10.0, "Longest time for one completion, in seconds; past it the score is 0.", ge=0.001, le=LONGEST_S
+        10.0, "Time limit for one completion, in seconds. After it the score is 0.", ge=0.001, le=LONGEST_S
     )
 
 
@@ -43,7 +43,7 @@ class NumberReward(RewardBase):
 
 
 class MathReward(RewardBase):
-    """1 if math-verify finds the completion's final expression equal to the answer's."""
+    """1 if math-verify finds that the final answers of completion and row are equal."""
 
     type: Literal["math"] = "math"
 
@@ -58,7 +58,7 @@ class RegexReward(RewardBase):
 
 
 class CountdownReward(RewardBase):
-    """1 if the expression in the completion uses the row's `numbers` once each and makes its `target`."""
+    """1 if the expression in the completion uses each of the row's `numbers` once and equals its `target`."""
 
     type: Literal["countdown"] = "countdown"
     format_score: float = _field(0.1, "Score of a well-formed expression with the wrong value.", ge=0, le=1)
@@ -71,20 +71,22 @@ class ReasoningGymReward(RewardBase):
 
 
 class FunctionReward(RewardBase):
-    """A function of yours: `f(prompt, completion, answer, metadata) -> float`."""
+    """Your own function: `f(prompt, completion, answer, metadata) -> float`."""
 
     type: Literal["function"] = "function"
     path: str = Field(description="`module:function`, importable from the working directory.")
     env: list[VariableName] = _field(
         [],
-        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`; it gets no others, but for `PATH`, "
-        "`HOME`, the language and the like. On a cluster their values come from whoever submits.",
+        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`, beside `PATH`, `HOME`, the language "
+        "and the like. On a cluster their values come from the shell that submits the run.",
     )
     network: bool = _field(True, "Whether the function may use the network.")
-    memory_mb: int = _field(16384, "Memory that each of its processes may use, in MB.", ge=256)
-    file_mb: int = _field(1024, "Largest file that it may write, in MB.", ge=1)
+    memory_mb: int = _field(16384, "Memory limit for each of its processes, in MB.", ge=256)
+    file_mb: int = _field(1024, "Largest file that the function may write, in MB.", ge=1)
     processes: int = _field(
-        4096, "Processes and threads that it may start; 0: no process. The kernel does not count those of root.", ge=0
+        4096,
+        "How many processes and threads the function may start; 0: no process. The kernel does not limit root.",
+        ge=0,
     )
 
 
@@ -99,7 +101,7 @@ class ModelReward(RewardBase):
 
     type: Literal["model"] = "model"
     path: str = Field(description="Directory or hub name of the reward model.")
-    max_tokens: int = _field(2048, "Prompt and completion are cut to this many tokens, from the left.", ge=1)
+    max_tokens: int = _field(2048, "Cut prompt and completion to this number of tokens, from the left.", ge=1)
 
 
 Reward = Annotated[

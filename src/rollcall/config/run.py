@@ -43,17 +43,21 @@ from rollcall.words import counted
 
 
 class Config(Section):
-    run: RunSection = _field(RunSection(), "Name, directory, seed.")
-    cluster: ClusterSection | None = _field(None, "Where to run; absent: this process.")
-    model: ModelSection = _field(ModelSection(), "What is trained.")
-    data: DataSection = _field(DataSection(), "Prompts in.")
+    run: RunSection = _field(RunSection(), "Name, directory and seed.")
+    cluster: ClusterSection | None = _field(
+        None, "Nodes, slots and placement. Without it the run is one process on this machine."
+    )
+    model: ModelSection = _field(ModelSection(), "The model to train.")
+    data: DataSection = _field(DataSection(), "The prompts.")
     rollout: RolloutSection = _field(RolloutSection(), "How completions are sampled.")
-    reward: list[Reward] = _field([ExactReward()], "Scores, summed by weight.")
+    reward: list[Reward] = _field([ExactReward()], "The rewards; a completion's reward is their weighted sum.")
     algorithm: Algorithm = _field(Grpo(), "Advantage and loss.")
     actor: OptimizerSection = _field(OptimizerSection(), "The policy's optimizer.")
     critic: OptimizerSection = _field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
-    trainer: TrainerSection = _field(TrainerSection(), "Length and rhythm of the run.")
-    eval: EvalSection = _field(EvalSection(), "How evaluation samples.")
+    trainer: TrainerSection = _field(
+        TrainerSection(), "How long to train, when to evaluate and save, what to do about losses."
+    )
+    eval: EvalSection = _field(EvalSection(), "How to evaluate.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
