@@ -6,7 +6,7 @@ import gc
 import importlib
 
 MODULES = [
-    "rollcall.train", "rollcall.eval", "rollcall.cli.main", "rollcall.train_in_folder", "torch.distributed.fsdp",
+    "rollcall.training", "rollcall.evaluation", "rollcall.cli.main", "rollcall.train_in_folder", "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto", "tiny", "ranks",
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ from tiny import save_model
 from rollcall.config import Config, dump_config, load_config
 from rollcall.durable.journal import MAGIC, Journal
 from rollcall.observe.sinks import read_rows
-from rollcall.train import train
+from rollcall.training import train
 from rollcall.types import Group
 
 LETTERS = "abcd"
@@ -80,7 +80,7 @@ def make_run(
 
 def finish(config: Config, *, draws: bool = False, **options: Any) -> dict[str, Any]:
     """Train in this process, to the end. Drawing the learning curve would be a quarter of such a run's work."""
-    with nullcontext() if draws else mock.patch("rollcall.train.learning_curve", return_value=None):
+    with nullcontext() if draws else mock.patch("rollcall.training.learning_curve", return_value=None):
         return train(config, quiet=True, **options)
 
 
@@ -106,7 +106,7 @@ IN_MARK_TRAINED = "rollcall.durable.journal:Journal.mark_trained"
 IN_METRICS = "rollcall.observe.sinks:JsonlSink.log"
 IN_EVALUATION = "rollcall.loop.evaluate:summarize"
 IN_EXPORT = "rollcall.loop.controller:Controller._export"
-IN_SUMMARY = "rollcall.train:write_summary"
+IN_SUMMARY = "rollcall.training:write_summary"
 
 
 def run_and_be_killed(config: Config, kill: Kill) -> None:

@@ -80,7 +80,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
 def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollcall.train import train
+    from rollcall.training import train
 
     long = [{"id": f"long-{index}", "prompt": "1+2" * 10 + "=", "answer": "a"} for index in range(3)]
     config = make_run(tmp_path, "data.max_prompt_tokens=8", rows=[*letter_rows(8), *long])

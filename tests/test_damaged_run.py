@@ -19,7 +19,7 @@ from rollcall.config import Config, load_config
 from rollcall.durable.journal import MAGIC, Journal, inspect
 from rollcall.durable.lease import read_holder
 from rollcall.errors import CheckpointError, ConfigError, JournalError
-from rollcall.eval import plan_evaluation
+from rollcall.evaluation import plan_evaluation
 from rollcall.inspect.audit import audit
 from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases

@@ -13,8 +13,8 @@ from commands import rollcall
 from tiny import save_model
 
 from rollcall.errors import ConfigError
-from rollcall.eval import EvalPlan, EvalReport, plan_evaluation, run_evaluation
-from rollcall.train import train
+from rollcall.evaluation import EvalPlan, EvalReport, plan_evaluation, run_evaluation
+from rollcall.training import train
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [f"{a}+{b}=" for a in range(3) for b in range(2)]

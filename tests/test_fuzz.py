@@ -25,11 +25,11 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import DataSection, load_config
 from rollcall.data.load import load_prompts
 from rollcall.durable.journal import Journal
-from rollcall.eval import plan_evaluation
+from rollcall.evaluation import plan_evaluation
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.observe.summary import build_summary
-from rollcall.train import train
+from rollcall.training import train
 
 Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
 

@@ -94,7 +94,7 @@ def publish(folder: Path, *, dashboard: str) -> None:
 def test_the_package_is_this_rollcall_and_the_run_file(tmp_path: Path) -> None:
     found = contents(config(), tmp_path)
     assert found["run.yaml"] == b"run: {}\n"
-    assert found["rollcall/train.py"] == (ROOT / "src/rollcall/train.py").read_bytes()
+    assert found["rollcall/training.py"] == (ROOT / "src/rollcall/training.py").read_bytes()
     assert "rollcall/config/default.yaml" in found
     assert (
         found["rollcall/model/embedded/arithmetic/model.safetensors"] == (MODEL_DIR / "model.safetensors").read_bytes()

@@ -27,7 +27,7 @@ from rollcall.errors import ConfigError
 from rollcall.loop.controller import RunError
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.observe.events import StepPhase, read_phases
-from rollcall.train import train
+from rollcall.training import train
 
 ROLLOUT, UPDATE = Bounds(phase=Phase.ROLLOUT), Bounds(phase=Phase.UPDATE)
 STEPS = 4

@@ -43,7 +43,7 @@ from rollcall.roles.engines import RemoteEngine
 from rollcall.roles.router import Place, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
-from rollcall.train import train
+from rollcall.training import train
 
 
 def died(text: str = "actor rank 1 on node 0 is dead: killed", kind: type[WorkerError] = WorkerDiedError) -> Exception:
@@ -390,7 +390,7 @@ class Saboteur:
         method: str = "append",
         signum: int = signal.SIGKILL,
     ) -> None:
-        import rollcall.train as module
+        import rollcall.training as module
 
         self.built: list[Any] = []
         self.hit_pid: int | None = None

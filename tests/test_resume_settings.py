@@ -16,7 +16,7 @@ from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.loop.resume import FREE_OF_REWARDS, Change, changes_on_resume, notes_on
 from rollcall.observe.events import read_events
-from rollcall.train import train
+from rollcall.training import train
 
 
 def a_run(folder: Path, *, trained: int = 0, **sections: Any) -> Path:

@@ -18,7 +18,7 @@ from rollcall.config import load_config
 from rollcall.errors import ConfigError, WorkerDiedError
 from rollcall.loop.controller import Controller
 from rollcall.observe.console import QuietConsole
-from rollcall.train import train
+from rollcall.training import train
 
 
 def test_a_start_without_its_logger_leaves_nothing_and_the_next_one_may_differ(
@@ -39,7 +39,7 @@ def test_a_start_that_fails_after_the_directory_was_made_takes_it_back(
 
     config = make_run(tmp_path, "trainer.steps=1")
     with monkeypatch.context() as patch:
-        patch.setattr("rollcall.train.make_sinks", fail)
+        patch.setattr("rollcall.training.make_sinks", fail)
         with pytest.raises(ValueError, match="could not start"):
             finish(config)
         assert not config.run.dir.exists()
@@ -142,7 +142,7 @@ def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
         return made(self, batch, *rest)
 
     monkeypatch.setattr(Controller, "_metrics", lose_once)
-    monkeypatch.setattr("rollcall.train.make_console", lambda **_: console)
+    monkeypatch.setattr("rollcall.training.make_console", lambda **_: console)
     train(make_run(tmp_path, "trainer.steps=3", "trainer.save_every=2"))
     assert console.seen == [
         "restart at 0", "rollout of step 1", "step 1", "rollout of step 2", "step 2", "rollout of step 3",

@@ -33,7 +33,7 @@ from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
 from rollcall.loop.controller import RunError
 from rollcall.observe.metrics import check_names
-from rollcall.train import train
+from rollcall.training import train
 
 SUMMARY_KEYS = {
     "steps", "seconds", "eval", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",

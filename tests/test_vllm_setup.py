@@ -20,7 +20,7 @@ from rollcall.engine.vllm.engine import vllm_seed
 from rollcall.engine.vllm.server import Refused, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.tiny import char_tokenizer
-from rollcall.train import train
+from rollcall.training import train
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 

@@ -120,7 +120,7 @@ def _few_prompts(config: Config) -> int:
 
 
 def _run(config: Config, root: Path) -> dict[str, Any]:
-    from rollcall.train import train
+    from rollcall.training import train
 
     asks_model = any(reward.type == "model" for reward in config.reward)
     model = make_tiny_model(root / "model")

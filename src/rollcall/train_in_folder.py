@@ -32,7 +32,7 @@ def train_as_master(
     """Train, with this node as node 0; returns the summary."""
     from rollcall.groups.cluster import using
     from rollcall.groups.folder.master import FolderBackend
-    from rollcall.train import train
+    from rollcall.training import train
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
     with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name) as backend, using(backend):

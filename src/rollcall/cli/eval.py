@@ -20,7 +20,7 @@ from rollcall.words import counted
 LINE_EVERY_S = 5.0
 
 if TYPE_CHECKING:
-    from rollcall.eval import EvalReport
+    from rollcall.evaluation import EvalReport
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
     complain("loading torch and transformers")
     with heed():
         calm_libraries()
-        from rollcall.eval import plan_evaluation, run_evaluation
+        from rollcall.evaluation import plan_evaluation, run_evaluation
 
         plan = plan_evaluation(
             target,

@@ -124,7 +124,7 @@ def train(
             calm_libraries()
             if run is None:
                 with uncollected():
-                    from rollcall.train import train as run
+                    from rollcall.training import train as run
 
             summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
     except Stopped as stopped:

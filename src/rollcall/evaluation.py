@@ -31,7 +31,7 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.roles.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
-from rollcall.train import RUN_FILE
+from rollcall.training import RUN_FILE
 from rollcall.words import counted
 
 NUM_SAMPLES_SHOWN = 6
