@@ -2,7 +2,8 @@
 
 A short supervised pass shows sums, in most of which the carry is forgotten. The model comes out able to add but wrong
 wherever there is a carry: telling right from wrong is left to reinforcement learning, which sees rewards only. Two cores
-take about three minutes.
+take about three minutes. What comes out is a model of this kind, which `tests/test_tiny.py` describes, and not always the same
+bytes: the rounding of sums depends on the processor, the number of threads and torch's version.
 
     python scripts/make_arithmetic_model.py [DIRECTORY]
 """

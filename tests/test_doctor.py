@@ -195,6 +195,21 @@ def test_a_folder_that_is_not_shared_is_not_shown_as_seen_everywhere(capsys: pyt
     assert "does not see in /tmp what rank 0 wrote there" in printed and "seen everywhere" not in printed
 
 
+def test_the_report_says_how_rewards_are_confined_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.reward.landlock.version", lambda: 0)
+    monkeypatch.setattr("rollcall.reward.seccomp.why_missing", lambda: "")
+    facts: Any = {"cluster": "default", "nodes": (make_node(0),), "findings": (), "skews": {}}
+    report = Report(**facts, shared=None, backend=None, bytes_per_s=None)
+    show(report)
+    files = "not restricted (the kernel has no landlock)"
+    said = (
+        f"built-in rewards on this machine run with processes: none (seccomp), files: {files}, network: off (seccomp)"
+    )
+    assert said in capsys.readouterr().out and report.as_json()["rewards"]["files"] == files
+
+
 def test_an_all_reduce_that_fails_breaks_and_a_slow_one_warns() -> None:
     nodes = [make_node(0), make_node(1)]
     (finding,) = checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=None, errors={1: "timed out"})

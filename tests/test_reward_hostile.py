@@ -363,6 +363,7 @@ def test_what_a_worker_says_is_read_as_data(tmp_path: Path, monkeypatch: pytest.
 
 def test_this_machine_says_what_it_offers() -> None:
     assert set(available()) == {"network", "processes", "files"}
+    assert all(state and not state.startswith("not restricted ()") for state in available().values())
     assert confinement_of({"type": "math"}) == BUILT_IN
     assert sys.platform != "linux" or os.path.exists("/proc/self")
 

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from rollcall.nodes.state import current_cluster, tls_dir
 from rollcall.on_ray.connect import connect
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, element_size, read_sizes
+from rollcall.reward.confine import available
 from rollcall.words import counted
 
 PROBE_S = 90.0  # for a probe to start and say what it knows
@@ -56,6 +57,7 @@ class Report:
     backend: str | None  # of the all-reduce
     bytes_per_s: float | None
     firewall: str | None = None  # lets in the nodes alone; None: not needed
+    rewards: Mapping[str, str] = field(default_factory=available)  # how built-in ones are confined on this machine
 
     @property
     def breaks(self) -> bool:

@@ -61,6 +61,8 @@ def _measured(report: Report) -> list[str]:
         lines.append(f"all-reduce between nodes ({report.backend}): {report.bytes_per_s / 1e9:.2f} GB/s")
     if report.firewall is not None:
         lines.append(f"firewall, on each node as root (or start the nodes with --tls): {report.firewall}")
+    confined = ", ".join(f"{thing}: {state}" for thing, state in report.rewards.items())
+    lines.append(f"built-in rewards on this machine run with {confined}")
     return lines
 
 

@@ -98,9 +98,21 @@ def make_folder() -> str:
 
 
 def remove_folder(folder: str) -> None:
-    # A reward may have made what cannot be removed, such as folders too deep to walk: it stays, and harms nobody.
+    """Whatever a reward has made of it: a warning names what cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.lexists(folder):
+        return
+    import logging  # rarely needed, and a worker has to start fast
+
+    from rollcall.reward.deep_folder import remove_deep
+
+    try:
+        remove_deep(folder)
+    except OSError as error:
+        logging.getLogger(__name__).warning(
+            "%s, a reward's private folder, cannot be removed: %s; remove it by hand", folder, error
+        )
 
 
 def sweep_folders() -> None:
@@ -145,9 +157,13 @@ def limit_cpu(seconds: float) -> None:
 
 
 def available() -> dict[str, str]:
-    """What this machine offers to built-in scorers: "" or why not, by thing."""
-    none = "" if landlock.version() else "the kernel has no landlock"
-    return {"network": seccomp.why_missing(), "processes": seccomp.why_missing(), "files": none}
+    """How this machine confines built-in scorers, in the words of ``confine``, by thing."""
+    filtered, none = seccomp.why_missing(), "" if landlock.version() else "the kernel has no landlock"
+    return {
+        "processes": f"not restricted ({filtered})" if filtered else "none (seccomp)",
+        "files": f"not restricted ({none})" if none else "own folder and Python's alone (landlock)",
+        "network": f"not restricted ({filtered})" if filtered else "off (seccomp)",
+    }
 
 
 def _limit_memory(confinement: Confinement) -> str:
