@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from test_check import make_node, make_record
 
+from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
 from rollcall.nodes.bootstrap import start_node, stop_node
@@ -38,7 +39,6 @@ from rollcall.nodes.state import (
     read_record,
     read_token,
     state_dir,
-    write_private,
     write_record,
 )
 from rollcall.on_ray import gcs as ask_gcs
@@ -522,7 +522,9 @@ def test_of_two_heads_that_publish_at_one_moment_the_second_to_write_stays(
         bootstrap._publish(request, start, record, deadline=math.inf)
     rendezvous.head_file.unlink()
     tokens = iter(["mixed", "mine"])
-    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: write_private(rendezvous.token_file, next(tokens)))
+    monkeypatch.setattr(
+        bootstrap.time, "sleep", lambda seconds: write_atomic(rendezvous.token_file, next(tokens), private=True)
+    )
     bootstrap._publish(request, start, record, deadline=math.inf)
     assert rendezvous.read_token() == "mine"
 

@@ -28,7 +28,6 @@ from transformers import (
 
 from rollcall.checkpoint import CheckpointError, CheckpointStore
 from rollcall.checkpoint.export import export_model
-from rollcall.checkpoint.store import write_atomic
 from rollcall.observe.headline import ACCURACY, REWARD
 
 
@@ -279,12 +278,6 @@ def test_a_writer_that_fails_keeps_its_own_error_and_leaves_nothing(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         store.save(1, write=lambda dir: (_ for _ in ()).throw(KeyboardInterrupt()), state={}, score=None)
     assert names(tmp_path) == []
-
-
-def test_write_atomic_replaces_and_leaves_no_temporary(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "a.json", "one")
-    write_atomic(tmp_path / "a.json", "two")
-    assert (tmp_path / "a.json").read_text() == "two" and names(tmp_path) == ["a.json"]
 
 
 # Export

@@ -22,6 +22,7 @@ from runs import groups, make_run, metric_rows, num_records
 from weights_contract import bits, blank_like, change, make_tensors
 
 from rollcall.config import Config, dump_config, parse_config
+from rollcall.durable.atomic import TEMPORARY
 from rollcall.durable.journal import Journal
 from rollcall.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
 from rollcall.groups.cluster import VirtualCluster, using
@@ -75,7 +76,7 @@ def test_a_message_of_another_label_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_half_written_is_seen_by_nobody_and_swept_up_later(tmp_path: Path) -> None:
-    (tmp_path / f"{mailbox.TEMPORARY}{message_name('m-w-1', 1)}-x").write_bytes(b"hal")
+    (tmp_path / f"{TEMPORARY}{message_name('m-w-1', 1)}-x").write_bytes(b"hal")
     assert names(tmp_path) == []
     assert Inbox(tmp_path, label="m-w-1").take() is None
     sweep(tmp_path)

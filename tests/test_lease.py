@@ -260,7 +260,7 @@ def test_a_folder_that_takes_no_lease_is_named_with_what_to_do(tmp_path: Path, m
     def refuse(path: Path, data: bytes) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(module, "_make", refuse)
+    monkeypatch.setattr(module, "create_atomic", refuse)
     with pytest.raises(ConfigError) as told, hold(tmp_path / "run"):
         pass
     words = str(told.value)

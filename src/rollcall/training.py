@@ -13,8 +13,9 @@ from typing import Any
 
 from rollcall.checkpoint.run_dir import finished_summary, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
-from rollcall.checkpoint.store import CheckpointStore, write_atomic
+from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, dump_config
+from rollcall.durable.atomic import write_atomic
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing

@@ -13,19 +13,17 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
-from rollcall.durable.patience import persist, plain_disk_errors
+from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -208,60 +206,6 @@ def read_state(path: Path) -> dict[str, Any]:
             "checkpoint"
         )
     return state
-
-
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
-    tmp = path.with_name(f".tmp-{path.name}")
-    try:
-        tmp.write_bytes(data.encode() if isinstance(data, str) else data)
-        _fsync(tmp)
-        tmp.replace(path)
-    finally:
-        tmp.unlink(missing_ok=True)
-
-
-@contextmanager
-def staging(final: Path) -> Iterator[Path]:
-    """A new folder beside ``final`` to fill and rename; what is left of it at the end is removed."""
-    tmp = final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        tmp.mkdir(parents=True)
-        with plain_disk_errors(tmp):  # asked before the folder is removed, which frees space
-            yield tmp
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-
-
-def fsync_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            _fsync(Path(folder) / name)
-        _fsync(Path(folder))
-
-
-def swap_in(tmp: Path, final: Path) -> None:
-    """Rename a finished folder into place, over an older one of the same name."""
-    old = final.with_name(f".old-{final.name}")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    try:
-        tmp.rename(final)
-    except OSError:
-        if old.exists():
-            old.rename(final)
-        raise
-    _fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _describe_files(root: Path) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
-import os
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollcall.data.load import Row, read_rows
+from rollcall.durable.atomic import replacing
 from rollcall.reward.functions import decode_entry, encode_entry
 from rollcall.reward.math_answer import last_boxed
 
@@ -76,12 +76,8 @@ def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
     if table.num_rows == 0:
         raise MakeError(f"there are no rows for {path}; ask for more with --num, or give a larger --source")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        pyarrow.parquet.write_table(table, unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as file:
+        pyarrow.parquet.write_table(table, file)
     return table.num_rows
 
 

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from rollcall.durable.atomic import fsync
+
 LARGEST_COUNT = 1 << 40
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class AppendFile:
                     failed = True
                     raise
             if new:
-                fsync_dir(self.path.parent)
+                fsync(self.path.parent)
 
         return flush
 
@@ -118,14 +120,6 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
 def is_count(value: Any) -> TypeGuard[int]:
     """A number of steps, draws or versions, as such a file holds it."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
-
-
-def fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write_at(fd: int, record: bytes, offset: int) -> None:

@@ -17,7 +17,6 @@ The counter is written in place, into a field of fixed width: a full disk must n
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from rollcall.durable.atomic import create_atomic
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError
 
@@ -44,7 +44,6 @@ AGAIN_S = 0.02  # between two lists of files of which none is there any more
 SURE_S = WATCH_S / 2  # so long after a beat nobody else can have taken over
 _WIDTH = 16  # digits of the counter
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool}
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def unguarded() -> None:
@@ -190,9 +189,9 @@ def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
         # A folder that takes nothing is refused at once where nobody has written yet, and waited for where a run goes on.
         if holder is None:
             with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
-                made = _make(path, data)
+                made = create_atomic(path, data)
         else:
-            made = persist(partial(_make, path, data), path=path, what="the lease")
+            made = persist(partial(create_atomic, path, data), path=path, what="the lease")
         if made:
             for path, number in _files(run_dir):
                 if number < me.number:
@@ -219,29 +218,6 @@ def _refuse(run_dir: Path, holder: Holder) -> None:
         f"another process is training in run.dir={run_dir}: {holder}{', which is stopped (SIGSTOP)' if stopped else ''}; "
         "wait for it or stop it, or choose another run.dir"
     )
-
-
-def _make(path: Path, data: bytes) -> bool:
-    """A new file with all of its content; False if there is one already."""
-    tmp = path.with_name(f".tmp{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        tmp.write_bytes(data)
-        try:
-            os.link(tmp, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            # A file system without links, such as some that are mounted from object stores.
-            try:
-                with path.open("xb") as file:
-                    file.write(data)
-            except FileExistsError:
-                return False
-        return True
-    finally:
-        tmp.unlink(missing_ok=True)
 
 
 def _newest(run_dir: Path) -> Holder | None:

@@ -7,7 +7,6 @@ itself when it is resumed; this is for looking first, and for directories that s
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import CheckpointState, write_atomic
+from rollcall.checkpoint.store import CheckpointState
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import is_count
+from rollcall.durable.atomic import fsync, write_atomic
 from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
 from rollcall.errors import ConfigError
@@ -170,13 +170,8 @@ def _set_aside(torn: Torn, target: Path) -> None:
         whole = b"".join(line for line, good in judge_file(path) if good)
     # A copy, not a move: a kill between two renames must not leave the run without the file.
     shutil.copy2(path, target)
-    _flush(target)
+    fsync(target)
     write_atomic(path, whole)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _run_file(run_dir: Path) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.nodes.state import TOKEN, write_private
+from rollcall.nodes.state import TOKEN
 
 ASK_EVERY_S = 1.0
 TELL_EVERY_S = 5.0
@@ -72,14 +73,14 @@ class Rendezvous:
         if token is None:
             self.token_file.unlink(missing_ok=True)
         else:
-            write_private(self.token_file, token)
+            write_atomic(self.token_file, token, private=True)
             if stat.S_IMODE(self.token_file.stat().st_mode) & 0o077:
                 self.token_file.unlink()
                 raise ClusterError(
                     f"{self.folder} keeps no file permissions, so others could read the token; "
                     f"set {TOKEN} on every node instead"
                 )
-        write_private(self.head_file, json.dumps(asdict(head), indent=1))
+        write_atomic(self.head_file, json.dumps(asdict(head), indent=1), private=True)
 
     def read(self) -> Head | None:
         """None when nothing is published that can be read. A file that is not ours to trust is an error."""

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
+from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 
 DEFAULT_CLUSTER = "default"
@@ -98,7 +98,7 @@ def token_path(cluster: str) -> Path:
 
 def write_token(cluster: str, token: str) -> Path:
     path = token_path(cluster)
-    write_private(path, token)
+    write_atomic(path, token, private=True)
     return path
 
 
@@ -137,18 +137,8 @@ def tls_env(folder: Path) -> dict[str, str]:
     return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(folder / file) for name, file in files.items()}}
 
 
-def write_private(path: Path, text: str) -> None:
-    """Whole or not at all, readable by the owner alone."""
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-
-
 def write_record(record: NodeRecord) -> None:
-    write_private(state_dir(record.cluster) / "node.json", json.dumps(asdict(record), indent=1))
+    write_atomic(state_dir(record.cluster) / "node.json", json.dumps(asdict(record), indent=1), private=True)
 
 
 def read_record(cluster: str) -> NodeRecord | None:
@@ -239,7 +229,7 @@ def note_driver(cluster: str) -> None:
     own = Process.of(os.getpid())
     assert own is not None
     _drivers_dir(cluster).mkdir(mode=0o700, exist_ok=True)
-    write_private(_drivers_dir(cluster) / str(own.pid), str(own.started))
+    write_atomic(_drivers_dir(cluster) / str(own.pid), str(own.started), private=True)
 
 
 def noted_drivers(cluster: str) -> list[Process]:

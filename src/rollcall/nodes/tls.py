@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import write_private
 
 ROUNDS = 200_000
 VALID = timedelta(days=3650)
@@ -58,9 +58,9 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
     pem = serialization.Encoding.PEM
     key = own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     folder.mkdir(mode=0o700, exist_ok=True)
-    write_private(folder / "authority.pem", root.sign(authority, hashes.SHA256()).public_bytes(pem).decode())
-    write_private(folder / "node.pem", leaf.sign(authority, hashes.SHA256()).public_bytes(pem).decode())
-    write_private(folder / "node.key", key.decode())
+    write_atomic(folder / "authority.pem", root.sign(authority, hashes.SHA256()).public_bytes(pem), private=True)
+    write_atomic(folder / "node.pem", leaf.sign(authority, hashes.SHA256()).public_bytes(pem), private=True)
+    write_atomic(folder / "node.key", key, private=True)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import write_atomic
+from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import headline_of
 from rollcall.observe.sinks import read_rows
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollcall.checkpoint.store import write_atomic
 from rollcall.config import Config, public_dump
 from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import persist
 from rollcall.observe.metrics import check_names
 

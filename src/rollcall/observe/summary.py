@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import write_atomic
+from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import read_rows
 from rollcall.types import Group, Prompt

@@ -7,7 +7,6 @@ process run one after the other, so an update never meets a half-decoded step.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 from rollcall.config import ClusterSection, Config
 from rollcall.data.load import PromptSet
+from rollcall.durable.atomic import staging, swap_in
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.errors import CheckpointError, PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
 from rollcall.groups.backend import Seat
@@ -285,10 +285,9 @@ def _seen_by_all(path: str, config: Config) -> str:
     if not config.model.path.startswith("builtin:"):
         return path
     copy = (config.run.dir.parent / f".{config.run.dir.name}.start").resolve()
-    scratch = copy.with_name(f"{copy.name}-{os.getpid()}")
-    shutil.copytree(path, scratch)
-    shutil.rmtree(copy, ignore_errors=True)
-    scratch.rename(copy)
+    with staging(copy) as tmp:
+        shutil.copytree(path, tmp, dirs_exist_ok=True)
+        swap_in(tmp, copy)
     return str(copy)
 
 

@@ -27,9 +27,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollcall.durable.atomic import TEMPORARY, write_atomic
 from rollcall.errors import ClusterError
 from rollcall.groups.failures import Progress
 
@@ -38,7 +40,6 @@ SILENT_S = 20.0  # without an advance: gone
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.5
 WRITE_DEADLINE_S = 1800.0  # of a folder that is full or away
 PRESENCE = "presence.json"
-TEMPORARY = ".tmp-"
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 _WAITS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT)
 
@@ -102,28 +103,13 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full is waited for."""
     deadline, progress = time.monotonic() + WRITE_DEADLINE_S, Progress()
     while True:
-        temporary = path.with_name(f"{TEMPORARY}{path.name}-{new_id()}")
         try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(temporary, path)
-            return
+            return write_atomic(path, data, durable=durable)
         except OSError as error:
             if error.errno not in _WAITS or time.monotonic() >= deadline:
                 raise
-            _try_remove(temporary)
             progress.tell(f"{path.parent} cannot be written ({error.strerror}); waiting until it can")
             time.sleep(LONGEST_LOOK_S)
-
-
-def _try_remove(path: Path) -> None:
-    try:
-        path.unlink()
-    except OSError:
-        return  # what is left of it is swept up later
 
 
 def sweep(folder: Path) -> None:
@@ -136,7 +122,8 @@ def sweep(folder: Path) -> None:
             return
         raise
     for name in torn:
-        _try_remove(folder / name)
+        with suppress(OSError):  # what is left is swept up later
+            (folder / name).unlink()
 
 
 class Rhythm:
