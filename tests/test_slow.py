@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollcall.groups.links import Links
 from rollcall.groups.pulse import Seen
 from rollcall.groups.slow import NodeLook, Place, SlowCalls, Traffic, read_traffic
+from rollcall.groups.sockets import Flow, Flows
 
 PLACES = {
     0: Place(who="actor rank 0 on node 0 (10.0.0.1)", node="a", node_rank=0),
@@ -18,7 +20,8 @@ class Run:
 
     def __init__(self) -> None:
         self.now_s, self.moved, self.num_done = 0.0, 0.0, 0
-        self.calls = SlowCalls()
+        self.links = Links()
+        self.calls = SlowCalls(self.links)
         self.told: list[str] = []
 
     def send(self, *, seconds: int, bytes_per_s: float) -> None:
@@ -69,6 +72,19 @@ def test_a_sync_over_a_link_that_has_become_slow_names_both_nodes_and_what_they_
     assert "for 42 s" in again, "told again when it has taken twice as long"
 
 
+def test_a_link_that_is_known_to_be_slow_is_named_soon() -> None:
+    run = Run()
+    run.send(seconds=1, bytes_per_s=100e6)
+    run.links.note({1: Flows(addresses=frozenset({"10.0.0.2"}))}, now_s=run.now_s)
+    for second in range(1, 6):
+        flow = Flow(fastest=95e6, waiting=400_000, carried=18_000, busy_s=1.0)
+        run.links.note({0: Flows(by_peer={"10.0.0.2": flow})}, now_s=run.now_s)
+        run.look(busy_s=float(second))
+    (told,) = run.told
+    assert "actor rank 0 on node 0 (10.0.0.1) is in send_weights for 4 s (1.0 s at most before)" in told
+    assert "the link between nodes 0 and 1 is slow: 18 kB/s went from node 0 to node 1 over 4 s, with 400 kB" in told
+
+
 def test_calls_as_long_as_before_and_first_ones_are_not_told() -> None:
     run = Run()
     run.send(seconds=40, bytes_per_s=1e6)
@@ -77,7 +93,7 @@ def test_calls_as_long_as_before_and_first_ones_are_not_told() -> None:
 
 
 def test_a_call_on_one_node_is_told_without_a_pair() -> None:
-    calls = SlowCalls()
+    calls = SlowCalls(Links())
     for second in range(60):
         seen = Seen(is_alive=True, state="S", doing="update", busy_s=float(second), longest_s={"update": 1.0})
         look = {"a": NodeLook(workers={0: seen}, traffic=Traffic(received=0, sent=0))}

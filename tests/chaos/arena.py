@@ -106,6 +106,7 @@ class Arena:
             if not host.is_up:
                 host.restart()
             host.heal()
+            host.speed_up()
         self.join(0, 1)
 
     @contextmanager

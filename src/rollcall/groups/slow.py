@@ -1,8 +1,9 @@
 """Calls that take far longer than such calls took before, told with what the nodes' links carry meanwhile.
 
-A link that turns slow does not end a run: the sender of new weights, their receivers, a gang in a collective all wait for
-it. Who waits, in which call and for how long is known from their pulses; how many bytes their nodes move from the kernel's
-counters. ``SlowCalls`` is pure: looks in, words out.
+A link that turns slow does not end a run at once: the sender of new weights, their receivers, a gang in a collective all wait
+for it. Who waits, in which call and for how long is known from their pulses; which link is slow from the nodes' sockets
+(``links.py``). Where these tell of none, the counters of the nodes' interfaces say how many bytes they move. ``SlowCalls`` is
+pure: looks in, words out.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.groups.links import Links
 from rollcall.groups.pulse import Seen
+from rollcall.groups.sockets import Flows
 
 LEAST_S, FACTOR = 20.0, 3.0  # a call is slow past both, the second times the longest call of its method so far
+LEAST_ON_SLOW_LINK_S = 3.0  # in place of the first; Ray gives up a node that has not answered it for 3 to 5 s
 RATE_S = 10.0  # over which a rate is measured
 KEPT = 3600  # looks of a node
+ADVICE = "`rollcall doctor` measures it"
 COUNTERS = Path("/proc/net/dev")
 
 
@@ -46,6 +51,7 @@ class NodeLook:
 
     workers: Mapping[int, Seen]  # by rank
     traffic: Traffic
+    flows: Flows = Flows()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,33 +64,44 @@ class Place:
 
 
 class SlowCalls:
-    def __init__(self) -> None:
+    """``links`` are noted by others, before the calls."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
         self._longest_s: dict[str, float] = {}
         self._tell_at_s: dict[tuple[int, str, int], float] = {}  # by rank, method and number of the call
         self._moved: dict[str, deque[tuple[float, Traffic]]] = {}
         self._fastest: dict[str, float] = {}  # bytes a second, by node
 
     def note(self, looks: Mapping[str, NodeLook], places: Mapping[int, Place], *, now_s: float) -> str | None:
-        """What to tell, if a call has become slow, or is slow for twice as long as it was when it was told."""
+        """What to tell, if a call has become slow, or is slow for twice as long as it was when it was told; or else a link."""
         for node, look in looks.items():
             self._count(node, look.traffic, now_s=now_s)
         workers = {rank: seen for look in looks.values() for rank, seen in look.workers.items() if rank in places}
-        slow = {rank: seen for rank, seen in workers.items() if seen.doing and seen.busy_s > self._allowed_s(seen)}
+        ends = {node for link in self._links.slow(now_s=now_s) for node in (link.sender, link.receiver)}
+        slow = {
+            rank: seen
+            for rank, seen in workers.items()
+            if seen.doing and seen.busy_s > self._allowed_s(seen, on_slow_link=places[rank].node_rank in ends)
+        }
         calls = {rank: (rank, seen.doing, seen.num_done) for rank, seen in slow.items()}
         self._tell_at_s = {call: self._tell_at_s.get(call, 0.0) for call in calls.values()}
         for seen in workers.values():
             for method, took_s in (seen.longest_s or {}).items():
                 self._longest_s[method] = max(self._longest_s.get(method, 0.0), took_s)
+        news = self._links.news(now_s=now_s)
         if not any(seen.busy_s >= self._tell_at_s[calls[rank]] for rank, seen in slow.items()):
-            return None
+            return f"{news}; {ADVICE}" if news else None
         for rank, seen in slow.items():
             self._tell_at_s[calls[rank]] = 2 * seen.busy_s
         return self._words(slow, places, now_s=now_s)
 
-    def _allowed_s(self, seen: Seen) -> float:
-        """The first call of a method makes and compiles what later ones use; it is left to the watch."""
+    def _allowed_s(self, seen: Seen, *, on_slow_link: bool) -> float:
+        """The first call of a method makes and compiles what later ones use; it is left to the watch, but for a slow link."""
         longest_s = self._longest_s.get(seen.doing)
-        return float("inf") if longest_s is None else max(LEAST_S, FACTOR * longest_s)
+        if longest_s is None:
+            return LEAST_S if on_slow_link else float("inf")
+        return max(LEAST_ON_SLOW_LINK_S if on_slow_link else LEAST_S, FACTOR * longest_s)
 
     def _count(self, node: str, traffic: Traffic, *, now_s: float) -> None:
         kept = self._moved.setdefault(node, deque(maxlen=KEPT))
@@ -104,10 +121,12 @@ class SlowCalls:
 
     def _words(self, slow: Mapping[int, Seen], places: Mapping[int, Place], *, now_s: float) -> str:
         calls = "; ".join(
-            f"{places[rank].who} is in {seen.doing} for {seen.busy_s:.0f} s ({self._longest_s[seen.doing]:.1f} s at most before)"
+            f"{places[rank].who} is in {seen.doing} for {seen.busy_s:.0f} s ({self._before(seen.doing)})"
             for rank, seen in sorted(slow.items())
         )
         nodes = {places[rank].node: places[rank].node_rank for rank in slow}
+        if named := self._links.words(set(nodes.values()), now_s=now_s):
+            return f"the run waits: {calls}. Meanwhile {named}; {ADVICE}"
         links = "; ".join(
             self._link(
                 node, rank, over_s=max(seen.busy_s for at, seen in slow.items() if places[at].node == node), now_s=now_s
@@ -116,12 +135,12 @@ class SlowCalls:
             if node in self._moved
         )
         between = " and ".join(str(rank) for rank in sorted(nodes.values()))
-        advice = (
-            f"if that is little, the link between nodes {between} may have become slow: `rollcall doctor` measures it"
-            if len(nodes) > 1
-            else f"if that is little, the link of node {between} may have become slow: `rollcall doctor` measures it"
-        )
-        return f"the run waits: {calls}. Meanwhile {links}; {advice}"
+        of = f"between nodes {between}" if len(nodes) > 1 else f"of node {between}"
+        return f"the run waits: {calls}. Meanwhile {links}; if that is little, the link {of} may have become slow: {ADVICE}"
+
+    def _before(self, method: str) -> str:
+        longest_s = self._longest_s.get(method)
+        return "the first such call" if longest_s is None else f"{longest_s:.1f} s at most before"
 
     def _link(self, node: str, rank: int, *, over_s: float, now_s: float) -> str:
         _, received, sent = self._since(node, over_s=over_s, now_s=now_s)

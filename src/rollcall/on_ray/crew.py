@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -25,6 +27,7 @@ from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop, is_large
 from rollcall.groups.failures import Progress, RemoteFailureError, is_about_a_peer
 from rollcall.groups.host import MARK, Host, end_group
+from rollcall.groups.waits import call_words, waits_words
 from rollcall.groups.watch import SILENT_S
 from rollcall.on_ray.supervise import Supervisor
 from rollcall.worker_env.declared import for_ray
@@ -34,6 +37,7 @@ PEER_S = SILENT_S + 2  # until the loss is known that another one complains of
 TURN_S = 0.5  # between two looks at what the watch has seen
 STOP_DEADLINE_S = 30.0
 LOOK_S = 0.25
+KEPT_CALLS = 8  # of a worker, for errors to tell what was waited for; no more are under way at once
 
 
 class RayCrew:
@@ -51,6 +55,8 @@ class RayCrew:
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
         self._lost: dict[int, str] = {}  # why, by rank
         self._end: WorkerDiedError | None = None  # what every wait raises
+        self._asked = [deque[tuple[str, str]](maxlen=KEPT_CALLS) for _ in specs]  # task and what for, by rank
+        self._waited_for: dict[int, Sequence[Any]] = {}  # futures, by thread that waits
         self._changing = threading.Lock()
         self._supervisor = Supervisor(self._mark, on_loss=self._lose)
 
@@ -133,7 +139,40 @@ class RayCrew:
     def _died(self, ranks: Sequence[int]) -> WorkerDiedError:
         specs = [self._specs[rank] for rank in ranks]
         others = f"\nAlso lost: {_listed([spec.where for spec in specs[1:]])}" if len(specs) > 1 else ""
-        return WorkerDiedError(f"{specs[0].where} is dead: {self._lost[ranks[0]]}{others}", **whom(specs))
+        return WorkerDiedError(
+            f"{specs[0].where} is dead: {self._lost[ranks[0]]}{self._waits()}{others}", **whom(specs)
+        )
+
+    def _waits(self) -> str:
+        """What is waited for in any thread, as the end of a sentence."""
+        found: dict[str, list[str]] = {}
+        for future in [one for futures in list(self._waited_for.values()) for one in futures]:
+            spec = self._spec_of(future)
+            if spec is None or (spec.rank not in self._lost and self._is_done(future)):
+                continue
+            task = future.task_id().hex()
+            if what := next((words for number, words in list(self._asked[spec.rank]) if number == task), ""):
+                found.setdefault(what, []).append(spec.where)
+        words = waits_words(found)
+        return f"; {words}" if words else ""
+
+    @staticmethod
+    def _is_done(future: Any) -> bool:
+        return bool(ray.wait([future], timeout=0, fetch_local=False)[0])
+
+    def _slow_links(self, specs: Sequence[WorkerSpec]) -> str:
+        """Of the nodes of these workers, as the end of a sentence."""
+        words = self._supervisor.slow_links(specs)
+        return f"; {words}" if words else ""
+
+    @contextmanager
+    def _waiting_for(self, futures: Sequence[Any]) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._waited_for[thread] = futures
+        try:
+            yield
+        finally:
+            self._waited_for.pop(thread, None)
 
     def _check(self, futures: Sequence[Any]) -> None:
         """Raise if the crew is at its end, or one of those that owe a result is lost."""
@@ -148,7 +187,9 @@ class RayCrew:
         return ray.put(value) if is_large(value) else value
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self._calls[rank].remote(method, drop, *args, **kwargs)
+        future = self._calls[rank].remote(method, drop, *args, **kwargs)
+        self._asked[rank].append((future.task_id().hex(), call_words(method, args)))
+        return future
 
     def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
         if self._end is not None:
@@ -165,9 +206,12 @@ class RayCrew:
         return [one for one in futures if (spec := self._spec_of(one)) is not None and spec.rank in self._lost]
 
     def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        progress = progress or Progress(first_s=30, every_s=30)
         futures = list(futures)
+        with self._waiting_for(futures):
+            return self._gather(futures, timeout_s=timeout_s, progress=progress or Progress(first_s=30, every_s=30))
+
+    def _gather(self, futures: list[Any], *, timeout_s: float, progress: Progress) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
         while True:
             self._check(futures)
             left = deadline - time.monotonic()
@@ -182,7 +226,7 @@ class RayCrew:
                 if missing and time.monotonic() >= deadline:
                     raise self._timeout(missing, total=len(futures), timeout_s=timeout_s) from None
                 if missing:
-                    progress.tell(f"waiting for {_listed([spec.where for spec in missing])}")
+                    progress.tell(f"waiting for {_listed([spec.where for spec in missing])}{self._slow_links(missing)}")
             except RayError as error:
                 self._explain(futures, error)
 
@@ -198,7 +242,7 @@ class RayCrew:
     def _timeout(self, missing: list[WorkerSpec], *, total: int, timeout_s: float) -> WorkerTimeoutError:
         return WorkerTimeoutError(
             f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: "
-            f"{_listed([spec.where for spec in missing])}",
+            f"{_listed([spec.where for spec in missing])}{self._slow_links(missing)}",
             **whom(missing),
         )
 
@@ -222,13 +266,15 @@ class RayCrew:
         also = f"\nAlso failed: {_listed([other.where for other in others])}" if others else ""
         named = whom([spec, *others])
         if dead:
-            why = self._lost.get(spec.rank) or _death(found)  # Ray knows that it ended, the watch for what
-            raise WorkerDiedError(f"{spec.where} is dead: {why}{also}", **named) from found
+            # Ray knows that it ended, the watch for what.
+            why = self._lost.get(spec.rank) or f"{_death(found)}{self._slow_links([spec])}"
+            raise WorkerDiedError(f"{spec.where} is dead: {why}{self._waits()}{also}", **named) from found
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
         if isinstance(cause, RemoteFailureError):
             if is_about_a_peer(cause.original, cause.text):
                 self._blame(futures, f"{spec.where} raised\n{cause}{also}")
-                raise PeerLostError(f"{spec.where} lost its peer:\n{cause}{also}", **named) from cause.original
+                slow = self._slow_links([spec])
+                raise PeerLostError(f"{spec.where} lost its peer{slow}:\n{cause}{also}", **named) from cause.original
             raise WorkerError(f"{spec.where} raised\n{cause}{also}", **named) from cause.original
         raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
 
@@ -240,9 +286,9 @@ class RayCrew:
             self._check(futures)
             if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
                 spec = self._specs[dead[0]]
-                why = self._lost.get(spec.rank, "its process is gone")
+                why = self._lost.get(spec.rank) or f"its process is gone{self._slow_links([spec])}"
                 named = whom([self._specs[rank] for rank in dead])
-                raise WorkerDiedError(f"{spec.where} is dead: {why}\n{complaint}", **named)
+                raise WorkerDiedError(f"{spec.where} is dead: {why}{self._waits()}\n{complaint}", **named)
             time.sleep(LOOK_S)
 
     def is_alive(self, rank: int) -> bool:
@@ -308,7 +354,7 @@ def _answers(ends: Mapping[str, Any], *, timeout_s: float) -> dict[str, list[int
 def _death(error: Exception) -> str:
     """Ray's reason, without its field list and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
-    return lines[-1].partition(" Some common causes include")[0] if lines else type(error).__name__
+    return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. A worker that is stopped or stuck is
 made to tell the stacks of its threads, which go to stderr under its name; a call that has become slow is told there too,
 with what the nodes' links carry. ``on_loss`` hears of every loss, in this thread,
-with the reason by rank; then whoever is stopped or stuck is killed.
+with the reason by rank, and with the link to its node where that is slow; then whoever is stopped or stuck is killed.
 
 The process on a node that is asked nothing any more for ``ALONE_S`` is cut off, or its controller is gone: it ends the
 workers there, which nobody else can.
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -26,8 +27,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import MARK, end_group
+from rollcall.groups.links import Links
 from rollcall.groups.pulse import dump_stacks, look
 from rollcall.groups.slow import NodeLook, Place, SlowCalls, read_traffic
+from rollcall.groups.sockets import FlowCounter, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 
 STACKS_S = 10.0
@@ -41,12 +44,18 @@ class Eyes:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._asked_s: float | None = None
+        self._counter = FlowCounter()
 
-    def look(self, pids: Mapping[int, int]) -> NodeLook:
+    def look(self, pids: Mapping[int, int], peers: Collection[str] = ()) -> NodeLook:
+        """``peers`` are addresses of all nodes."""
         if self._asked_s is None:
             threading.Thread(target=self._end_when_alone, name="waits for questions", daemon=True).start()
         self._asked_s = time.monotonic()
-        return NodeLook(workers={rank: look(pid) for rank, pid in pids.items()}, traffic=read_traffic())
+        return NodeLook(
+            workers={rank: look(pid) for rank, pid in pids.items()},
+            traffic=read_traffic(),
+            flows=self._counter.count(read_connections(), peers=peers),
+        )
 
     def _end_when_alone(self) -> None:
         while self._asked_s is None or time.monotonic() - self._asked_s < ALONE_S:
@@ -68,7 +77,8 @@ class Supervisor:
         self._mark = mark
         self._on_loss = on_loss
         self._watch = Watch()
-        self._slow = SlowCalls()
+        self._links = Links()
+        self._slow = SlowCalls(self._links)
         self._eyes: dict[str, Any] = {}  # by node
         self._asked: dict[str, Any] = {}
         self._seats: dict[int, tuple[WorkerSpec, int]] = {}  # worker and process id, by rank
@@ -101,6 +111,14 @@ class Supervisor:
         """Ranks on nodes that have answered when they were last asked."""
         with self._lock:
             return {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id not in self._silent_nodes}
+
+    def slow_links(self, specs: Collection[WorkerSpec]) -> str:
+        """Those of the nodes of these workers, in words; empty: none is known to be slow. Of a node that does not answer, all
+        for which bytes wait."""
+        with self._lock:
+            silent = any(spec.node.node_id in self._silent_nodes for spec in specs)
+            nodes = {spec.node.node_rank for spec in specs}
+            return self._links.words(nodes, now_s=time.monotonic(), if_slow=not silent)
 
     def stop(self) -> None:
         self._ended.set()
@@ -146,25 +164,34 @@ class Supervisor:
         by_node: dict[str, dict[int, int]] = {}
         for rank, (spec, pid) in seats.items():
             by_node.setdefault(spec.node.node_id, {})[rank] = pid
+        with self._lock:
+            peers = self._links.addresses
         for node_id, pids in by_node.items():
             if node_id not in self._asked:
-                self._asked[node_id] = self._eyes[node_id].look.remote(pids)
+                self._asked[node_id] = self._eyes[node_id].look.remote(pids, peers)
         looks = self._answers(list(by_node))
+        ranks = {spec.node.node_id: spec.node.node_rank for spec, _ in seats.values()}
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} & set(by_node)
+        answered, now_s = {node_id: answer for node_id, answer in looks.items() if answer is not None}, time.monotonic()
         with self._lock:
             self._silent_nodes = {node_id for node_id in by_node if node_id in gone or looks.get(node_id) is None}
-        answered = {node_id: answer for node_id, answer in looks.items() if answer is not None}
+            self._links.note({ranks[node_id]: answer.flows for node_id, answer in answered.items()}, now_s=now_s)
         places = {
             rank: Place(who=spec.where, node=spec.node.node_id, node_rank=spec.node.node_rank)
             for rank, (spec, _) in seats.items()
         }
-        if (text := self._slow.note(answered, places, now_s=time.monotonic())) is not None:
+        if (text := self._slow.note(answered, places, now_s=now_s)) is not None:
             print(text, file=sys.stderr, flush=True)
-        return self._watch.judge(
+        losses = self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
             seats={node: list(pids) for node, pids in by_node.items()},
             gone=gone,
         )
+        return [replace(loss, why=self._with_link(loss.why, seats[loss.rank][0])) for loss in losses]
+
+    def _with_link(self, why: str, spec: WorkerSpec) -> str:
+        words = self.slow_links([spec])
+        return f"{why}; {words}" if words else why
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """Of those that answer within a look's time; the question to the others stays, and is looked at again."""
