@@ -544,7 +544,7 @@ def test_rays_own_helpers_are_no_run_that_a_node_waits_for(monkeypatch: pytest.M
     titles = ["/lib/raylet --node", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE"]
     found = [SimpleNamespace(process=SimpleNamespace(pid=pid)) for pid in range(5)]
     monkeypatch.setattr(foreground, "find_processes", lambda folder, *, recorded: found[: len(titles)])
-    monkeypatch.setattr(foreground, "read_command", lambda pid: titles[pid])
+    monkeypatch.setattr(foreground, "command_of", lambda pid: titles[pid])
     assert not foreground.has_run(make_record())
     titles.append("ray::Host.call")
     assert foreground.has_run(make_record())

@@ -34,6 +34,7 @@ from pathlib import Path
 from rollcall.durable.atomic import create_atomic
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError
+from rollcall.process import STOPPED, Process, process_state
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Holder:
     @property
     def is_gone(self) -> bool:
         """Provably: it gave the lease back, or its process was on this host and is not any more."""
-        return self.released or (self.is_here and not _runs(self.pid, self.process_start))
+        return self.released or (self.is_here and not Process(pid=self.pid, started=self.process_start).is_alive())
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host} (since {self.since})"
@@ -213,7 +214,7 @@ def _watch(run_dir: Path, holder: Holder) -> None:
 
 
 def _refuse(run_dir: Path, holder: Holder) -> None:
-    stopped = holder.is_here and _state(holder.pid) in ("T", "t")
+    stopped = holder.is_here and process_state(holder.pid) in STOPPED
     raise ConfigError(
         f"another process is training in run.dir={run_dir}: {holder}{', which is stopped (SIGSTOP)' if stopped else ''}; "
         "wait for it or stop it, or choose another run.dir"
@@ -266,12 +267,13 @@ def _encode(holder: Holder, *, counter: int, released: bool) -> bytes:
 
 
 def _myself(*, number: int) -> Holder:
+    own = Process.of(os.getpid())
     return Holder(
         owner=uuid.uuid4().hex,
         host=socket.gethostname(),
         pid=os.getpid(),
         place=_place(),
-        process_start=_start(os.getpid()),
+        process_start=own.started if own else 0,
         since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         number=number,
         counter=0,
@@ -290,26 +292,3 @@ def _place() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _runs(pid: int, process_start: int) -> bool:
-    return _state(pid) not in ("", "Z", "X") and _start(pid) == process_start
-
-
-def _state(pid: int) -> str:
-    """As in /proc: R, S, D, T (stopped), Z (dead, not yet buried); empty if there is no such process."""
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
-def _start(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the name before it may hold anything

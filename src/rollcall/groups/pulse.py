@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.process import process_state
+
 PULSE, STACKS = "rollcall-pulse", "rollcall-stacks"
 STACKS_SIGNAL = signal.SIGUSR2
 PAGE = 4096  # bytes of a pulse
@@ -113,14 +115,6 @@ def look(pid: int) -> Seen:
         num_done=num_done,
         longest_s=longest_s,
     )
-
-
-def process_state(pid: int) -> str:
-    """The letter that /proc has for it; empty: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _open_file(pid: int, name: str) -> Path | None:

@@ -17,8 +17,9 @@ from types import FrameType
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.bootstrap import is_running, stop_node
-from rollcall.nodes.processes import find_processes, read_command, signal_processes
-from rollcall.nodes.state import NodeRecord, Process, noted_drivers, read_record, state_dir
+from rollcall.nodes.processes import find_processes, signal_processes
+from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
+from rollcall.process import Process, command_of
 from rollcall.stop import SAME_S, heeded_signals
 
 LOOK_EVERY_S = 1.0
@@ -80,14 +81,14 @@ def hold(record: NodeRecord, *, say: Callable[[str], None], save_s: float = SAVE
 def drivers(record: NodeRecord) -> list[Process]:
     """Of the runs of this cluster that are driven from this node: submitted ones, and those that a person started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    submitted = [entry.process for entry in found if DRIVER in read_command(entry.process.pid)]
+    submitted = [entry.process for entry in found if DRIVER in command_of(entry.process.pid)]
     return [*submitted, *noted_drivers(record.cluster)]
 
 
 def has_run(record: NodeRecord) -> bool:
     """Whether some process of Ray's works here for somebody."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    titles = (read_command(entry.process.pid) for entry in found)
+    titles = (command_of(entry.process.pid) for entry in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 

@@ -10,11 +10,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR, Process
+from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR
+from rollcall.process import Process, Row, command_of, read_row
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
@@ -22,26 +22,15 @@ GRACE_S = 5.0  # for a raylet to leave its cluster and take its workers along; o
 KILL_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One row of the process table."""
-
-    process: Process
-    name: str
-    parent: int
-    session: int
-    marked: bool
-
-
-def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Entry]:
-    """All living processes of the cluster with that folder, this one left out."""
-    table = {entry.process.pid: entry for entry in _table(folder)}
+def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Row]:
+    """All living processes of the cluster with that folder, without this one."""
+    table, marked = _table(folder)
     started = set(recorded)
-    ours = {pid for pid, entry in table.items() if entry.marked or entry.process in started}
+    ours = marked | {pid for pid, row in table.items() if row.process in started}
     sessions = {table[pid].session for pid in ours}
-    ours |= {pid for pid, entry in table.items() if entry.session in sessions}
+    ours |= {pid for pid, row in table.items() if row.session in sessions}
     while True:
-        more = {pid for pid, entry in table.items() if entry.parent in ours} - ours
+        more = {pid for pid, row in table.items() if row.parent in ours} - ours
         if not more:
             break
         ours |= more
@@ -71,21 +60,22 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
         signal_processes(left, signal.SIGKILL)
         _wait(remaining, seconds=1.0)
         if time.monotonic() > deadline:
-            named = ", ".join(f"{process.pid} ({read_command(process.pid)[:80]})" for process in left)
+            named = ", ".join(f"{process.pid} ({command_of(process.pid)[:80] or 'gone'})" for process in left)
             raise ClusterError(f"these processes do not end, even when killed: {named}")
     return len(known)
 
 
 def command_names(processes: Iterable[Process]) -> set[str]:
     """The names of those that are alive."""
-    return {_name(process.pid) for process in processes if process.is_alive()}
+    rows = (read_row(process.pid) for process in processes if process.is_alive())
+    return {row.name for row in rows if row is not None}
 
 
 def is_coming_up(cluster: str) -> bool:
     """Whether a `rollcall node` of this user, for this cluster, is at work on this node."""
     root = os.environ.get(STATE_DIR, "")
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit() or int(path.name) == os.getpid():
+    for path in Path("/proc").glob("[0-9]*"):
+        if int(path.name) == os.getpid():
             continue
         try:
             words = os.fsdecode((path / "cmdline").read_bytes()).split("\0")
@@ -135,41 +125,20 @@ def _wait(remaining: Callable[[], list[Process]], *, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _table(folder: Path) -> Iterable[Entry]:
-    mark = f"{MARK}={folder}".encode()
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit():
-            continue
+def _table(folder: Path) -> tuple[dict[int, Row], set[int]]:
+    """This user's living processes by number, and the numbers of those that carry the folder's mark."""
+    mark = os.fsencode(f"{MARK}={folder}")
+    table: dict[int, Row] = {}
+    marked: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*"):
         try:
             if path.stat().st_uid != os.getuid():
                 continue
-            head, _, tail = (path / "stat").read_text().rpartition(")")
-            environment = (path / "environ").read_bytes()
+            row, environment = read_row(int(path.name)), (path / "environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # ended meanwhile, or runs as someone else in part
-        fields = tail.split()
-        if fields[0] == "Z":
-            continue
-        yield Entry(
-            process=Process(pid=int(path.name), started=int(fields[19])),
-            name=head.partition("(")[2],
-            parent=int(fields[1]),
-            session=int(fields[3]),
-            marked=mark in environment.split(b"\0"),
-        )
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def read_command(pid: int) -> str:
-    """Its command line, or the title that it gave itself."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    return words
+        if row is not None and row.state != "Z":
+            table[row.process.pid] = row
+            if mark in environment.split(b"\0"):
+                marked.add(row.process.pid)
+    return table, marked

@@ -21,6 +21,7 @@ from typing import IO, Literal
 
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
+from rollcall.process import Process
 
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
@@ -29,26 +30,6 @@ TOKEN = "ROLLCALL_TOKEN"
 TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # at least, of a token that the user sets: characters, and different ones
 OWNER_S = 240.0  # longer than Ray takes to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # a folder's name, and a label's value in Ray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process on this node, told from a later one with the same number by when it started."""
-
-    pid: int
-    started: int  # clock ticks since boot, field 22 of /proc/PID/stat
-
-    @classmethod
-    def of(cls, pid: int) -> Process | None:
-        """None when there is no such process, or only its zombie."""
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        return None if fields[0] == "Z" else cls(pid=pid, started=int(fields[19]))
-
-    def is_alive(self) -> bool:
-        return Process.of(self.pid) == self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

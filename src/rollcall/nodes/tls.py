@@ -17,8 +17,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from rollcall.durable.atomic import write_atomic
-from rollcall.errors import ClusterError
 
 ROUNDS = 200_000
 VALID = timedelta(days=3650)
@@ -28,13 +32,6 @@ AUTHORITY = "rollcall cluster"
 
 def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) -> None:
     """This node's certificate and key, and the authority's certificate: what Ray reads by the names of ``tls_env``."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-    except ImportError as error:
-        raise ClusterError(f"--tls needs the package cryptography ({error}); pip install cryptography") from None
 
     def name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])

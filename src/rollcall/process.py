@@ -1,0 +1,70 @@
+"""A row of the kernel's process table. Linux: ``/proc/PID/stat``.
+
+A start time in clock ticks since boot tells a process from a later one with the same number. psutil has it only as a time
+of day, which moves when somebody sets the clock; records on disk need one that does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+STOPPED = ("T", "t")  # states of a process that SIGSTOP or a debugger holds
+_DEAD = ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process on this node."""
+
+    pid: int
+    started: int  # clock ticks since boot
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """None when there is no such process, or only its zombie."""
+        row = read_row(pid)
+        return row.process if row is not None and row.state not in _DEAD else None
+
+    def is_alive(self) -> bool:
+        return Process.of(self.pid) == self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    process: Process
+    name: str
+    state: str  # R, S, D, T (stopped), Z (dead, its parent has not asked for its status)
+    parent: int
+    session: int
+
+
+def read_row(pid: int) -> Row | None:
+    """None: there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    head, _, tail = text.rpartition(")")  # a name may hold anything, also ")"
+    fields = tail.split()
+    return Row(
+        process=Process(pid=pid, started=int(fields[19])),
+        name=head.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        session=int(fields[3]),
+    )
+
+
+def process_state(pid: int) -> str:
+    """Its state's letter; empty: there is no such process."""
+    row = read_row(pid)
+    return "" if row is None else row.state
+
+
+def command_of(pid: int) -> str:
+    """Its command line, or the title that it gave itself; empty: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
