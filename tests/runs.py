@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,15 @@ def make_run(
     return load_config(path, list(overrides))
 
 
-def finish(config: Config, *, draws: bool = False, **options: Any) -> dict[str, Any]:
-    """Train in this process, to the end. Drawing the learning curve would be a quarter of such a run's work."""
-    with nullcontext() if draws else mock.patch("rollcall.training.learning_curve", return_value=None):
+def finish(config: Config, *, lean: bool = True, **options: Any) -> dict[str, Any]:
+    """Train in this process, to the end.
+
+    A lean run draws no learning curve, a quarter of the work of one so small, and has one process for its rewards.
+    """
+    with ExitStack() as stack:
+        if lean:
+            stack.enter_context(mock.patch("rollcall.training.learning_curve", return_value=None))
+            stack.enter_context(mock.patch("rollcall.roles.local.NUM_REWARD_WORKERS", 1))
         return train(config, quiet=True, **options)
 
 

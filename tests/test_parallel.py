@@ -101,7 +101,13 @@ def alone() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("world", WORLDS)
+# Each of these divides as a part of another world does.
+PARTS = ("fsdp 2", "fsdp 4", "tensor 2", "2 x 2")
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=pytest.mark.slow) if world in PARTS else world for world in WORLDS]
+)
 def test_a_divided_learner_has_the_same_curve(ranks: Ranks, alone: dict[str, Any], world: str) -> None:
     expected = alone.setdefault("curve", train(Gang.alone(), ALONE, "qwen2-tied", 4))
     size, changes = WORLDS[world]

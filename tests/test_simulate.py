@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import rollcall
 
 from rollcall import simulate as module
 from rollcall.config import Config, parse_config
@@ -25,9 +25,7 @@ def make_config(placement: dict[str, str], **sections: Any) -> Config:
 def run_simulate(tmp_path: Path, config: Config) -> subprocess.CompletedProcess[str]:
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps(config.model_dump(mode="json")))
-    command = [sys.executable, "-m", "rollcall", "simulate", str(run_file), "--json"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
+    return rollcall("simulate", str(run_file), "--json", cwd=tmp_path)
 
 
 def simulated_processes() -> list[str]:
@@ -42,13 +40,21 @@ def simulated_processes() -> list[str]:
     return found
 
 
-def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(tmp_path: Path) -> None:
-    cluster = {"num_nodes": 1, "num_gpus_per_node": 2, "component_placement": {"rollout": "0", "actor": "1"}}
+@pytest.mark.parametrize(
+    "placement",
+    [{"actor,rollout": "all"}, pytest.param({"rollout": "0", "actor": "1"}, marks=pytest.mark.slow)],
+    ids=["together", "apart"],
+)
+def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(
+    tmp_path: Path, placement: dict[str, str]
+) -> None:
+    slots = len(placement)
+    cluster = {"num_nodes": 1, "num_gpus_per_node": slots, "component_placement": placement}
     result = run_simulate(tmp_path, parse_config({"cluster": cluster}))
     assert result.returncode == 0, result.stderr
     verdict = json.loads(result.stdout.splitlines()[-1])
     assert verdict["ok"] and verdict["steps"] == 2 and verdict["why"] is None
-    assert (verdict["num_nodes"], verdict["num_slots"], verdict["num_processes"]) == (1, 2, 2)
+    assert (verdict["num_nodes"], verdict["num_slots"], verdict["num_processes"]) == (1, slots, slots)
     assert simulated_processes() == [] and list(Path("/tmp").glob("rc-sim-*")) == []
 
 

@@ -24,6 +24,7 @@ from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.pulse import Pulse, write_stacks_on_signal
 from rollcall.importing import uncollected
+from rollcall.worker_env.declared import open_sealed
 
 MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start
 
@@ -95,8 +96,6 @@ class Host:
 
     def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
         """Make the worker; returns this process's id."""
-        from rollcall.worker_env.declared import open_sealed  # here: it brings the run file's models with it
-
         open_sealed()
         os.environ.update(env)
         write_stacks_on_signal()
