@@ -429,14 +429,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-def test_a_lost_rollout_process_is_replaced_within_the_attempt(
+def test_a_lost_rollout_process_is_replaced_within_the_attempt_and_a_lost_actor_ends_it(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0, actor: 1}", slots=2, name="apart")
-    saboteur = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3)
+    rollout = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3)
+    actor = Saboteur(monkeypatch, worker=1, before=4 * PROMPTS + 3)
     summary = train(config, quiet=True)
-    assert summary["steps"] == STEPS and saboteur.hit_pid is not None
-    assert len(saboteur.built) == 1, "the actor lived on"
+    assert summary["steps"] == STEPS and rollout.hit_pid is not None and actor.hit_pid is not None
+    assert len(actor.built) == 2, "the actor lived on without the rollout process, and not the other way round"
     told = capfd.readouterr().err
     assert "rollout-0 on node 0 is lost" in told and "and serves again" in told
     check_whole(config, undisturbed)
@@ -465,7 +466,7 @@ def test_a_stopped_rollout_process_tells_its_stacks_and_others_do_its_part(
     check_whole(config, undisturbed)
 
 
-@pytest.mark.slow  # the attempts themselves are tested above, and the loss of a process on Ray
+@pytest.mark.slow  # with one actor, above
 def test_a_lost_actor_ends_the_attempt_and_the_next_one_goes_on(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
