@@ -140,7 +140,7 @@ def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_
     weights = config.cluster.node_weights if config.cluster else None
     return StandInWorkers(
         engine=RemoteEngine(team, room=room, node_weights=weights),
-        learner=RemoteLearner(team, config),
+        learner=RemoteLearner(team, rescores=config.rescores),
         scorer=Scorer(config.reward, num_workers=2, model_rewards={}),
         train=PromptSet(
             prompts=[_prompt(index, prompt_tokens) for index in range(prompts)], num_overlong=0, source="stand-ins"

@@ -39,7 +39,7 @@ from rollcall.errors import CheckpointError, ClusterError, ConfigError, JournalE
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.controller import RunError
 from rollcall.model.load import ModelError
-from rollcall.roles.local import Workers
+from rollcall.roles.local import LocalWorkers
 from rollcall.types import Completion
 
 
@@ -303,11 +303,11 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 
 
 def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: Workers, directory: Path) -> None:
+    def write(self: LocalWorkers, directory: Path) -> None:
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
         raise told from NonFiniteError("the actor's lm_head.weight hold NaN or infinite values")
 
-    monkeypatch.setattr(Workers, "write_checkpoint", write)
+    monkeypatch.setattr(LocalWorkers, "write_checkpoint", write)
     with pytest.raises(
         RunError, match=r"step 2: the actor's lm_head\.weight .*this step was not saved.*Lower actor\.lr"
     ):
@@ -383,7 +383,7 @@ def fill_disk_at(patch: pytest.MonkeyPatch, disk: Path, owner: type, name: str, 
             Journal, "append", 20, JournalError, r"cannot write the group of draw \d+.*No space left", id="group"
         ),
         pytest.param(
-            Workers,
+            LocalWorkers,
             "write_checkpoint",
             2,
             CheckpointError,

@@ -16,15 +16,15 @@ from test_learner import LONGEST, TEMPERATURE, make_samples, section, trainable
 from tiny import ARCHITECTURES, make_model, make_tokenizer, needs_bfloat16, save_model
 
 from rollcall.checkpoint.training import read_critic, read_learner, write_critic, write_learner
-from rollcall.config import Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
+from rollcall.config import ClusterSection, Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
 from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
 from rollcall.learner.mesh import Split, is_split, split_of
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters
-from rollcall.plan.placement import Role
-from rollcall.roles.worker import RoleWorker, Seating, roles_in_parts
+from rollcall.plan.placement import Plan, Role, plan_placement, roles_in_parts
+from rollcall.roles.worker import RoleWorker
 from rollcall.types import Sample
 
 ALONE: dict[str, Any] = {}
@@ -470,10 +470,9 @@ def seat(
 ) -> dict[str, Any]:
     """A process of the cluster, its gang given: two updates, the weights handed on, and what is then where."""
     os.environ["LOCAL_WORLD_SIZE"] = "4"
-    worker = RoleWorker(config, model_path)
-    worker._join = lambda seating: gang  # type: ignore[method-assign]
-    own = dict.fromkeys(roles[gang.rank], gang.rank)
-    worker.build(Seating(ranks=own, sizes={}, meeting={}, in_parts=in_parts))
+    worker = RoleWorker(config, model_path, sizes={}, in_parts=in_parts)
+    worker._join = lambda ranks, meeting: gang  # type: ignore[method-assign]
+    worker.build(dict.fromkeys(roles[gang.rank], gang.rank), {})
     samples = make_samples(make_model())
     before = {name: tensor.clone() for name, tensor in worker.model.named_parameters()}
     for _ in range(2):
@@ -534,9 +533,13 @@ def test_an_engine_beside_a_whole_learner_reads_its_tensors(ranks: Ranks, tmp_pa
 
 def test_a_reference_in_the_actors_processes_is_divided_with_it() -> None:
     config = Config(actor=OptimizerSection(sharding="fsdp"))
-    together = {Role.ACTOR: [0, 1], Role.REFERENCE: [0, 1], Role.ROLLOUT: [2, 3], Role.CRITIC: [0, 1]}
+
+    def plan(**placement: str | int) -> Plan:
+        return plan_placement(ClusterSection(num_gpus_per_node=4, component_placement=placement))
+
+    together = plan(actor="0-1", reference="0-1", critic="0-1", rollout="2-3")
     assert roles_in_parts(config, together) == {Role.ACTOR, Role.REFERENCE}
-    assert roles_in_parts(config, {**together, Role.REFERENCE: [2, 3]}) == {Role.ACTOR}
+    assert roles_in_parts(config, plan(actor="0-1", reference="2-3", rollout="2-3")) == {Role.ACTOR}
     assert roles_in_parts(Config(critic=OptimizerSection(tensor_parallel_size=2)), together) == {Role.CRITIC}
 
 

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from rollcall.config import ClusterSection, dump_config, parse_config
 from rollcall.errors import ConfigError, PlacementError
-from rollcall.plan.placement import Mesh, Needs, Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.plan.placement import Mesh, Plan, Role, needed_roles, plan_placement
+from rollcall.plan.slots import slot_text
 
 EIGHT = [8]
 FOUR_BY_EIGHT = [8, 8, 8, 8]
@@ -24,18 +25,18 @@ def make_cluster(nodes: list[int], placement: dict[str, str | int]) -> ClusterSe
     return ClusterSection.model_validate(raw)
 
 
-def make_plan(nodes: list[int], placement: dict[str, str | int], *, needs: Needs | None = None) -> Plan:
-    return plan_placement(make_cluster(nodes, placement), needs=needs)
+def make_plan(nodes: list[int], placement: dict[str, str | int], **needs: Any) -> Plan:
+    return plan_placement(make_cluster(nodes, placement), **needs)
 
 
-def needs(*roles: str, **tensor_parallel: int) -> Needs:
+def needs(*roles: str, **tensor_parallel: int) -> dict[str, Any]:
     sizes = {Role(role): size for role, size in tensor_parallel.items()}
-    return Needs(roles=frozenset(Role(role) for role in roles), tensor_parallel=sizes)
+    return {"needed": frozenset(Role(role) for role in roles), "tensor_parallel": sizes}
 
 
-def refusal(nodes: list[int], placement: dict[str, str | int], *, needs: Needs | None = None) -> str:
+def refusal(nodes: list[int], placement: dict[str, str | int], **needs: Any) -> str:
     with pytest.raises(PlacementError) as caught:
-        make_plan(nodes, placement, needs=needs)
+        make_plan(nodes, placement, **needs)
     return str(caught.value)
 
 
@@ -65,9 +66,9 @@ def test_disaggregated_roles_count_their_ranks_from_zero() -> None:
     plan = make_plan(FOUR_BY_EIGHT, {"rollout": "0-19", "inference": "20-23", "actor": "24-31"})
     assert [plan.world_size(role) for role in ("rollout", "inference", "actor", "critic")] == [20, 4, 8, 0]
     last = plan.processes[Role.ROLLOUT][-1]
-    assert (last.rank, last.slots, last.node_rank, last.local_rank) == (19, (19,), 2, 3)
+    assert (last.ranks, last.slots, last.node_rank) == ({Role.ROLLOUT: 19}, (19,), 2)
     first = plan.processes[Role.INFERENCE][0]
-    assert (first.rank, first.slots, first.node_rank, first.local_rank) == (0, (20,), 2, 0)
+    assert (first.ranks, first.slots, first.node_rank) == ({Role.INFERENCE: 0}, (20,), 2)
     assert [group.roles for group in plan.groups] == [("rollout",), ("inference",), ("actor",)]
 
 
@@ -78,7 +79,7 @@ def test_overlapping_roles_share_processes_where_they_overlap() -> None:
         (("actor", "rollout"), 4),
     ]
     assert plan.groups[1].processes[0].ranks == {"actor": 0, "rollout": 4}
-    assert plan.processes[Role.ACTOR][0].local_rank == 0 and plan.processes[Role.ROLLOUT][4].local_rank == 4
+    assert plan.processes[Role.ACTOR][0] is plan.processes[Role.ROLLOUT][4]
 
 
 def test_process_ranks_spread_slots_over_processes() -> None:
@@ -101,13 +102,13 @@ def test_parts_may_come_in_any_order_and_ranks_follow_the_slots() -> None:
 
 
 def test_a_tensor_size_makes_the_mesh() -> None:
-    plan = make_plan(EIGHT, {"actor,rollout": "all"}, needs=needs("actor", "rollout", actor=4))
+    plan = make_plan(EIGHT, {"actor,rollout": "all"}, **needs("actor", "rollout", actor=4))
     assert plan.meshes == {"actor": Mesh(data=2, tensor=4), "rollout": Mesh(data=8, tensor=1)}
     assert plan.notes == ()
 
 
 def test_a_tensor_group_on_two_nodes_is_noted() -> None:
-    plan = make_plan([6, 6], {"actor,rollout": "all"}, needs=needs("actor", "rollout", actor=4))
+    plan = make_plan([6, 6], {"actor,rollout": "all"}, **needs("actor", "rollout", actor=4))
     assert any("1 of 3 tensor groups of actor (the first: 1) lie on two nodes" in note for note in plan.notes)
 
 
@@ -156,23 +157,23 @@ def test_uneven_nodes_are_added_up_in_refusals() -> None:
     [(3, "8 = 3 x 2 + 2; use 1, 2, 4 or 8"), (16, "8 = 16 x 0 + 8")],
 )
 def test_a_tensor_size_that_does_not_divide_is_refused(size: int, words: str) -> None:
-    message = refusal(EIGHT, {"actor,rollout": "all"}, needs=needs("actor", "rollout", actor=size))
+    message = refusal(EIGHT, {"actor,rollout": "all"}, **needs("actor", "rollout", actor=size))
     assert f"actor.tensor_parallel_size={size} does not divide the 8 slots of actor" in message and words in message
 
 
 def test_a_tensor_size_that_splits_processes_is_refused() -> None:
-    message = refusal(EIGHT, {"actor,rollout": "0-7:0-1"}, needs=needs("actor", "rollout", rollout=2))
+    message = refusal(EIGHT, {"actor,rollout": "0-7:0-1"}, **needs("actor", "rollout", rollout=2))
     assert "rollout.tensor_parallel_size=2" in message and "the 4 slots of each rollout process" in message
 
 
 def test_roles_that_a_run_needs_and_does_not_place_join_the_actor() -> None:
-    plan = make_plan(EIGHT, {"rollout": "0-5", "actor": "6-7"}, needs=needs("actor", "rollout", "reference"))
+    plan = make_plan(EIGHT, {"rollout": "0-5", "actor": "6-7"}, **needs("actor", "rollout", "reference"))
     assert slots_of(plan, "reference") == [(6,), (7,)]
     assert any(note.startswith("reference is not placed, so it lives in the actor's processes") for note in plan.notes)
 
 
 def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
-    message = refusal(EIGHT, {"rollout": "0-5", "actor": "6-7"}, needs=needs("actor", "rollout", "critic"))
+    message = refusal(EIGHT, {"rollout": "0-5", "actor": "6-7"}, **needs("actor", "rollout", "critic"))
     assert "places rollout and actor, and algorithm.name=ppo needs a critic too" in message
     assert "'actor,critic'" in message
 
@@ -180,18 +181,18 @@ def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
 @pytest.mark.parametrize("missing", ["actor", "rollout"])
 def test_no_run_goes_without_actor_and_rollout(missing: str) -> None:
     placed = "rollout" if missing == "actor" else "actor"
-    message = refusal(EIGHT, {placed: "all"}, needs=needs("actor", "rollout"))
+    message = refusal(EIGHT, {placed: "all"}, **needs("actor", "rollout"))
     assert f"places {placed}, and no run goes without {missing}; write for example 'actor,rollout: all'" in message
 
 
 def test_a_role_the_run_does_not_have_is_left_out_with_a_note() -> None:
-    plan = make_plan(EIGHT, {"actor,rollout,critic": "all"}, needs=needs("actor", "rollout"))
+    plan = make_plan(EIGHT, {"actor,rollout,critic": "all"}, **needs("actor", "rollout"))
     assert plan.world_size("critic") == 0
     assert "critic is placed, but this run has none (algorithm.name=ppo asks for one)" in plan.notes[0]
 
 
 def test_slots_that_only_such_a_role_has_are_refused_and_say_so() -> None:
-    message = refusal(EIGHT, {"actor,rollout": "0-3", "critic": "4-7"}, needs=needs("actor", "rollout"))
+    message = refusal(EIGHT, {"actor,rollout": "0-3", "critic": "4-7"}, **needs("actor", "rollout"))
     assert "leaves slots 4-7 without a role" in message and "critic is placed, but this run has none" in message
 
 
@@ -205,7 +206,7 @@ def test_slots_that_only_such_a_role_has_are_refused_and_say_so() -> None:
     ],
 )
 def test_a_run_file_says_which_roles_it_needs(run: dict[str, Any], roles: set[str]) -> None:
-    assert needs_of(parse_config(run)).roles == roles
+    assert needed_roles(parse_config(run)) == roles
 
 
 def test_nodes_and_the_two_numbers_must_agree() -> None:
@@ -343,13 +344,10 @@ def assert_holds(plan: Plan, nodes: list[int]) -> None:
     assert [slot.index for slot in plan.slots] == list(range(sum(nodes)))
     assert [slot.node_rank for slot in plan.slots] == node_of
     for role, processes in plan.processes.items():
-        assert [process.rank for process in processes] == list(range(plan.world_size(role)))
+        assert [process.ranks[role] for process in processes] == list(range(plan.world_size(role)))
         assert {slot for process in processes for slot in process.slots} == {
             slot.index for slot in plan.slots if role in slot.roles
         }
-        for node in range(len(nodes)):
-            here = [process for process in processes if process.node_rank == node]
-            assert [process.local_rank for process in here] == list(range(len(here)))
         assert all({node_of[slot] for slot in process.slots} == {process.node_rank} for process in processes)
         mesh = plan.meshes[role]
         assert mesh.data * mesh.tensor == sum(len(process.slots) for process in processes)

@@ -30,7 +30,7 @@ from rollcall.config import parse_config
 from rollcall.errors import MissingPeerError
 from rollcall.net import door
 from rollcall.plan.judge import role_problems
-from rollcall.plan.placement import Role, needs_of, plan_placement
+from rollcall.plan.placement import Role, plan_for
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.weights import SameProcessReceiver, SameProcessSender, TornUpdateError, delta, open_receiver, open_sender
 from rollcall.weights import checksum as checksums
@@ -616,7 +616,7 @@ def test_shared_memory_to_another_node_is_refused_before_anything_starts(transpo
         section = {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "component_placement": placement}
         config = parse_config({"cluster": section, "rollout": {"weights": transport}})
         assert config.cluster is not None
-        return role_problems(config, config.cluster, plan_placement(config.cluster, needs=needs_of(config)))
+        return role_problems(config, config.cluster, plan_for(config, config.cluster))
 
     assert problems({"rollout": "0-3", "actor": "0-3"}) == problems({"rollout": "1", "actor": "0,2-3"}) == []
     found = problems({"rollout": "0-2", "actor": "3"})

@@ -30,7 +30,7 @@ from rollcall.model.tiny import resolve_model
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.roles.local import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
+from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
 from rollcall.training import RUN_FILE
 from rollcall.words import counted
 

@@ -77,7 +77,7 @@ def simulate(config: Config, *, say: Say) -> Verdict:
         why=why,
         num_nodes=plan.num_nodes,
         num_slots=len(plan.slots),
-        num_processes=sum(len(group.processes) for group in plan.groups),
+        num_processes=len(plan.all_processes),
         roles={str(role): plan.world_size(role) for role in plan.roles},
         steps=summary["steps"] if summary else 0,
         seconds=time.monotonic() - started,
@@ -206,7 +206,7 @@ def make_tiny_reward_model(directory: Path) -> Path:
 
 
 def _refuse_too_large(plan: Plan) -> None:
-    num_processes = sum(len(group.processes) for group in plan.groups)
+    num_processes = len(plan.all_processes)
     needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
     available = _available_gib()
     if needed > available:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from rollcall.plan.placement import slot_text
+from rollcall.plan.slots import slot_text
 
 GIB = 1 << 30
 MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")

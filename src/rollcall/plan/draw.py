@@ -12,7 +12,8 @@ from rich.text import Text
 
 from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, RoleMemory, SlotMemory
-from rollcall.plan.placement import Plan, Role, slot_text
+from rollcall.plan.placement import Plan, Role
+from rollcall.plan.slots import slot_text
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
 PLAIN_WIDTH = 120
@@ -134,7 +135,7 @@ def _grid(plan: Plan) -> Table:
 def _ranks(plan: Plan) -> dict[Role, dict[int, int]]:
     """Role to slot to rank."""
     return {
-        role: {slot: process.rank for process in processes for slot in process.slots}
+        role: {slot: rank for rank, process in enumerate(processes) for slot in process.slots}
         for role, processes in plan.processes.items()
     }
 

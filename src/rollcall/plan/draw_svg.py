@@ -9,7 +9,8 @@ from textwrap import wrap
 from rollcall.plan.draw import MAX_GRID_NODES, NodeRun, heading, node_runs, verdict
 from rollcall.plan.judge import RunPlan, describe_model
 from rollcall.plan.memory import GIB, SlotMemory
-from rollcall.plan.placement import Plan, Role, RoleProcess, slot_text
+from rollcall.plan.placement import Plan, Role
+from rollcall.plan.slots import slot_text
 
 FILL = {
     Role.ACTOR: "#2f6fb0", Role.CRITIC: "#8a5aa8", Role.REFERENCE: "#6b7280", Role.ROLLOUT: "#d9772b",
@@ -137,20 +138,18 @@ def _card(canvas: _Canvas, plan: Plan, run: NodeRun, *, cell: float) -> None:
         canvas.rect(x + 1.5, top + 15, cell - 3, len(bands) * BAND, fill="#eceff3")
     for row, role in enumerate(bands):
         y = top + 16 + row * BAND
-        for process in _processes_on(plan, role, node_rank=run.first):
+        for rank, process in enumerate(plan.processes[role]):
+            if process.node_rank != run.first:
+                continue
             x = left + (process.slots[0] - slots[0].index) * cell
             across = len(process.slots) * cell
             many = f" (and on {run.num_nodes - 1} more nodes like this)" if run.num_nodes > 1 else ""
-            title = f"{role} rank {process.rank}, slots {slot_text(process.slots)}{many}"
+            title = f"{role} rank {rank}, slots {slot_text(process.slots)}{many}"
             canvas.rect(x + 1.5, y, across - 3, BAND - 2, fill=FILL[role], title=title)
             if across >= 24:
                 middle_x = x + across / 2
-                canvas.text(middle_x, y + BAND / 2 + 3, str(process.rank), size=12, fill="#ffffff", anchor="middle")
+                canvas.text(middle_x, y + BAND / 2 + 3, str(rank), size=12, fill="#ffffff", anchor="middle")
     canvas.y += height + GAP
-
-
-def _processes_on(plan: Plan, role: Role, *, node_rank: int) -> list[RoleProcess]:
-    return [process for process in plan.processes[role] if process.node_rank == node_rank]
 
 
 def _memory(canvas: _Canvas, run: RunPlan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from rollcall.config.checks import unused
 from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.learner.mesh import split_problems
 from rollcall.plan.memory import GIB, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
-from rollcall.plan.placement import HOLDERS, Plan, Role, needs_of, plan_placement, slot_text
+from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_for
+from rollcall.plan.slots import slot_text
 
 DEFAULT_CARD_GIB = 80.0
 TIGHT = 0.92  # share of the card from which a plan is called tight: the estimate is not that exact
@@ -40,13 +43,7 @@ class RunPlan:
                 {"slot": slot.index, "node": slot.node_rank, "local": slot.local, "roles": list(slot.roles)}
                 for slot in self.plan.slots
             ],
-            "processes": {
-                role: [
-                    {"rank": one.rank, "slots": list(one.slots), "node": one.node_rank, "local_rank": one.local_rank}
-                    for one in processes
-                ]
-                for role, processes in self.plan.processes.items()
-            },
+            "processes": {role: _processes_json(processes) for role, processes in self.plan.processes.items()},
             "groups": [
                 {"roles": list(group.roles), "slots": _slots_of(group.processes), "processes": len(group.processes)}
                 for group in self.plan.groups
@@ -67,7 +64,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     # Without a cluster everything is in one process, a critic too.
     together = "actor,rollout,critic" if config.algorithm.name == "ppo" else "actor,rollout"
     cluster = config.cluster or ClusterSection(component_placement={together: "all"})
-    plan = plan_placement(cluster, needs=needs_of(config))
+    plan = plan_for(config, cluster)
     notes += plan.notes
     card = _card(cluster, card_gib)
     sizes, memory = None, ()
@@ -119,7 +116,7 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
 
 def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
     """The plan on this cluster; PlacementError where there is none, or where a role cannot use what it gets."""
-    plan = plan_placement(cluster, needs=needs_of(config))
+    plan = plan_for(config, cluster)
     if problems := role_problems(config, cluster, plan):
         raise PlacementError("; ".join(problems))
     return plan
@@ -127,7 +124,7 @@ def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
 
 def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) -> list[str]:
     """Why a role cannot use the processes and slots that the plan on this cluster gives it; None: one process, no cluster."""
-    trained = [role for role in (Role.ACTOR, Role.CRITIC) if role in plan.processes]
+    trained = [role for role in TRAINED if role in plan.processes]
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
     on_gpus = cluster is not None and cluster.accelerator == "gpu"
@@ -175,7 +172,7 @@ def _unreachable(config: Config, plan: Plan) -> list[str]:
             if process.slots not in own and process.node_rank != home:
                 return [
                     f"rollout.weights=shared_memory reaches processes on the actor's node alone (node {home}), and {role} rank "
-                    f"{process.rank} is on node {process.node_rank}; use auto, broadcast, delta or file"
+                    f"{process.ranks[role]} is on node {process.node_rank}; use auto, broadcast, delta or file"
                 ]
     return []
 
@@ -294,8 +291,19 @@ def describe_model(run: RunPlan) -> str:
     return f"{run.config.model.path} ({run.sizes.model_type}, {shown} parameters, {dtype})"
 
 
-def _slots_of(processes: Any) -> str:
+def _slots_of(processes: Sequence[Process]) -> str:
     return slot_text(slot for process in processes for slot in process.slots)
+
+
+def _processes_json(processes: Sequence[Process]) -> list[dict[str, Any]]:
+    """By rank; the local rank counts those of the role on the same node."""
+    on_node: Counter[int] = Counter()
+    rows = []
+    for rank, process in enumerate(processes):
+        node = process.node_rank
+        rows.append({"rank": rank, "slots": list(process.slots), "node": node, "local_rank": on_node[node]})
+        on_node[node] += 1
+    return rows
 
 
 def _memory_json(entry: SlotMemory) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Any
 
 from rollcall.config import Config, OptimizerSection
 from rollcall.errors import ModelFilesError, SizesUnknown
-from rollcall.learner.mesh import is_split
 from rollcall.model.files import read_model_config
 from rollcall.model.tiny import MODEL_DIR
-from rollcall.plan.placement import HOLDERS, Mesh, Plan, Role, RoleGroup, slot_text
+from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
+from rollcall.plan.slots import slot_text
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -192,7 +192,14 @@ def slot_memory(
 ) -> tuple[SlotMemory, ...]:
     """One entry per group of the plan. ``card``: bytes of an accelerator; None: slots are logical seats on a CPU."""
     on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
-    job = _Job(config=config, sizes=sizes, width=element_size(config), card=card, reward_sizes=reward_sizes)
+    job = _Job(
+        config=config,
+        sizes=sizes,
+        width=element_size(config),
+        card=card,
+        reward_sizes=reward_sizes,
+        in_parts=roles_in_parts(config, plan),
+    )
     return tuple(
         SlotMemory(
             slots=slot_text(slot for process in group.processes for slot in process.slots),
@@ -216,6 +223,7 @@ class _Job:
     width: int  # bytes of a weight
     card: int | None
     reward_sizes: ModelSizes | None
+    in_parts: frozenset[Role]  # roles whose processes hold parts of one model
 
     def role(self, role: Role, mesh: Mesh, group: RoleGroup) -> RoleMemory:
         match role:
@@ -228,18 +236,14 @@ class _Job:
                 data = self._data_shards(section, mesh, group)
                 return self._trained(role, section, mesh, data=data, num_parameters=num_parameters, head=False)
             case Role.REFERENCE:
-                beside = Role.ACTOR in group.roles and self._is_split(mesh)
-                data = self._data_shards(self.config.actor, mesh, group) if beside else 1
+                data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
                 return self._frozen(role, mesh, shards=data * mesh.tensor)
             case Role.INFERENCE:
                 return self._frozen(role, mesh, shards=mesh.tensor)
             case Role.ROLLOUT:
-                return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles and not self._is_split(mesh))
+                return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles and Role.ACTOR not in self.in_parts)
             case Role.REWARD:
                 return self._reward(mesh)
-
-    def _is_split(self, mesh: Mesh) -> bool:
-        return is_split(self.config.actor, num_ranks=mesh.data * mesh.tensor)
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
         """Data ranks that each hold a part of the state."""
@@ -340,7 +344,7 @@ def lever(role: RoleMemory) -> str:
             return "lower rollout.max_running"
         case "activations" if role.role is Role.REWARD:
             return "lower the reward's max_tokens"
-        case "activations" if role.role in (Role.ACTOR, Role.CRITIC) and not role.recomputes:
+        case "activations" if role.role in TRAINED and not role.recomputes:
             return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
         case "activations":
             return f"lower {name}.tokens_per_microbatch"

@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
-from rollcall.config import Config, ExactReward, ModelReward, Ppo, RolloutSection
-from rollcall.data.load import PromptSet, load_prompts
+from rollcall.config import Config, ModelReward, Ppo
 from rollcall.engine.native.engine import NativeEngine
-from rollcall.engine.vllm.child import Child
-from rollcall.engine.vllm.engine import VllmEngine
-from rollcall.engine.vllm.setup import find_python
-from rollcall.errors import ConfigError
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
+from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.samples import Score as ScoreSamples
-from rollcall.model.decoder import has_compiler
-from rollcall.model.load import (
-    load_causal_lm,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
+from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.reward.scorer import ModelRewardFunction
+from rollcall.roles.build import (
+    Held,
+    LocalEngine,
+    build_critic,
+    build_engine,
+    build_learner,
+    build_reference,
+    build_scorers,
+    check_engine,
+    load_inputs,
+    load_reward_model,
+    set_threads,
 )
-from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
-from rollcall.model.tiny import resolve_model
-from rollcall.reward.scorer import ModelRewardFunction, Scorer
-from rollcall.roles.host_memory import keep_freed_memory
-from rollcall.types import Completion, Prompt, Sample
-from rollcall.words import counted
-
-COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves
-NUM_REWARD_WORKERS = 2
-
-
-LocalEngine = NativeEngine | VllmEngine
 
 
 @dataclass(slots=True, kw_only=True)
-class Workers:
-    """What the controller drives."""
-
-    tokenizer: Any
-    engine: LocalEngine
+class LocalWorkers(Held[LocalEngine]):
     learner: Learner
     critic: Critic | None
     reference: ScoreSamples | None  # log-probs of the frozen reference
-    scorer: Scorer
-    eval_scorer: Scorer
-    train: PromptSet
-    val: PromptSet | None
-    stop_token_ids: tuple[int, ...]
-    _preemptions_seen: int = 0
 
     @property
     def is_remote(self) -> bool:
@@ -71,10 +49,9 @@ class Workers:
     def shares_policy(self) -> bool:
         return isinstance(self.engine, NativeEngine)
 
-    def take_preemptions(self) -> int:
-        new = self.engine.num_preemptions - self._preemptions_seen
-        self._preemptions_seen += new
-        return new
+    @property
+    def max_positions(self) -> int:
+        return self.engine.max_positions
 
     def write_checkpoint(self, directory: Path) -> None:
         write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
@@ -89,53 +66,14 @@ class Workers:
     def export(self, directory: Path) -> None:
         export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
 
-    @property
-    def max_positions(self) -> int:
-        return self.engine.max_positions
-
     def close(self) -> None:
         self.engine.close()
-        self.scorer.close()
-        if self.eval_scorer is not self.scorer:
-            self.eval_scorer.close()
+        Held.close(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What a run reads before any weights: known to the controller, wherever the roles are."""
-
-    model_path: str
-    tokenizer: Any
-    train: PromptSet
-    val: PromptSet | None
-
-
-def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
-    path = resolve_model(config.model.path)
-    say(f"reading the tokenizer and the prompts of {config.data.train}")
-    tokenizer = load_tokenizer(
-        path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
-    )
-    check_stop_strings(tokenizer, config.rollout.stop)
-    load = partial(
-        load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
-    )
-    train = load(config.data.train, split="train")
-    val = None
-    if config.data.val is not None:
-        val = load(config.data.val, split="val", limit=config.eval.max_prompts)
-    for prompts in (train, val):
-        if prompts is not None and prompts.num_overlong:
-            say(
-                f"{prompts.source}: left out {counted(prompts.num_overlong, 'prompt')} longer than "
-                f"{config.data.max_prompt_tokens} tokens"
-            )
-    return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
-
-
-def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
+def build_workers(config: Config, *, say: Callable[[str], None]) -> LocalWorkers:
     """Load everything the run file names. ``say`` tells the user what is being done."""
-    torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
@@ -147,149 +85,23 @@ def build_workers(config: Config, *, say: Callable[[str], None]) -> Workers:
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True, say=say)
     engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
-    load_reward = partial(load_reward_model, device=device, trust_remote_code=trust)
-    rewards = model_rewards(config, score=learner.score, load_reward_model=load_reward)
+
+    def model_reward(index: int) -> ModelRewardFunction:
+        reward = config.reward[index]
+        assert isinstance(reward, ModelReward)
+        return load_reward_model(reward, device=device, trust_remote_code=trust)
+
     say("starting the reward processes")
-    scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
-    return Workers(
+    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, model_reward=model_reward)
+    return LocalWorkers(
         tokenizer=inputs.tokenizer,
         engine=engine,
         learner=learner,
         critic=build_critic(config, load(), gang=Gang.alone()) if isinstance(config.algorithm, Ppo) else None,
         reference=build_reference(config, load()) if config.needs_reference else None,
         scorer=scorer,
-        eval_scorer=build_eval_scorer(config, scorer),
+        eval_scorer=eval_scorer,
         train=inputs.train,
         val=inputs.val,
         stop_token_ids=stops,
     )
-
-
-def build_learner(
-    config: Config,
-    model: Any,
-    *,
-    gang: Gang,
-    device: torch.device | None = None,
-    mirror: bool = False,
-    say: Callable[[str], None] = lambda text: None,
-) -> Learner:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    learner = Learner(
-        model,
-        config.actor,
-        algorithm=config.algorithm,
-        temperature=config.rollout.temperature,
-        max_response_tokens=config.rollout.max_response_tokens,
-        total_updates=config.trainer.steps * config.actor.minibatches * config.actor.epochs,
-        gang=gang,
-        device=device,
-        mirror=mirror,
-    )
-    on_cpu = learner.body.device.type == "cpu"
-    if on_cpu:
-        keep_freed_memory()
-    pays = not on_cpu and num_parameters >= COMPILE_FROM
-    if config.actor.compile if config.actor.compile is not None else pays:
-        if on_cpu:
-            check_compiler("actor.compile")
-        say("the first update waits for the compiler (actor.compile; a minute or so)")
-        learner.body.compile()
-    return learner
-
-
-def check_compiler(key: str) -> None:
-    """Refuse to compile for a CPU where torch would fail at the first call."""
-    if not has_compiler():
-        raise ConfigError(
-            f"{key}: true needs a C++ compiler on a CPU, and there is no {os.environ.get('CXX', 'g++')!r}; install g++, name "
-            f"another in CXX, or leave the key out"
-        )
-
-
-def check_engine(rollout: RolloutSection) -> None:
-    """Refuse an engine that is not installed before anything is loaded for it."""
-    if rollout.engine == "vllm":
-        find_python(rollout.vllm.python)
-
-
-def build_engine(
-    rollout: RolloutSection, model: Any, tokenizer: Any, *, say: Callable[[str], None] = print
-) -> LocalEngine:
-    """The engine of this process; whatever runs it, its weights are those of ``model``."""
-    if rollout.engine == "native":
-        if rollout.compile and next(model.parameters()).device.type == "cpu":
-            check_compiler("rollout.compile")
-            say("the first completions wait for the compiler (rollout.compile; half a minute)")
-        return NativeEngine(
-            model,
-            tokenizer,
-            max_running=rollout.max_running,
-            kv_tokens=rollout.kv_tokens,
-            kv_fraction=rollout.kv_memory_fraction,
-            compile=rollout.compile,
-        )
-    say("starting vLLM in a process of its own (a minute or so)")
-    child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
-    try:
-        child.wait_until_ready(say)
-        return VllmEngine(
-            model,
-            tokenizer,
-            child,
-            section=rollout.vllm,
-            max_running=rollout.max_running,
-            kv_tokens=rollout.kv_tokens,
-            kv_fraction=rollout.kv_memory_fraction,
-            say=say,
-        )
-    except BaseException:  # an interrupt too: it must not go on loading
-        child.close()
-        raise
-
-
-def build_critic(config: Config, model: Any, *, gang: Gang, device: torch.device | None = None) -> Critic:
-    assert isinstance(config.algorithm, Ppo)
-    updates = config.trainer.steps * config.critic.minibatches * config.critic.epochs
-    return Critic(model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang, device=device)
-
-
-def build_reference(
-    config: Config, model: Any, *, gang: Gang | None = None, device: torch.device | None = None
-) -> Reference:
-    """The frozen model's scores. In parts as the actor is, where it is given the actor's gang."""
-    body = make_body(model, config.actor, gang=gang, device=device, frozen=True) if gang else whole_body(model)
-    return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
-
-
-def build_eval_scorer(config: Config, scorer: Scorer) -> Scorer:
-    """The run's own rewards; where those come from a model alone, whether the answer is right."""
-    if any(reward.type not in ("self_certainty", "model") for reward in config.reward):
-        return scorer
-    return Scorer([ExactReward()], num_workers=NUM_REWARD_WORKERS, model_rewards={})
-
-
-def model_rewards(
-    config: Config, *, score: ScoreSamples, load_reward_model: Callable[[ModelReward], ModelRewardFunction]
-) -> dict[int, ModelRewardFunction]:
-    """The rewards that a model gives, by their place in the run file."""
-    functions: dict[int, ModelRewardFunction] = {}
-    for index, reward in enumerate(config.reward):
-        if reward.type == "self_certainty":
-            functions[index] = partial(_self_certainty, score)
-        elif reward.type == "model":
-            functions[index] = load_reward_model(reward)
-    return functions
-
-
-def load_reward_model(
-    reward: ModelReward, *, device: torch.device, trust_remote_code: bool = False
-) -> ModelRewardFunction:
-    from rollcall.reward.model import RewardModel
-
-    return RewardModel(reward.path, device=device, max_tokens=reward.max_tokens, trust_remote_code=trust_remote_code)
-
-
-def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
-    samples = [Sample.of(completion, draw=0, prompt_ids=prompt.token_ids) for completion in completions]
-    return [float(row.certainty[sample.mask].mean()) for row, sample in zip(score(samples), samples, strict=True)]

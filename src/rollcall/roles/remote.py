@@ -10,15 +10,13 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rollcall.config import ClusterSection, Config
-from rollcall.data.load import PromptSet
 from rollcall.durable.atomic import staging, swap_in
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.errors import CheckpointError, PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
@@ -34,12 +32,11 @@ from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
-from rollcall.plan.placement import Plan, Role
-from rollcall.reward.scorer import Scorer
+from rollcall.plan.placement import TRAINED, Plan, Process, Role, roles_in_parts
+from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
-from rollcall.roles.local import NUM_REWARD_WORKERS, Inputs, build_eval_scorer, load_inputs, model_rewards
 from rollcall.roles.team import Team
-from rollcall.roles.worker import TRAINED, Facts, Seating, roles_in_parts
+from rollcall.roles.worker import Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.words import counted
 from rollcall.worker_env.declared import submitted_env, worker_env
@@ -48,11 +45,10 @@ REPLACE_S = 24 * 3600.0  # for a seat to be there again, while others do the wor
 
 
 class RemoteLearner:
-    def __init__(self, team: Team, config: Config) -> None:
+    def __init__(self, team: Team, *, rescores: bool) -> None:
         self.num_tokens_trained = 0
         self._team = team
-        self._in_parts = roles_in_parts(config, team.members)
-        self._rescores = config.rescores
+        self._rescores = rescores
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         if self._rescores:
@@ -64,7 +60,7 @@ class RemoteLearner:
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         role = Role.INFERENCE if Role.INFERENCE in self._team.members else Role.ACTOR
-        return run_forward(self._team, role, "score", samples, in_parts=role in self._in_parts)
+        return self._team.forward(role, "score", samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,43 +87,25 @@ class RemoteRepairs:
 
 
 class RemoteCritic:
-    def __init__(self, team: Team, config: Config) -> None:
+    def __init__(self, team: Team) -> None:
         self._team = team
-        self._in_parts = Role.CRITIC in roles_in_parts(config, team.members)
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        return run_forward(self._team, Role.CRITIC, "values", samples, in_parts=self._in_parts)
+        return self._team.forward(Role.CRITIC, "values", samples)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         return self._team.call_role(Role.CRITIC, "update_critic", list(samples))[0]
 
 
-def run_forward(team: Team, role: Role, method: str, samples: Sequence[Sample], *, in_parts: bool) -> list[Any]:
-    """One result per sample. Processes that hold parts of a model share the samples out among themselves."""
-    if not in_parts:
-        return team.spread(role, method, samples)
-    return team.call_role(role, method, list(samples))[0]
-
-
 @dataclass(slots=True, kw_only=True)
-class RemoteWorkers:
-    """What the controller drives, on the cluster."""
-
-    tokenizer: Any
-    engine: RemoteEngine
+class RemoteWorkers(Held[RemoteEngine]):
     learner: RemoteLearner
     critic: RemoteCritic | None
     reference: Callable[[Sequence[Sample]], list[TokenScores]] | None
-    scorer: Scorer
-    eval_scorer: Scorer
-    train: PromptSet
-    val: PromptSet | None
-    stop_token_ids: tuple[int, ...]
     max_positions: int
     team: Team
     cluster: VirtualCluster
     repairs: RemoteRepairs
-    _preemptions_seen: int = 0
 
     @property
     def is_remote(self) -> bool:
@@ -137,19 +115,14 @@ class RemoteWorkers:
     def shares_policy(self) -> bool:
         return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
 
-    def take_preemptions(self) -> int:
-        new = self.engine.num_preemptions - self._preemptions_seen
-        self._preemptions_seen += new
-        return new
-
     def write_checkpoint(self, directory: Path) -> None:
         self.team.call_role(Role.ACTOR, "write_checkpoint", Role.ACTOR, directory.resolve())
         if self.critic:
             self.team.call_role(Role.CRITIC, "write_checkpoint", Role.CRITIC, directory.resolve())
         if not (directory / "model" / "config.json").exists():
             raise CheckpointError(
-                f"the actor wrote {directory} on its node and it is not to be seen here; put run.dir on a folder that all "
-                "nodes share"
+                f"the actor wrote {directory} on its node, and that folder does not exist on this node; put run.dir on a folder "
+                "that all nodes share"
             )
 
     def read_checkpoint(self, directory: Path) -> None:
@@ -161,9 +134,7 @@ class RemoteWorkers:
         self.team.call_role(Role.ACTOR, "export", directory.resolve())
 
     def close(self) -> None:
-        self.scorer.close()
-        if self.eval_scorer is not self.scorer:
-            self.eval_scorer.close()
+        Held.close(self)
         self.cluster.shutdown()
 
 
@@ -175,10 +146,10 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
         connect()  # before anything slow: a node that is in no cluster says so at once
     plan, section, kept = _fit_nodes(config, plan, say=say)
     inputs = load_inputs(config, say=say)
-    _refuse_impossible(config, plan, model_path=inputs.model_path)
-    say(
-        f"placing {counted(sum(len(group.processes) for group in plan.groups), 'process')} on {counted(plan.num_nodes, 'node')}"
-    )
+    in_parts = roles_in_parts(config, plan)
+    _refuse_impossible(config, plan, in_parts, model_path=inputs.model_path)
+    processes = plan.all_processes
+    say(f"placing {counted(len(processes), 'process')} on {counted(plan.num_nodes, 'node')}")
     cluster = VirtualCluster(
         list(plan.slots_per_node),
         num_gpus_per_node=max(plan.slots_per_node),
@@ -186,26 +157,27 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
         node_ranks=None if len(kept) == config.cluster.num_nodes else kept,
     )
     try:
-        team, facts, seatings = _place(config, plan, cluster, inputs=inputs, section=section, kept=kept)
-        engine = _engine(config, team, seatings=seatings)
+        group = _start(config, plan, cluster, inputs=inputs, section=section, kept=kept, in_parts=in_parts)
+        place = {process.slots: number for number, process in enumerate(processes)}
+        members = {role: [place[process.slots] for process in own] for role, own in plan.processes.items()}
+        team = Team(group=group, members=members, in_parts=in_parts)
+        facts = _load(team, processes, inputs=inputs)
+        engine = _engine(config, team, processes)
     except BaseException:  # an interrupt too: slots must not stay taken
         cluster.shutdown()
         raise
-    learner = RemoteLearner(team, config)
-    rewards = model_rewards(
-        config,
-        score=learner.score,
-        load_reward_model=lambda reward: partial(_reward, team, config.reward.index(reward)),
+    learner = RemoteLearner(team, rescores=config.rescores)
+    scorer, eval_scorer = build_scorers(
+        config.reward, score=learner.score, model_reward=lambda index: partial(_reward, team, index)
     )
-    scorer = Scorer(config.reward, num_workers=NUM_REWARD_WORKERS, model_rewards=rewards)
     return RemoteWorkers(
         tokenizer=inputs.tokenizer,
         engine=engine,
         learner=learner,
-        critic=RemoteCritic(team, config) if Role.CRITIC in team.members else None,
-        reference=_reference(team, config) if Role.REFERENCE in team.members else None,
+        critic=RemoteCritic(team) if Role.CRITIC in members else None,
+        reference=partial(team.forward, Role.REFERENCE, "score_reference") if Role.REFERENCE in members else None,
         scorer=scorer,
-        eval_scorer=build_eval_scorer(config, scorer),
+        eval_scorer=eval_scorer,
         train=inputs.train,
         val=inputs.val,
         stop_token_ids=facts.stop_token_ids,
@@ -233,11 +205,11 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
     return workable_plan(config, section), section, kept
 
 
-def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> RemoteEngine:
+def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteEngine:
     """All rollout processes; those that hold nothing else are replaced when they are lost, as often as restarts are allowed."""
     assert config.cluster is not None
     trainer = config.trainer
-    only = [worker for worker, seating in enumerate(seatings) if set(seating.ranks) == {Role.ROLLOUT}]
+    only = [worker for worker, process in enumerate(processes) if set(process.ranks) == {Role.ROLLOUT}]
     budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
     one = threading.Lock()
 
@@ -249,7 +221,7 @@ def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> Remot
                 budget.spend(loss)
             try:
                 team.group.replace(worker, timeout_s=REPLACE_S)
-                team.call([worker], "build", seatings[worker])
+                team.call([worker], "build", processes[worker].ranks, {})
                 return
             except WorkerLostError as error:
                 loss = error
@@ -267,91 +239,89 @@ def _engine(config: Config, team: Team, *, seatings: Sequence[Seating]) -> Remot
     )
 
 
-def _refuse_impossible(config: Config, plan: Plan, *, model_path: str) -> None:
+def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
     """What this model and its optimizers cannot do, before any process is started."""
     problems: list[str] = []
     with suppress(SizesUnknown):  # of an architecture that the processes then refuse by name
         problems = indivisible(plan, read_sizes(model_path))
     if problems:
         raise PlacementError("; ".join(problems))
-    members = {role: list(range(plan.world_size(role))) for role in TRAINED if role in plan.processes}
-    in_parts = roles_in_parts(config, members)
-    for role in members:
-        optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
+    for role in TRAINED:
+        if role in plan.processes:
+            optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
 
 
-def _seen_by_all(path: str, config: Config) -> str:
+def _seen_by_all(path: str, name: str, *, run_dir: Path) -> str:
     """The embedded model is in this node's own package: a copy goes beside the run directory, which all nodes share."""
-    if not config.model.path.startswith("builtin:"):
+    if not name.startswith("builtin:"):
         return path
-    copy = (config.run.dir.parent / f".{config.run.dir.name}.start").resolve()
+    copy = (run_dir.parent / f".{run_dir.name}.start").resolve()
     with staging(copy) as tmp:
         shutil.copytree(path, tmp, dirs_exist_ok=True)
         swap_in(tmp, copy)
     return str(copy)
 
 
-def _place(
-    config: Config, plan: Plan, cluster: VirtualCluster, *, inputs: Inputs, section: ClusterSection, kept: Sequence[int]
-) -> tuple[Team, Facts, list[Seating]]:
-    """Processes for the plan, whose nodes have the ``kept`` ranks."""
-    processes = sorted(
-        (process for group in plan.groups for process in group.processes), key=lambda process: process.slots
-    )
+def _start(
+    config: Config,
+    plan: Plan,
+    cluster: VirtualCluster,
+    *,
+    inputs: Inputs,
+    section: ClusterSection,
+    kept: Sequence[int],
+    in_parts: frozenset[Role],
+) -> WorkerGroup:
+    """The plan's processes, on nodes with the ``kept`` ranks."""
     starts = [sum(plan.slots_per_node[:rank]) for rank in range(plan.num_nodes)]
+    sizes = {role: plan.world_size(role) for role in plan.roles}
+    builder = WorkerBuilder(
+        "rollcall.roles.worker.RoleWorker",
+        config,
+        _seen_by_all(inputs.model_path, config.model.path, run_dir=config.run.dir),
+        sizes=sizes,
+        in_parts=in_parts,
+    )
+    submitted = submitted_env(section)
     group = WorkerGroup(
         cluster=cluster,
-        remote_worker_builder=WorkerBuilder(
-            "rollcall.roles.worker.RoleWorker", config, _seen_by_all(inputs.model_path, config)
-        ),
+        remote_worker_builder=builder,
         name_prefix=config.run.name,
         seats=[
             Seat(
                 node_rank=kept[process.node_rank],
                 slots=tuple(slot - starts[process.node_rank] for slot in process.slots),
             )
-            for process in processes
+            for process in plan.all_processes
         ],
-        titles=[" + ".join(f"{role} rank {rank}" for role, rank in process.ranks.items()) for process in processes],
+        titles=list(map(str, plan.all_processes)),
         node_env_vars={
-            kept[rank]: worker_env(section, submitted=submitted_env(section), node_rank=rank)
-            for rank in range(plan.num_nodes)
+            kept[rank]: worker_env(section, submitted=submitted, node_rank=rank) for rank in range(plan.num_nodes)
         },
     )
-    members = {
-        role: [
-            place
-            for _, place in sorted(
-                (process.ranks[role], place) for place, process in enumerate(processes) if role in process.ranks
-            )
-        ]
-        for role in plan.roles
-    }
     group.tolerate([])
-    team = Team(group=group, members=members)
-    meeting = {}
+    return group
+
+
+def _load(team: Team, processes: Sequence[Process], *, inputs: Inputs) -> Facts:
+    """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
+    group, meeting = team.group, {}
     for role in TRAINED:
-        if len(members.get(role, ())) > 1:
-            address = group.worker_metadata[members[role][0]]["address"]
-            (port,) = team.call([members[role][0]], "listen", address)
+        if len(team.members.get(role, ())) > 1:
+            first = team.members[role][0]
+            address = group.worker_metadata[first]["address"]
+            (port,) = team.call([first], "listen", address)
             meeting[role] = Place(address=address, port=port, secret=new_secret())
-    sizes = {role: len(workers) for role, workers in members.items()}
-    in_parts = roles_in_parts(config, members)
-    seatings = [
-        Seating(ranks=dict(process.ranks), sizes=sizes, meeting=meeting, in_parts=in_parts) for process in processes
-    ]
-    facts = group.get_all_worker_results(group.run_all_workers_multiple_data("build", seatings))
+    built = group.run_all_workers_multiple_data(
+        "build", [process.ranks for process in processes], common_kwargs={"meeting": meeting}
+    )
+    facts = group.get_all_worker_results(built)
     marks = {
-        f"{'+'.join(process.ranks)} on node {kept[process.node_rank]}": one.tokenizer
-        for process, one in zip(processes, facts, strict=True)
+        f"{'+'.join(process.ranks)} on node {one['node_rank']}": fact.tokenizer
+        for process, one, fact in zip(processes, group.worker_metadata, facts, strict=True)
     }
     refuse_other_tokenizers(tokenizer_mark(inputs.tokenizer), marks, path=inputs.model_path)
-    return team, facts[0], seatings
-
-
-def _reference(team: Team, config: Config) -> Callable[[Sequence[Sample]], list[TokenScores]]:
-    in_parts = Role.REFERENCE in roles_in_parts(config, team.members)
-    return partial(run_forward, team, Role.REFERENCE, "score_reference", in_parts=in_parts)
+    return facts[0]
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

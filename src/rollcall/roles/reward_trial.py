@@ -88,7 +88,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     for index, reward in enumerate(rewards):
         if reward.type == "model":
             from rollcall.model.load import resolve_device
-            from rollcall.roles.local import load_reward_model
+            from rollcall.roles.build import load_reward_model
 
             trust = config.model.trust_remote_code
             models[index] = load_reward_model(

@@ -14,10 +14,9 @@ from rollcall.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """All processes of the run, and which of them hold each role (by rank)."""
-
     group: WorkerGroup
-    members: dict[Role, list[int]]
+    members: dict[Role, list[int]]  # which processes of the group hold each role, by rank
+    in_parts: frozenset[Role] = frozenset()  # roles whose processes hold parts of one model
 
     def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
         return self.group.get_all_worker_results(self.group.run_some_workers_single_data(method, workers, *args))
@@ -25,8 +24,14 @@ class Team:
     def call_role(self, role: Role, method: str, *args: Any) -> list[Any]:
         return self.call(self.members[role], method, *args)
 
-    def spread(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
-        """One result per sample, computed by the role's processes, each on a fair share of the tokens."""
+    def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
+        """One result per sample. Processes that hold parts of a model divide the samples among themselves."""
+        if role in self.in_parts:
+            return self.call_role(role, method, list(samples))[0]
+        return self._spread(role, method, samples)
+
+    def _spread(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
+        """One result per sample; each process of the role computes a fair share of the tokens."""
         workers = self.members[role]
         costs = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         shares = balance([[index] for index in range(len(samples))], costs, size=len(workers))

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcall.config import Config, WeightTransport
+from rollcall.config import WeightTransport
 from rollcall.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.roles.team import Team
@@ -102,9 +102,9 @@ class WeightSync:
 class WorkerWeights:
     """A process's side: its end of every transport it takes part in."""
 
-    def __init__(self, config: Config, *, on_gpu: bool) -> None:
-        self._transport: WeightTransport = config.rollout.weights
-        self._folder = Path(config.run.dir).resolve() / "weights"
+    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool) -> None:
+        self._transport: WeightTransport = transport
+        self._folder = folder
         self._on_gpu = on_gpu
         self._sender: WeightSender | None = None
         self._shared = SameProcessReceiver(name="the actor's own process")

@@ -23,7 +23,6 @@ from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import TokenScores, score_samples, whole_body
-from rollcall.learner.mesh import is_split
 from rollcall.learner.whole import Body
 from rollcall.model.load import (
     load_causal_lm,
@@ -36,25 +35,21 @@ from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.net.door import listen_at
 from rollcall.net.meeting import Place
 from rollcall.nodes.address import interface_of, own_address
-from rollcall.plan.placement import Role
+from rollcall.plan.placement import TRAINED, Role
+from rollcall.roles.build import (
+    build_critic,
+    build_engine,
+    build_learner,
+    build_reference,
+    load_reward_model,
+    set_threads,
+)
 from rollcall.roles.engine_seat import EngineSeat, Progress
-from rollcall.roles.local import build_critic, build_engine, build_learner, build_reference, load_reward_model
 from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
 
-TRAINED = (Role.ACTOR, Role.CRITIC)
 POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the policy's weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
-    """A process's rank in each of its roles, and where the gangs it belongs to meet."""
-
-    ranks: Mapping[Role, int]
-    sizes: Mapping[Role, int]  # processes of each role
-    meeting: Mapping[Role, Place]  # where rank 0 listens, for roles that several processes train
-    in_parts: frozenset[Role]  # roles whose processes hold parts of one model and run every forward together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +61,19 @@ class Facts:
     tokenizer: str  # its mark
 
 
-def roles_in_parts(config: Config, members: Mapping[Role, Sequence[int]]) -> frozenset[Role]:
-    """Roles whose processes hold parts of one model. A reference in the actor's processes is divided as the actor is."""
-    found = {
-        role
-        for role in TRAINED
-        if role in members and is_split(getattr(config, role.value), num_ranks=len(members[role]))
-    }
-    if Role.ACTOR in found and sorted(members.get(Role.REFERENCE, ())) == sorted(members[Role.ACTOR]):
-        found.add(Role.REFERENCE)
-    return frozenset(found)
-
-
 class RoleWorker:
-    def __init__(self, config: Config, model_path: str) -> None:
+    """``sizes`` has the number of processes of each role; those of roles ``in_parts`` hold parts of one model, and run every
+    forward together."""
+
+    def __init__(
+        self, config: Config, model_path: str, *, sizes: Mapping[Role, int], in_parts: frozenset[Role]
+    ) -> None:
         transformers_logging.disable_progress_bar()  # every process would draw its own
         self.config = config
         self.model_path = model_path
-        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        torch.set_num_threads(config.trainer.num_threads or max(1, (os.cpu_count() or 1) // local_size))
+        self._sizes = sizes
+        self._in_parts = in_parts
+        set_threads(config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.trust = config.model.trust_remote_code
@@ -94,22 +83,24 @@ class RoleWorker:
         self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
         self._served: int | None = None  # the version that the engine was last given
-        self._weights = WorkerWeights(config, on_gpu=self.device.type == "cuda")
+        self._weights = WorkerWeights(
+            config.rollout.weights, folder=config.run.dir.resolve() / "weights", on_gpu=self.device.type == "cuda"
+        )
 
     def listen(self, address: str) -> int:
         """Where the gang meets that this process is rank 0 of; returns the port."""
         self._listener = listen_at(address)
         return self._listener.getsockname()[1]
 
-    def build(self, seating: Seating) -> Facts:
-        """Load what this process's roles need."""
-        roles = set(seating.ranks)
-        gang = self._join(seating)
+    def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, Place]) -> Facts:
+        """Load what this process's roles need: its rank in each, and where rank 0 of those that several train listens."""
+        roles = set(ranks)
+        gang = self._join(ranks, meeting)
         if roles.isdisjoint(POLICY):
             model = self._outline()
         else:
             # Of a model that is in parts only the parts go to the device, unless an engine here reads all of it.
-            model = self._load(gang, in_parts=Role.ACTOR in seating.in_parts and Role.ROLLOUT not in roles)
+            model = self._load(gang, in_parts=Role.ACTOR in self._in_parts and Role.ROLLOUT not in roles)
         self.learner = None
         if Role.ACTOR in roles:
             self.learner = build_learner(self.config, model, gang=gang, device=self.device)
@@ -119,10 +110,10 @@ class RoleWorker:
         self.seat = EngineSeat(self.engine, room=self.config.rollout.max_running) if self.engine is not None else None
         self.critic = self.reference = None
         if Role.CRITIC in roles:
-            critic = self._load(gang, in_parts=Role.CRITIC in seating.in_parts)
+            critic = self._load(gang, in_parts=Role.CRITIC in self._in_parts)
             self.critic = build_critic(self.config, critic, gang=gang, device=self.device)
         if Role.REFERENCE in roles:
-            in_parts = Role.REFERENCE in seating.in_parts
+            in_parts = Role.REFERENCE in self._in_parts
             self.reference = build_reference(
                 self.config, self._load(gang, in_parts=in_parts), gang=gang if in_parts else None, device=self.device
             )
@@ -152,18 +143,16 @@ class RoleWorker:
     def _outline(self) -> Any:
         return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
 
-    def _join(self, seating: Seating) -> Gang:
-        trained = [role for role in TRAINED if role in seating.ranks]
-        if not trained:
+    def _join(self, ranks: Mapping[Role, int], meeting: Mapping[Role, Place]) -> Gang:
+        # Collocated actor and critic sit in the same processes, and make one gang.
+        role = next((role for role in TRAINED if role in ranks), None)
+        if role is None or role not in meeting:
             return Gang.alone()
-        role = trained[0]  # collocated actor and critic sit in the same processes, and make one gang
-        if role not in seating.meeting:
-            return Gang.alone()
-        place = seating.meeting[role]
+        place = meeting[role]
         return Gang.join(
             place,
-            rank=seating.ranks[role],
-            size=seating.sizes[role],
+            rank=ranks[role],
+            size=self._sizes[role],
             device=self.device,
             listener=self._listener,
             interface=interface_of(own_address(toward=place.address, node_ip=None, interface=None)),
@@ -264,6 +253,3 @@ class RoleWorker:
             read_learner(self.learner, directory)
         if self.critic is not None:
             read_critic(self.critic, directory)
-
-    def _parameters(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters())

@@ -1,0 +1,183 @@
+"""Slots by number, and the text that names them: ``all``, a slot, a range ``a-b`` (both ends in), or a list of these joined
+by commas. Slots are numbered node by node.
+
+Each part may say over which process ranks its slots are spread: ``0-7:0-3`` is four processes of two slots each. Without
+ranks a part has one process per slot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from rollcall.config import SLOT_SYNTAX, ClusterSection
+from rollcall.errors import PlacementError
+from rollcall.words import counted
+
+WHERE = "cluster.component_placement"
+_PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many slots each node has, and where their numbers start."""
+
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    node_of: tuple[int, ...]  # by slot
+
+    @classmethod
+    def of(cls, cluster: ClusterSection) -> Nodes:
+        sizes = tuple(cluster.slots_per_node)
+        node_of = tuple(node for node, size in enumerate(sizes) for _ in range(size))
+        return cls(sizes=sizes, starts=(0, *accumulate(sizes[:-1])), node_of=node_of)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.node_of)
+
+    def sum(self) -> str:
+        """'4 nodes x 8 = 32 slots', or '8 + 4 = 12 slots on 2 nodes'."""
+        if len(set(self.sizes)) == 1:
+            return f"{counted(len(self.sizes), 'node')} x {self.sizes[0]} = {self.num_slots} {plural('slot', self.num_slots)}"
+        shown = " + ".join(
+            f"{count} x {size}" if count > 1 else str(size)
+            for size, run in groupby(self.sizes)
+            for count in (len(list(run)),)
+        )
+        return f"{shown} = {self.num_slots} slots on {len(self.sizes)} nodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    text: str
+    first: int
+    last: int
+    ranks: tuple[int, int] | None  # first and last
+
+    @property
+    def num_slots(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_slots if self.ranks is None else self.ranks[1] - self.ranks[0] + 1
+
+    @property
+    def slots(self) -> str:
+        return slot_text(range(self.first, self.last + 1))
+
+
+def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
+    """The slots of each process, in slot order."""
+    given = f"{WHERE}: {key}: {text}"
+    parts = sorted(
+        (_parse_part(part.strip(), nodes=nodes, given=given) for part in text.split(",")),
+        key=lambda part: (part.first, part.last),
+    )
+    for before, after in zip(parts, parts[1:], strict=False):
+        if after.first <= before.last:
+            raise PlacementError(
+                f"{given} has slot {after.first} twice, in {before.text} and in {after.text}; name it once"
+            )
+    spans: list[tuple[int, ...]] = []
+    for part in parts:
+        _check_ranks(part, num_before=len(spans), given=given)
+        width = part.num_slots // part.num_processes
+        for start in range(part.first, part.last + 1, width):
+            end = start + width - 1
+            if nodes.node_of[start] != nodes.node_of[end]:
+                raise PlacementError(_crossing(start, end, rank=len(spans), nodes=nodes, given=given))
+            spans.append(tuple(range(start, end + 1)))
+    return spans
+
+
+def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
+    match = _PART.fullmatch(text)
+    if match is None:
+        what = f"{text!r} is not a set of slots" if text else "there is an empty part"
+        raise PlacementError(f"{given}: {what}; {SLOT_SYNTAX}")
+    everything, low, high, first_rank, last_rank = match.groups()
+    first, last = (0, nodes.num_slots - 1) if everything else (int(low), int(high if high is not None else low))
+    if first > last:
+        raise PlacementError(f"{given}: {first}-{last} runs backwards; write {last}-{first}")
+    if last >= nodes.num_slots:
+        raise PlacementError(
+            f"{given} asks for slot {last}, but {nodes.sum()}, numbered 0 to {nodes.num_slots - 1}; "
+            f"stay below {nodes.num_slots}, or make the cluster larger (cluster.num_nodes)"
+        )
+    ranks = None
+    if first_rank is not None:
+        ranks = (int(first_rank), int(last_rank if last_rank is not None else first_rank))
+        if ranks[0] > ranks[1]:
+            raise PlacementError(
+                f"{given}: process ranks {ranks[0]}-{ranks[1]} run backwards; write {ranks[1]}-{ranks[0]}"
+            )
+    return _Part(text=text, first=first, last=last, ranks=ranks)
+
+
+def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
+    """Ranks given by the user follow the slots, and the slots can be dealt out evenly."""
+    if part.ranks is None:
+        return
+    slots, processes = part.num_slots, part.num_processes
+    if slots % processes:
+        sizes = [size for size in range(1, slots + 1) if slots % size == 0]
+        near = max(size for size in sizes if size < processes) if processes < slots else slots
+        wide = f"{slots} = {processes} x {slots // processes} + {slots % processes}"
+        many = f"{processes} processes cannot each have a slot of {slots}"
+        raise PlacementError(
+            f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, and "
+            f"{many if processes > slots else wide}; use {either(sizes)} {plural('process', sizes[-1])}, such as "
+            f"{part.slots}:{_range_text(num_before, num_before + near - 1)}"
+        )
+    if part.ranks[0] != num_before:
+        raise PlacementError(
+            f"{given}: {part.text} starts at process rank {part.ranks[0]}, but {num_before} "
+            f"{plural('process', num_before)} of the role sit on lower slots, so its ranks start at {num_before}; write "
+            f"{part.slots}:{_range_text(num_before, num_before + processes - 1)}"
+        )
+
+
+def _crossing(start: int, end: int, *, rank: int, nodes: Nodes, given: str) -> str:
+    where = " and ".join(
+        f"node {node} (slots {slot_text(range(nodes.starts[node], nodes.starts[node] + nodes.sizes[node]))})"
+        for node in (nodes.node_of[start], nodes.node_of[end])
+    )
+    return (
+        f"{given}: process {rank} would have slots {start}-{end}, which lie on {where}; a process lives on one node: use a "
+        f"number of slots per process that divides each node's share, or a part for each node"
+    )
+
+
+def slot_text(numbers: Iterable[int]) -> str:
+    """
+    >>> slot_text([0, 1, 2, 3, 8])
+    '0-3,8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(_range_text(first, last) for first, last in runs)
+
+
+def _range_text(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def either(sizes: Sequence[int]) -> str:
+    shown = [str(size) for size in sizes]
+    if len(shown) > 8:
+        shown = [*shown[:6], f"... {shown[-1]}"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def plural(word: str, count: int) -> str:
+    if count == 1:
+        return word
+    return word + ("es" if word.endswith("s") else "s")
