@@ -23,7 +23,7 @@ from rollcall.durable import patience
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
-from rollcall.errors import JournalError, WorkerDiedError, WorkerError
+from rollcall.errors import ConfigError, JournalError, WorkerDiedError, WorkerError
 from rollcall.inspect.audit import audit
 from rollcall.loop.controller import Controller
 from rollcall.observe.events import Events, read_events
@@ -324,5 +324,5 @@ def test_a_controller_that_goes_on_with_a_run_waits_for_a_full_disk_and_a_first_
     with Rescue((disk / "ballast").unlink) as rescue, hold(disk / "run"):
         assert "the lease" in rescue.said[0]
     fill(disk)
-    with pytest.raises(OSError, match="No space left"), hold(disk / "another"):
+    with pytest.raises(ConfigError, match="No space left"), hold(disk / "another"):
         pass
