@@ -40,7 +40,7 @@ from rollcall.groups.pulse import look
 from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
 from rollcall.plan.placement import Role
 from rollcall.roles.engines import RemoteEngine
-from rollcall.roles.router import Place, Router
+from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.training import train
@@ -157,8 +157,8 @@ def test_complaints_about_a_peer_are_told_from_bugs() -> None:
 # The router
 
 
-def place(worker: int, node_rank: int = 0) -> Place:
-    return Place(worker=worker, node_rank=node_rank, name=f"rollout-{worker}")
+def place(worker: int, node_rank: int = 0) -> RolloutWorker:
+    return RolloutWorker(worker=worker, node_rank=node_rank, name=f"rollout-{worker}")
 
 
 def handed_out(router: Router) -> dict[int, list[str]]:

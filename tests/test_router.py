@@ -13,7 +13,7 @@ from rollcall.config import parse_config
 from rollcall.engine.protocol import Finished, Request, Sampling
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.roles.engine_seat import EngineSeat
-from rollcall.roles.router import RETRY_VERSIONS, Place, Router
+from rollcall.roles.router import RETRY_VERSIONS, RolloutWorker, Router
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 
@@ -38,7 +38,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         nodes = self.nodes or list(range(len(self.seconds)))
-        places = [Place(worker=worker, node_rank=node, name=f"w{worker}") for worker, node in enumerate(nodes)]
+        places = [RolloutWorker(worker=worker, node_rank=node, name=f"w{worker}") for worker, node in enumerate(nodes)]
         room = self.places * self.size
         self.router = Router(places, room=room, node_weights=self.weights, clock=lambda: self.now_s)
         self.backlog = [[] for _ in self.seconds]
@@ -92,7 +92,7 @@ def test_a_weight_of_zero_leaves_a_node_out() -> None:
 
 def test_weights_for_nodes_without_rollout_alone_are_refused() -> None:
     with pytest.raises(ClusterError, match=r"node_weights=\[0, 1\].*nodes 0"):
-        Router([Place(worker=0, node_rank=0, name="w0")], room=8, node_weights=[0, 1])
+        Router([RolloutWorker(worker=0, node_rank=0, name="w0")], room=8, node_weights=[0, 1])
 
 
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")]])
@@ -153,7 +153,7 @@ def test_a_worker_that_is_stuck_gets_nothing_more() -> None:
 
 def test_what_is_not_begun_goes_from_a_busy_worker_to_an_idle_one() -> None:
     now = [0.0]
-    places = [Place(worker=worker, node_rank=0, name=f"w{worker}") for worker in range(2)]
+    places = [RolloutWorker(worker=worker, node_rank=0, name=f"w{worker}") for worker in range(2)]
     router = Router(places, room=2, node_weights=None, clock=lambda: now[0])
     for name in range(4):
         router.add(make_request(name))

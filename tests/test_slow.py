@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollcall.groups.backend import NodeSeats, WorkerSpec
 from rollcall.groups.links import Links
 from rollcall.groups.pulse import Seen
-from rollcall.groups.slow import NodeLook, Place, SlowCalls, Traffic, read_traffic
+from rollcall.groups.slow import NodeLook, SlowCalls, Traffic, read_traffic
 from rollcall.groups.sockets import Flow, Flows
 
-PLACES = {
-    0: Place(who="actor rank 0 on node 0 (10.0.0.1)", node="a", node_rank=0),
-    1: Place(who="rollout rank 0 on node 1 (10.0.0.2)", node="b", node_rank=1),
+
+def make_spec(title: str, *, rank: int, node: str, address: str) -> WorkerSpec:
+    seats = NodeSeats(node_rank=rank, node_id=node, address=address, bundles=(0,), devices=(), visible_variable=None)
+    return WorkerSpec(
+        role="run", rank=rank, world_size=2, local_rank=0, local_world_size=1, node=seats, slots=(0,), share=1.0, env={},
+        title=title,
+    )  # fmt: skip
+
+
+SPECS = {
+    0: make_spec("actor rank 0", rank=0, node="a", address="10.0.0.1"),
+    1: make_spec("rollout rank 0", rank=1, node="b", address="10.0.0.2"),
 }
 
 
@@ -53,7 +63,7 @@ class Run:
                 ("b", 1, "use_weights", Traffic(received=moved, sent=0)),
             )
         }  # fmt: skip
-        if (text := self.calls.note(looks, PLACES, now_s=self.now_s)) is not None:
+        if (text := self.calls.note(looks, SPECS, now_s=self.now_s)) is not None:
             self.told.append(text)
 
 
@@ -97,7 +107,7 @@ def test_a_call_on_one_node_is_told_without_a_pair() -> None:
     for second in range(60):
         seen = Seen(is_alive=True, state="S", doing="update", busy_s=float(second), longest_s={"update": 1.0})
         look = {"a": NodeLook(workers={0: seen}, traffic=Traffic(received=0, sent=0))}
-        if (text := calls.note(look, PLACES, now_s=float(second))) is not None:
+        if (text := calls.note(look, SPECS, now_s=float(second))) is not None:
             assert "the link of node 0 may have become slow" in text and "node 1" not in text
             return
     raise AssertionError("nothing was told")

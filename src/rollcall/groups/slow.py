@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.links import Links
 from rollcall.groups.pulse import Seen
 from rollcall.groups.sockets import Flows
@@ -54,15 +55,6 @@ class NodeLook:
     flows: Flows = Flows()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Of a worker, in words."""
-
-    who: str
-    node: str  # its id
-    node_rank: int
-
-
 class SlowCalls:
     """``links`` are noted by others, before the calls."""
 
@@ -73,16 +65,16 @@ class SlowCalls:
         self._moved: dict[str, deque[tuple[float, Traffic]]] = {}
         self._fastest: dict[str, float] = {}  # bytes a second, by node
 
-    def note(self, looks: Mapping[str, NodeLook], places: Mapping[int, Place], *, now_s: float) -> str | None:
+    def note(self, looks: Mapping[str, NodeLook], specs: Mapping[int, WorkerSpec], *, now_s: float) -> str | None:
         """What to tell, if a call has become slow, or is slow for twice as long as it was when it was told; or else a link."""
         for node, look in looks.items():
             self._count(node, look.traffic, now_s=now_s)
-        workers = {rank: seen for look in looks.values() for rank, seen in look.workers.items() if rank in places}
+        workers = {rank: seen for look in looks.values() for rank, seen in look.workers.items() if rank in specs}
         ends = {node for link in self._links.slow(now_s=now_s) for node in (link.sender, link.receiver)}
         slow = {
             rank: seen
             for rank, seen in workers.items()
-            if seen.doing and seen.busy_s > self._allowed_s(seen, on_slow_link=places[rank].node_rank in ends)
+            if seen.doing and seen.busy_s > self._allowed_s(seen, on_slow_link=specs[rank].node.node_rank in ends)
         }
         calls = {rank: (rank, seen.doing, seen.num_done) for rank, seen in slow.items()}
         self._tell_at_s = {call: self._tell_at_s.get(call, 0.0) for call in calls.values()}
@@ -94,7 +86,7 @@ class SlowCalls:
             return f"{news}; {ADVICE}" if news else None
         for rank, seen in slow.items():
             self._tell_at_s[calls[rank]] = 2 * seen.busy_s
-        return self._words(slow, places, now_s=now_s)
+        return self._words(slow, specs, now_s=now_s)
 
     def _allowed_s(self, seen: Seen, *, on_slow_link: bool) -> float:
         """The first call of a method makes and compiles what later ones use; it is left to the watch, but for a slow link."""
@@ -119,17 +111,20 @@ class SlowCalls:
         seconds, received, sent = self._since(node, over_s=over_s, now_s=now_s)
         return (received / seconds, sent / seconds) if seconds else (0.0, 0.0)
 
-    def _words(self, slow: Mapping[int, Seen], places: Mapping[int, Place], *, now_s: float) -> str:
+    def _words(self, slow: Mapping[int, Seen], specs: Mapping[int, WorkerSpec], *, now_s: float) -> str:
         calls = "; ".join(
-            f"{places[rank].who} is in {seen.doing} for {seen.busy_s:.0f} s ({self._before(seen.doing)})"
+            f"{specs[rank].where} is in {seen.doing} for {seen.busy_s:.0f} s ({self._before(seen.doing)})"
             for rank, seen in sorted(slow.items())
         )
-        nodes = {places[rank].node: places[rank].node_rank for rank in slow}
+        nodes = {specs[rank].node.node_id: specs[rank].node.node_rank for rank in slow}
         if named := self._links.words(set(nodes.values()), now_s=now_s):
             return f"the run waits: {calls}. Meanwhile {named}; {ADVICE}"
         links = "; ".join(
             self._link(
-                node, rank, over_s=max(seen.busy_s for at, seen in slow.items() if places[at].node == node), now_s=now_s
+                node,
+                rank,
+                over_s=max(seen.busy_s for at, seen in slow.items() if specs[at].node.node_id == node),
+                now_s=now_s,
             )
             for node, rank in sorted(nodes.items(), key=lambda entry: entry[1])
             if node in self._moved

@@ -29,7 +29,7 @@ from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import MARK, end_group
 from rollcall.groups.links import Links
 from rollcall.groups.pulse import dump_stacks, look
-from rollcall.groups.slow import NodeLook, Place, SlowCalls, read_traffic
+from rollcall.groups.slow import NodeLook, SlowCalls, read_traffic
 from rollcall.groups.sockets import FlowCounter, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 
@@ -176,11 +176,8 @@ class Supervisor:
         with self._lock:
             self._silent_nodes = {node_id for node_id in by_node if node_id in gone or looks.get(node_id) is None}
             self._links.note({ranks[node_id]: answer.flows for node_id, answer in answered.items()}, now_s=now_s)
-        places = {
-            rank: Place(who=spec.where, node=spec.node.node_id, node_rank=spec.node.node_rank)
-            for rank, (spec, _) in seats.items()
-        }
-        if (text := self._slow.note(answered, places, now_s=now_s)) is not None:
+        specs = {rank: spec for rank, (spec, _) in seats.items()}
+        if (text := self._slow.note(answered, specs, now_s=now_s)) is not None:
             print(text, file=sys.stderr, flush=True)
         losses = self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},

@@ -23,7 +23,7 @@ from rollcall.errors import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.loop.aside import in_thread
 from rollcall.plan.placement import Role
 from rollcall.roles.engine_seat import Progress
-from rollcall.roles.router import Place, Router
+from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
 
@@ -60,9 +60,8 @@ class RemoteEngine:
         self._team = team
         self._weights = WeightSync(team)
         self._workers = team.members[Role.ROLLOUT]
-        places = [self._place(worker) for worker in self._workers]
-        self._look_s = min(max(len(places) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
-        self._router = Router(places, room=room, node_weights=node_weights)
+        self._look_s = min(max(len(self._workers) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
+        self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
         self._new: dict[int, list[Request]] = {worker: [] for worker in self._workers}
         self._aborted: dict[int, list[str]] = {worker: [] for worker in self._workers}
         self._give_back = dict.fromkeys(self._workers, 0)
@@ -82,10 +81,12 @@ class RemoteEngine:
         self._failure: Exception | None = None
         self._alone_since: float | None = None
 
-    def _place(self, worker: int) -> Place:
+    def _new_worker(self, worker: int) -> RolloutWorker:
         node_rank = self._team.group.worker_metadata[worker]["node_rank"]
-        rank = self._workers.index(worker)
-        return Place(worker=worker, node_rank=node_rank, name=f"rollout-{rank} on node {node_rank}")
+        return RolloutWorker(worker=worker, node_rank=node_rank, name=self._name(worker))
+
+    def _name(self, worker: int) -> str:
+        return f"rollout-{self._workers.index(worker)} on node {self._team.group.worker_metadata[worker]['node_rank']}"
 
     @property
     def num_unfinished(self) -> int:
@@ -134,7 +135,7 @@ class RemoteEngine:
                     self.abort(request_id)
         while self._joining:
             worker = self._joining.pop(0)
-            self._router.join(self._place(worker))
+            self._router.join(self._new_worker(worker))
             self._away.discard(worker)
         if self._router.num_workers:
             self._alone_since = None
@@ -208,7 +209,7 @@ class RemoteEngine:
         self._away.add(worker)
         self._lost.append(worker)
         why = str(error).splitlines()[0]
-        _say(f"{self._place(worker).name} is lost, others do its part until it is replaced: {why}")
+        _say(f"{self._name(worker)} is lost, others do its part until it is replaced: {why}")
         threading.Thread(target=self._renew, args=(worker,), name=f"replacing {worker}", daemon=True).start()
 
     def _renew(self, worker: int) -> None:
@@ -254,7 +255,7 @@ class RemoteEngine:
         self.version = version
         self._new_ones -= new
         for worker in new:
-            _say(f"{self._place(worker).name} has weights of version {version} and serves again")
+            _say(f"{self._name(worker)} has weights of version {version} and serves again")
             self._joining.append(worker)
 
     @property
@@ -262,7 +263,7 @@ class RemoteEngine:
         return bool(self._new_ones)
 
     def _lose_receivers(self, error: WorkerLostError) -> None:
-        """A push broke off: replace the receivers that are dead. If it was somebody else, this is not to be mended here."""
+        """A push broke off: replace the receivers that are dead. If none of them is, raise the error."""
         group = self._team.group
         named = (
             error.ranks[:1] if isinstance(error, WorkerDiedError) else ()

@@ -29,15 +29,6 @@ TOLERANCE = 1.25  # lengths differ, so workers of the same speed do not look qui
 RETRY_VERSIONS = 20  # the most without work until a worker is tried again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A rollout process."""
-
-    worker: int  # its number in the team
-    node_rank: int
-    name: str  # as groups tell who made them
-
-
 @dataclass(slots=True)
 class _Given:
     request: Request
@@ -48,11 +39,13 @@ class _Given:
         return len(self.request.seeds)
 
 
-@dataclass(slots=True)
-class _Seat:
-    """One worker: what it has, and how fast it was."""
+@dataclass(slots=True, kw_only=True)
+class RolloutWorker:
+    """One rollout process: what it has, and how fast it was."""
 
-    place: Place
+    worker: int  # its number in the team
+    node_rank: int
+    name: str  # as groups tell who made them
     given: dict[str, _Given] = field(default_factory=dict)
     load: int = 0  # completions it has
     num_waiting: int = 0  # requests that it said it has not begun
@@ -92,7 +85,7 @@ class _Speeds:
 class Router:
     def __init__(
         self,
-        places: Sequence[Place],
+        workers: Sequence[RolloutWorker],
         *,
         room: int,
         node_weights: Sequence[float] | None,
@@ -104,9 +97,9 @@ class Router:
         self._pool_of: dict[str, _Pool] = {}
         self._by_node = node_weights is not None
         if node_weights is None:
-            self._pools[0] = _Pool(places, room=room, clock=clock)
+            self._pools[0] = _Pool(workers, room=room, clock=clock)
             return
-        nodes = sorted({place.node_rank for place in places})
+        nodes = sorted({one.node_rank for one in workers})
         self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
         if not self._weights:
             raise ClusterError(
@@ -114,7 +107,7 @@ class Router:
                 f"nodes {', '.join(map(str, nodes))}: give one of them a weight above 0"
             )
         for rank in self._weights:
-            here = [place for place in places if place.node_rank == rank]
+            here = [one for one in workers if one.node_rank == rank]
             self._pools[rank] = _Pool(here, room=room, clock=clock)
 
     @property
@@ -155,12 +148,12 @@ class Router:
                     other.queue.appendleft(request)
         return returned
 
-    def join(self, place: Place) -> None:
-        """A worker, new or back, that knows nothing of what was given out before."""
-        rank = place.node_rank if self._by_node else 0
+    def join(self, new: RolloutWorker) -> None:
+        """A process that is new: it knows nothing of what was given out before."""
+        rank = new.node_rank if self._by_node else 0
         if rank not in self._pools:
-            return  # its node is to have no task
-        self._pools[rank].seats[place.worker] = _Seat(place)
+            return  # its node has weight 0
+        self._pools[rank].seats[new.worker] = new
         for pool in self._pools.values():  # what waits where nobody is left
             while pool.queue and not pool.seats:
                 request = pool.queue.popleft()
@@ -172,7 +165,7 @@ class Router:
         return [given for pool in self._pools.values() for given in pool.hand_out(version)]
 
     def hand_out_now(self, request_id: str) -> tuple[int, Request] | None:
-        """A request that waits here goes out whoever has room; None: it does not wait here."""
+        """A request that waits here goes out even if no worker has room; None: it does not wait here."""
         return self._pool_of[request_id].hand_out_now(request_id) if request_id in self._pool_of else None
 
     def worker_of(self, request_id: str) -> int | None:
@@ -197,8 +190,8 @@ class Router:
 class _Pool:
     """Workers that share one queue."""
 
-    def __init__(self, places: Sequence[Place], *, room: int, clock: Callable[[], float]) -> None:
-        self.seats = {place.worker: _Seat(place) for place in places}
+    def __init__(self, workers: Sequence[RolloutWorker], *, room: int, clock: Callable[[], float]) -> None:
+        self.seats = {one.worker: one for one in workers}
         self.queue: deque[Request] = deque()
         self._room = room
         self._size = 1  # completions of a request, by the last one
@@ -250,12 +243,12 @@ class _Pool:
         if seat.on_trial:
             self._judge(seat, given.size, took_s=took_s)
         seat.latency_s = took_s if seat.latency_s is None else 0.9 * seat.latency_s + 0.1 * took_s
-        return seat.place.name
+        return seat.name
 
-    def _judge(self, seat: _Seat, size: int, *, took_s: float) -> None:
+    def _judge(self, seat: RolloutWorker, size: int, *, took_s: float) -> None:
         """Take one request as the measure of a worker that had none for long."""
         speeds = self._speeds(self._clock()).of
-        others = [speed for worker, speed in speeds.items() if worker != seat.place.worker]
+        others = [speed for worker, speed in speeds.items() if worker != seat.worker]
         latency_s = statistics.median(speed.latency_s for speed in others)
         share = min(latency_s / took_s, 1.0) if took_s and latency_s else 1.0
         seat.done = size
@@ -287,20 +280,20 @@ class _Pool:
             count = min(seat.num_waiting - seat.asked_back, places)
             if count > 0:
                 seat.asked_back += count
-                asked[seat.place.worker] = count
+                asked[seat.worker] = count
                 places -= count
         return asked
 
-    def _give(self, seat: _Seat, request: Request, *, version: int, now: float) -> tuple[int, Request]:
+    def _give(self, seat: RolloutWorker, request: Request, *, version: int, now: float) -> tuple[int, Request]:
         given = seat.given[request.id] = _Given(request, now)
         if not seat.load:
             seat.since_s = now
         seat.load += given.size
         self._size = given.size
         seat.version = version
-        return seat.place.worker, request
+        return seat.worker, request
 
-    def _best(self, size: int, *, waiting: int, version: int, speeds: _Speeds) -> _Seat | None:
+    def _best(self, size: int, *, waiting: int, version: int, speeds: _Speeds) -> RolloutWorker | None:
         """Who is expected to finish a request of this size first and has room for it; None: it had better wait."""
         able = [seat for seat in self.seats.values() if not seat.load or seat.load < self._room + size]
         forgotten = [
@@ -314,25 +307,25 @@ class _Pool:
 
         fit = [seat for seat in able if self._in_time(seat, size, waiting=waiting, speeds=speeds)]
 
-        def turn(seat: _Seat) -> tuple[bool, float, int]:
+        def turn(seat: RolloutWorker) -> tuple[bool, float, int]:
             return (
                 not self._has_place(seat, size),
-                (seat.load + size) / speeds.of[seat.place.worker].share,
-                seat.place.worker,
+                (seat.load + size) / speeds.of[seat.worker].share,
+                seat.worker,
             )
 
         return min(fit, key=turn, default=None)
 
-    def _has_place(self, seat: _Seat, size: int) -> bool:
+    def _has_place(self, seat: RolloutWorker, size: int) -> bool:
         """Whether it would begin with a request at once."""
         return seat.load + size <= self._room
 
-    def _in_time(self, seat: _Seat, size: int, *, waiting: int, speeds: _Speeds) -> bool:
+    def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int, speeds: _Speeds) -> bool:
         """Whether this worker ends with a request about when the others would be done with everything."""
         load = speeds.load
         if len(self.seats) == 1 or not load:
             return True  # somebody has to begin
-        own = speeds.of[seat.place.worker]
+        own = speeds.of[seat.worker]
         turns = 1 if self._has_place(seat, size) else 2  # it begins when another has ended
         others_s = (waiting + load - seat.load) / (speeds.rate - own.rate)
         return turns * own.latency_s <= TOLERANCE * max(speeds.latency_s, others_s)
