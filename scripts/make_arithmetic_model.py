@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollcall.checkpoint.export import export_model
 from rollcall.config import Dapo, OptimizerSection
-from rollcall.data.make import arithmetic
+from rollcall.data.arithmetic import arithmetic
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import fuse_parameters
 from rollcall.model.tiny import ALPHABET, MODEL_DIR, char_tokenizer

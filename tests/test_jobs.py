@@ -38,7 +38,8 @@ from rollcall.jobs.paths import mount_of, resolve_paths
 from rollcall.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
-from rollcall.nodes.state import STATE_DIR, TOKEN, NodeRecord, write_record, write_token
+from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
+from rollcall.worker_env.node_shell import TOKEN
 from rollcall.worker_env.seal import seal
 
 ROOT = Path(__file__).parents[1]

@@ -20,9 +20,9 @@ from rollcall.config import ClusterSection, Config, Grpo, OptimizerSection, Ppo,
 from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
-from rollcall.learner.mesh import Split, is_split, split_of
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters
+from rollcall.plan.mesh import Split, is_split, split_of
 from rollcall.plan.placement import Plan, Role, plan_placement, roles_in_parts
 from rollcall.roles.worker import RoleWorker
 from rollcall.types import Sample

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import reference_logprobs
 
-from rollcall.data.make import arithmetic
+from rollcall.data.arithmetic import arithmetic
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.model.tiny import ALPHABET, MODEL_DIR, char_tokenizer, resolve_model
 from scripts import make_arithmetic_model as script

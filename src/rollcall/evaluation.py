@@ -23,6 +23,7 @@ from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import Evaluation, evaluate
+from rollcall.loop.resume import RUN_FILE
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
@@ -31,7 +32,6 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
-from rollcall.training import RUN_FILE
 from rollcall.words import counted
 
 NUM_SAMPLES_SHOWN = 6

@@ -6,15 +6,15 @@ Each maker is deterministic in its seed and keeps train and test disjoint.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
 import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from rollcall.data.arithmetic import TEST_FRACTION, arithmetic, fraction
 from rollcall.data.load import Row, read_rows
 from rollcall.durable.atomic import replacing
 from rollcall.reward.functions import decode_entry, encode_entry
@@ -22,9 +22,7 @@ from rollcall.reward.math_answer import last_boxed
 
 RowDict = dict[str, Any]
 
-ARITHMETIC_MAX_NUMBER = 49
 TASKS = ("arithmetic", "countdown", "gsm8k", "math", "reasoning-gym:TASK")
-TEST_FRACTION = 0.1
 
 _MAX_GENERATED_TEST_ROWS = 1000
 _DEFAULT_ROWS = {"countdown": 10_000, "reasoning-gym": 1_000}
@@ -84,30 +82,6 @@ def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
 # Arithmetic
 
 
-def arithmetic(
-    *,
-    split: Literal["train", "val"],
-    max_number: int = ARITHMETIC_MAX_NUMBER,
-    val_fraction: float = TEST_FRACTION,
-    seed: int = 0,
-) -> Iterator[RowDict]:
-    """Sums a+b with both numbers up to ``max_number``, each in one split, in an order as good as random.
-
-    a+b and b+a fall on the same side, so the held-out sums are new in either order. They are the same for every ``seed``,
-    which decides the order alone: the embedded model has seen all the others. Even sums whose units need no carry are left
-    out, so that six in ten of the rest need one: a carry is what there is to learn.
-    """
-    rows: list[tuple[float, int, int]] = []
-    for a, b in itertools.product(range(max_number + 1), repeat=2):
-        if a % 10 + b % 10 < 10 and (a + b) % 2 == 0:
-            continue
-        held_out = _fraction(f"0:{min(a, b)}+{max(a, b)}") < val_fraction
-        if held_out == (split == "val"):
-            rows.append((_fraction(f"{seed}:order:{a}+{b}"), a, b))
-    for _, a, b in sorted(rows):
-        yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-
-
 def _make_arithmetic(*, num: int | None, seed: int) -> Made:
     train = list(arithmetic(split="train", seed=seed))
     test = list(arithmetic(split="val", seed=seed))
@@ -115,11 +89,6 @@ def _make_arithmetic(*, num: int | None, seed: int) -> Made:
         raise MakeError(f"--num {num}: arithmetic has {len(train)} training rows in all; ask for at most so many")
     train = train[:num]
     return Made(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
-
-
-def _fraction(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 # Countdown
@@ -212,7 +181,7 @@ def _make_from_files(task: str, *, source: Path | None, num: int | None, seed: i
         train, test = (read_rows(str(_split_file(source, split))) for split in ("train", "test"))
     else:
         rows = list(read_rows(str(source)))
-        held_out = [_fraction(f"{seed}:{row.columns}") < TEST_FRACTION for row in rows]
+        held_out = [fraction(f"{seed}:{row.columns}") < TEST_FRACTION for row in rows]
         train = (row for row, out in zip(rows, held_out, strict=True) if not out)
         test = (row for row, out in zip(rows, held_out, strict=True) if out)
     return Made(train=maker(itertools.islice(train, num)), test=maker(test), num_rows=None, reward=reward)

@@ -30,9 +30,10 @@ from rollcall.jobs.package import RUN_FILE, build_package
 from rollcall.jobs.paths import resolve_paths
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split_address
 from rollcall.nodes.rendezvous import Head, Rendezvous
-from rollcall.nodes.state import TOKEN, NodeRecord, read_record, read_token, token_path
+from rollcall.nodes.state import NodeRecord, read_record, read_token, token_path
 from rollcall.redact import Redactor, redact, remember
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
+from rollcall.worker_env.node_shell import TOKEN
 
 PREFIX = "rollcall-"
 LATEST = "latest"

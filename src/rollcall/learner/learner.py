@@ -20,13 +20,13 @@ from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
-from rollcall.learner.mesh import split_of
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.packing import pack
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import Body, LossOf, Whole
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import empty_copy
+from rollcall.plan.mesh import split_of
 from rollcall.types import Floats, MicroBatch, Sample
 
 

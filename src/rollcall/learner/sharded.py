@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from rollcall.config import OptimizerSection
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.logprobs import TokenStats, token_stats
-from rollcall.learner.mesh import Meshes, Split, make_meshes
+from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, run_layer, split_order
 from rollcall.learner.whole import LossOf, everyones
@@ -43,6 +43,7 @@ from rollcall.model.decoder import (
     rope_tables,
 )
 from rollcall.model.load import non_finite_of
+from rollcall.plan.mesh import Split
 from rollcall.types import MicroBatch
 
 LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name != "window")

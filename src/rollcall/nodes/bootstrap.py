@@ -30,7 +30,6 @@ from rollcall.nodes.ray_start import (
 )
 from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
 from rollcall.nodes.state import (
-    TOKEN,
     NodeRecord,
     check_token,
     forget,
@@ -42,6 +41,7 @@ from rollcall.nodes.state import (
     write_token,
 )
 from rollcall.nodes.tls import write_certificates
+from rollcall.worker_env.node_shell import TOKEN
 
 START_S = 180.0  # for Ray itself, once its head is known
 SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second is seen by then

@@ -32,8 +32,8 @@ from rollcall.nodes.address import (
 from rollcall.nodes.head import LABEL
 from rollcall.nodes.processes import MARK
 from rollcall.nodes.rendezvous import Found
-from rollcall.nodes.state import TOKEN, auth_env, state_dir, tls_env
-from rollcall.worker_env.node_shell import hint, missed, nodes_own
+from rollcall.nodes.state import auth_env, state_dir, tls_env
+from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
 
 Accelerator = Literal["gpu", "cpu"]
 Say = Callable[[str], None]

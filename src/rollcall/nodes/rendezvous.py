@@ -17,7 +17,7 @@ from pathlib import Path
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.nodes.state import TOKEN
+from rollcall.worker_env.node_shell import TOKEN
 
 ASK_EVERY_S = 1.0
 TELL_EVERY_S = 5.0

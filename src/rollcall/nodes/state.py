@@ -22,11 +22,11 @@ from typing import IO, Literal
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.process import Process
+from rollcall.worker_env.node_shell import TOKEN
 
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
-TOKEN = "ROLLCALL_TOKEN"
 TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # at least, of a token that the user sets: characters, and different ones
 OWNER_S = 240.0  # longer than Ray takes to start
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # a folder's name, and a label's value in Ray

@@ -11,8 +11,8 @@ from typing import Any
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.errors import PlacementError, SizesUnknown
-from rollcall.learner.mesh import split_problems
 from rollcall.plan.memory import GIB, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
+from rollcall.plan.mesh import split_problems
 from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_for
 from rollcall.plan.slots import slot_text
 

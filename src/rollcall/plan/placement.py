@@ -16,7 +16,7 @@ from enum import StrEnum
 from rollcall.config import ClusterSection, Config
 from rollcall.config.errors import nearest
 from rollcall.errors import PlacementError
-from rollcall.learner.mesh import is_split
+from rollcall.plan.mesh import is_split
 from rollcall.plan.slots import WHERE, Nodes, either, plural, read_slots, slot_text
 
 

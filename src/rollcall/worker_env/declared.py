@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import TOKEN
 from rollcall.redact import REDACTED, guard_streams, hides, redact_env, remember
-from rollcall.worker_env.node_shell import origins
+from rollcall.worker_env.node_shell import TOKEN, origins
 from rollcall.worker_env.seal import SealError, seal, unseal
 
 if TYPE_CHECKING:  # every worker process imports this module, and most need none of the run file's models

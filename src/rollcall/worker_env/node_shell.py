@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollcall.redact import hides
 
+TOKEN = "ROLLCALL_TOKEN"  # the variable of a token that the user chooses; a secret, so no worker sees it
 NAMES = frozenset({
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX",
     "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_CACHE_HOME", "HOSTNAME", "TZ", "LANG", "LANGUAGE",
