@@ -70,10 +70,10 @@ def sharing(tensors: Tensors, held: Mapping[str, Tensors], folder: Path, timeout
 MOVING = [
     streaming("shared_memory", "shared_memory", on_host=True),
     streaming("broadcast", "broadcast", on_host=False),
-    streaming("file", "file", on_host=False),
     streaming("delta_on_a_host", "delta", on_host=True),
     streaming("delta_across_hosts", "delta", on_host=False),
 ]
+FILE = streaming("file", "file", on_host=False)
 KINDS = {kind.name: kind for kind in [*MOVING, WeightKind(name="same_process", shares=True, make=sharing)]}
 
 
@@ -207,9 +207,9 @@ def test_weights_on_a_gpu_reach_other_processes_by_handle(device: str, tmp_path:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["broadcast", "file", "delta_across_hosts"])
-def test_weights_on_a_gpu_reach_the_memory_of_a_host(name: str, tmp_path: Path) -> None:
-    meeting = Meeting(KINDS[name], make_tensors(0, torch.bfloat16), tmp_path)
+@pytest.mark.parametrize("kind", [KINDS["broadcast"], FILE, KINDS["delta_across_hosts"]], ids=lambda kind: kind.name)
+def test_weights_on_a_gpu_reach_the_memory_of_a_host(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0, torch.bfloat16), tmp_path)
     meeting.tensors = {key: tensor.cuda() for key, tensor in meeting.tensors.items()}
     for version in (0, 1):
         meeting.update(version)
@@ -403,67 +403,67 @@ def test_changes_that_make_no_sense_are_refused_before_they_are_written(spoil: A
 
 @pytest.fixture(params=[1 << 30, 1000], ids=["one file", "several"])
 def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("rollcall.weights.file.PART_BYTES", request.param)
+    monkeypatch.setattr("rollcall.weights.folder.PART_BYTES", request.param)
     return request.param
 
 
-def test_files_of_weights_open_with_safetensors_and_are_gone_after_the_update(tmp_path: Path, part_bytes: int) -> None:
-    (tmp_path / "weights-00000009.safetensors.tmp").write_bytes(b"left by a sender that was killed")
-    meeting = Meeting(KINDS["file"], make_tensors(0, torch.bfloat16), tmp_path, num_receivers=1)
-    receiver: Any = meeting.receivers["rollout 0"]
-    take, found = receiver._inlet.take, []
-
-    def look(buckets: Any, **kwargs: Any) -> list[int]:
-        sums = take(buckets, **kwargs)
-        found.extend((path.name, load_file(path)) for path in tmp_path.iterdir())
-        return sums
-
-    receiver._inlet.take = look
-    meeting.update(3)
-    assert not list(tmp_path.iterdir())
-    assert {name for name, _ in found} == {f"weights-00000003-{number:02d}.safetensors" for number in range(len(found))}
-    assert (len(found) > 1) == (part_bytes == 1000)
-    tensors = {name: tensor for _, part in found for name, tensor in part.items()}
+def test_files_of_weights_arrive_open_with_safetensors_and_are_gone_at_the_end(tmp_path: Path, part_bytes: int) -> None:
+    (tmp_path / ".tmp-weights-00000009.safetensors").write_bytes(b"left by a sender that was killed")
+    meeting = Meeting(FILE, make_tensors(0, torch.bfloat16), tmp_path, num_receivers=1)
+    for version in (2, 3):
+        meeting.update(version)
+        meeting.check()
+        change(meeting.tensors, seed=version)
+    files = sorted(tmp_path.iterdir())
+    secret = meeting.sender.invitations["rollout 0"].secret
+    assert [path.name for path in files] == [
+        f"weights-{secret}-00000003-{n:02d}.safetensors" for n in range(len(files))
+    ]
+    assert (len(files) > 1) == (part_bytes == 1000)
+    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
     assert tensors.keys() == meeting.tensors.keys()
-    assert torch.equal(tensors["by_columns"].t(), meeting.tensors["by_columns"])
+    assert torch.equal(tensors["by_columns"].t(), meeting.held["rollout 0"]["by_columns"])
+    meeting.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_in_a_file_that_do_not_fit_are_refused_by_name(tmp_path: Path, part_bytes: int) -> None:
+    meeting = Meeting(FILE, make_tensors(0), tmp_path, num_receivers=1)
+    meeting.tensors.update(norm=torch.zeros(8))
+    meeting.update(0)
+    assert "'norm' is [8] float32 in the update and [7] float32" in str(meeting.failures["rollout 0"])
+    assert meeting.receivers["rollout 0"].version is None
     meeting.close()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda path: os.truncate(path, path.stat().st_size - 100), "cut short"),
-        (lambda path: path.write_bytes(b"{}"), "no file of weights"),
-    ],
+    ("spoilt", "reason"),
+    [(lambda data: data[:-100], "cut short"), (lambda data: b"{}", "not a file of weights")],
     ids=["short", "other"],
 )
-def test_a_file_that_is_cut_short_or_something_else_is_refused_and_written_again(
-    spoil: Any, reason: str, tmp_path: Path, part_bytes: int
+def test_a_file_that_is_not_whole_is_read_again_and_then_refused(
+    spoilt: Any, reason: str, tmp_path: Path, part_bytes: int
 ) -> None:
-    meeting = Meeting(KINDS["file"], make_tensors(0), tmp_path, num_receivers=1)
+    meeting = Meeting(FILE, make_tensors(0), tmp_path, num_receivers=1)
     receiver: Any = meeting.receivers["rollout 0"]
-    take, spoilt = receiver._inlet.take, []
+    find, left = receiver._find, [1]
 
-    def spoil_once(buckets: Any, **kwargs: Any) -> list[int]:
-        hear = receiver._line.hear
+    def spoil(*where: Any) -> Path:
+        path = find(*where)
+        if not left[0]:
+            return path
+        left[0] -= 1
+        other = tmp_path / "spoilt"
+        other.write_bytes(spoilt(path.read_bytes()))
+        return other
 
-        def hear_and_spoil(deadline: Any) -> dict[str, Any]:
-            message = hear(deadline)
-            if not spoilt:
-                spoilt.append(message)
-                spoil(Path(message["path"]))
-            return message
-
-        receiver._inlet._line.hear = hear_and_spoil
-        try:
-            return take(buckets, **kwargs)
-        finally:
-            receiver._inlet._line.hear = hear
-
-    receiver._inlet.take = spoil_once
-    sent = meeting.update(0)
-    assert sent.num_attempts == 2 and reason in sent.refusals["rollout 0"]
+    receiver._find = spoil
+    meeting.update(0)
     meeting.check()
+    left[0] = 2
+    meeting.update(1)
+    assert "rollout 0 refused version 1 twice" in str(meeting.failures["rollout 0"])
+    assert reason in str(meeting.failures["rollout 0"]) and receiver.version is None
     meeting.close()
 
 
@@ -478,7 +478,6 @@ def test_auto_takes_shared_memory_on_the_host_and_broadcast_to_others_and_betwee
     assert chosen("auto", on_host=False) == chosen("delta", on_host=False) == "broadcast"
     assert chosen("auto", on_host=True, on_gpu=True) == chosen("broadcast", on_host=True) == "broadcast"
     assert chosen("shared_memory", on_host=True, on_gpu=True) == "shared_memory"
-    assert chosen("file", on_host=True) == chosen("file", on_host=False) == "file"
     with pytest.raises(ValueError, match="rollout.weights=shared_memory .* rollout 0 is on another; use auto"):
         chosen("shared_memory", on_host=False)
 
@@ -512,11 +511,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "file"])
-def test_strangers_learn_nothing_and_hold_up_nobody(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_learn_nothing_and_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are all connected, and stay so, while the update goes through; none of them costs the sender a wait."""
     monkeypatch.setattr(door, "PROOF_S", 1e6)
-    meeting = Meeting(KINDS[kind], make_tensors(0), tmp_path, num_receivers=1)
+    meeting = Meeting(KINDS["broadcast"], make_tensors(0), tmp_path, num_receivers=1)
     port = meeting.sender.invitations["rollout 0"].port
     strangers = [(socket.create_connection(("127.0.0.1", port)), words) for words in [*HOSTILE.values()] * 5]
     for stranger, words in strangers:

@@ -136,8 +136,8 @@ def damage(receiver: Any, *, times: int) -> None:
     """Flip a bit of what arrives, so many times."""
     take, left = receiver._inlet.take, [times]
 
-    def damaged(buckets: Any, **kwargs: Any) -> list[int]:
-        sums = take(buckets, **kwargs)
+    def damaged(buckets: Any, deadline: Any) -> list[int]:
+        sums = take(buckets, deadline)
         if not left[0]:
             return sums
         left[0] -= 1

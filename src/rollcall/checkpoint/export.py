@@ -7,12 +7,9 @@ views into one fused tensor harmless: each is written as if it stood alone.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,11 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
-
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+from rollcall.weights.safetensors_header import STORED_NAMES, write_header
 
 
 def export_model(
@@ -65,7 +58,7 @@ def export_model(
 
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in _SAFETENSORS_NAMES:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in STORED_NAMES:
         raise ValueError(f"dtype {name!r} is not a precision to export in; use float32, bfloat16 or float16")
     return dtype
 
@@ -97,21 +90,12 @@ def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _write_safetensors(tensors: dict[str, torch.Tensor], path: Path, *, dtype: torch.dtype) -> None:
-    """The safetensors format: u64 header length, JSON header padded to 8 bytes, the tensors' bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        stored = dtype if tensor.is_floating_point() else tensor.dtype
-        if tensor.is_meta or stored not in _SAFETENSORS_NAMES:
-            raise ValueError(f"tensor {name} ({tensor.dtype} on {tensor.device}) cannot be stored in safetensors")
-        end = offset + tensor.numel() * stored.itemsize
-        header[name] = {"dtype": _SAFETENSORS_NAMES[stored], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    stored = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
+    if unreal := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
+        raise ValueError(f"tensor {unreal} has no values (it is on the meta device), so it cannot be stored")
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            stored = dtype if tensor.is_floating_point() else tensor.dtype
-            flat = tensor.to(device="cpu", dtype=stored).contiguous().reshape(-1)
+        shapes = ((name, stored[name], tensor.shape) for name, tensor in tensors.items())
+        write_header(file, shapes, metadata={"format": "pt"})
+        for name, tensor in tensors.items():
+            flat = tensor.to(device="cpu", dtype=stored[name]).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)

@@ -22,7 +22,7 @@ from rollcall.net.door import listen_at, new_secret
 from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.weights.carrier import Bucket
 from rollcall.weights.checksum import checksum, copy_summed
-from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Deadline, Line
 
 BUCKETS = BucketSize(num_bytes=4 << 20, alone_from=1 << 20)
@@ -128,7 +128,7 @@ class BroadcastOutlet:
                 backend=backend, place=place, rank=0, size=len(lines) + 1, address=address, deadline=deadline
             )
 
-    def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
         group = self._group
         assert group is not None, "open comes first"
         sums: list[int] = []
@@ -147,9 +147,6 @@ class BroadcastOutlet:
             for work, _ in flying:
                 group.finish(work, self._lines, deadline)
         return sums
-
-    def done(self, version: int) -> None:
-        return
 
     def close(self) -> None:
         if self._group is not None:
@@ -180,7 +177,7 @@ class BroadcastInlet:
                 deadline=deadline,
             )
 
-    def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
         group, line = self._group, self._line
         assert group is not None and line is not None, "open comes first"
         sums: list[int] = []

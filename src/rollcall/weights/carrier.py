@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Deadline, Line
 
 Bucket = Sequence[Tensor]  # flat uint8 tensors
@@ -32,11 +32,7 @@ class Outlet(Protocol):
         deadline: Deadline,
     ) -> None: ...
 
-    def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]: ...
-
-    def done(self, version: int) -> None:
-        """All receivers have this version."""
-        ...
+    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]: ...
 
     def close(self) -> None: ...
 
@@ -48,7 +44,7 @@ class Inlet(Protocol):
 
     def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None: ...
 
-    def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
         """Raises TornUpdateError where it can tell by itself, and both ends can go on."""
         ...
 

@@ -71,7 +71,6 @@ class StreamSender:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet.open(self._lines, hellos, device=views.device, deadline=deadline)
             sent = self._exchange(views, version=version, deadline=deadline)
-            self._outlet.done(version)
         except BaseException:  # receivers must not wait for someone who has given up
             self.close()
             raise
@@ -133,7 +132,7 @@ class StreamSender:
         size = self._outlet.bucket_size
         buckets = views.buckets(size)
         moved = buckets if changes is None else cut(changes.payload, size)
-        sums = self._outlet.put(moved, version=version, layout=views.layout, deadline=deadline)
+        sums = self._outlet.put(moved, deadline)
         if changes is not None:
             sums = [checksum(bucket) for bucket in buckets]
         self._tell({"sums": sums}, deadline)
@@ -240,7 +239,7 @@ class StreamReceiver:
             return refusal, step
         self._held = None  # from here on the tensors are neither of one version nor of the other
         try:
-            sums = self._apply(header, version=version, deadline=deadline)
+            sums = self._apply(header, deadline)
         except (StaleUpdateError, TornUpdateError) as error:
             refusal, sums = error, []
         due = line.hear(deadline)["sums"]
@@ -262,19 +261,19 @@ class StreamReceiver:
             layout.check(self._tensors)
             self._views = Views(self._tensors, layout)
 
-    def _apply(self, header: Mapping[str, Any], *, version: int, deadline: Deadline) -> list[int]:
+    def _apply(self, header: Mapping[str, Any], deadline: Deadline) -> list[int]:
         views, size = self._views, self._inlet.bucket_size
         assert views is not None
         buckets = views.buckets(size)
         counts = header["counts"]
         if counts is None:
-            sums = self._inlet.take(buckets, version=version, layout=views.layout, deadline=deadline)
+            sums = self._inlet.take(buckets, deadline)
             views.write()
             if not views.has_copies:
                 return sums
         else:
             payload = torch.empty(delta.total_bytes(views.layout, counts), dtype=torch.uint8, device=views.device)
-            self._inlet.take(cut(payload, size), version=version, layout=views.layout, deadline=deadline)
+            self._inlet.take(cut(payload, size), deadline)
             views.read()
             delta.apply(views.layout, delta.Delta(counts=counts, payload=payload), flat=views.flat)
             views.write()

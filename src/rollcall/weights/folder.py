@@ -1,32 +1,41 @@
-"""Weights left as a file in a folder, where sender and receivers share nothing else: no word passes between them.
+"""Weights as files in a folder that sender and receivers share. No message passes between them.
 
-The file is that of ``file.py``, with the checksums in its metadata. It is named after its sender's secret and its version,
-so what another sender left is never taken. It stays until the next one is there, so a receiver that comes later finds it.
+An update is a few files in safetensors format, so that receivers read one while the sender writes the next. Each file is
+renamed into place when it is complete, with the update's version, layout and the file's checksums in its metadata. Its name
+has the sender's secret and the version, so nobody takes the files of another sender. The files stay until the next update
+is complete, so a receiver that comes later finds them.
 
-Who waits for whom: ``send`` waits for nobody; ``receive`` waits for the file of its version. Whoever asked both for it
-knows by their answers that all have it.
+Who waits for whom: ``send`` waits for nobody; ``receive`` waits for the files of its version. The caller of both knows by
+their answers that all have it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
 from rollcall.weights.checksum import checksum
-from rollcall.weights.file import BUCKETS, LOOK_S, SUFFIX, read_metadata, write_header
-from rollcall.weights.layout import Layout, Views, places
+from rollcall.weights.layout import BucketSize, Entry, Layout, Views, places
 from rollcall.weights.line import Deadline
 from rollcall.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
+from rollcall.weights.safetensors_header import read_metadata, write_header
 
+# Spans follow each other as in the files, and each is summed while it is in the cache.
+BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)
+PART_BYTES, MOST_PARTS = 32 << 20, 16
 MOST_READS = 2
+LOOK_S = 0.1
 
 
 class FolderSender:
@@ -45,7 +54,7 @@ class FolderSender:
         self._views: Views | None = None
         self._places: tuple[object, ...] = ()
         self._folder.mkdir(parents=True, exist_ok=True)
-        _clear(self._folder, keep=None)  # what a sender that was killed has left
+        self._clear()  # what a sender that was killed has left
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
@@ -57,23 +66,29 @@ class FolderSender:
             self._views, self._places = Views(tensors, Layout.of(tensors)), where
         views = self._views
         views.read()
-        buckets = views.buckets(BUCKETS)
-        path = _path(self._invitation, version)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as file:
-            sums = [checksum(bucket) for bucket in buckets]
-            write_header(file, views.layout, version=version, sums=sums)
-            for span in (span for bucket in buckets for span in bucket):
-                file.write(span.cpu().numpy().data)
-        os.replace(temporary, path)
-        _clear(self._folder, keep=path.name)
-        return [
-            Sent(version=version, num_bytes=views.layout.num_bytes, is_full=True, num_attempts=1, refusals={}),
-        ]
+        buckets, written = iter(views.buckets(BUCKETS)), set[str]()
+        for number, part in enumerate(_parts_of(views.layout)):
+            mine = list(islice(buckets, len(part.buckets(BUCKETS))))
+            sums = json.dumps([checksum(bucket) for bucket in mine])
+            path = _path(self._invitation, version, number)
+            with replacing(path, durable=False) as file:
+                entries = ((entry.name, entry.torch_dtype, entry.stored_shape) for entry in part.entries)
+                about = {"version": str(version), "layout": views.layout.text, "sums": sums}
+                write_header(file, entries, metadata=about)
+                for span in (span for bucket in mine for span in bucket):
+                    file.write(span.cpu().numpy().data)
+            written.add(path.name)
+        self._clear(keep=written)
+        return [Sent(version=version, num_bytes=views.layout.num_bytes, is_full=True, num_attempts=1, refusals={})]
 
     def close(self) -> None:
-        _clear(self._folder, keep=None)
+        self._clear()
         self._views = None
+
+    def _clear(self, *, keep: Collection[str] = ()) -> None:
+        for path in self._folder.iterdir():
+            if path.name.removeprefix(TEMPORARY).startswith("weights-") and path.name not in keep:
+                path.unlink(missing_ok=True)
 
 
 class FolderReceiver:
@@ -96,10 +111,8 @@ class FolderReceiver:
         self._held = None
         refusal: TornUpdateError | None = None
         for _ in range(MOST_READS):  # a share may show a file before all of its bytes
-            path = self._find(version, deadline)
             try:
-                with path.open("rb", buffering=0) as file:
-                    self._apply(file, path=path, version=version)  # type: ignore[arg-type]
+                self._apply(version, deadline)
             except TornUpdateError as error:
                 refusal = error
                 time.sleep(LOOK_S)
@@ -111,45 +124,73 @@ class FolderReceiver:
     def close(self) -> None:
         self._views = None
 
-    def _find(self, version: int, deadline: Deadline) -> Path:
-        path = _path(self._invitation, version)
-        # Listed, not asked for by name: NFS remembers for a while that a name is not there.
+    def _apply(self, version: int, deadline: Deadline) -> None:
+        due = self._read_part(version, 0, deadline)
+        assert self._views is not None
+        for number in range(1, len(_parts_of(self._views.layout))):
+            due += self._read_part(version, number, deadline)
+        self._views.write()
+        self._views.read()  # of the tensors themselves, not of what was copied into them
+        if [checksum(bucket) for bucket in self._views.buckets(BUCKETS)] != due:
+            raise TornUpdateError(f"the checksums of version {version} differ after it was applied")
+
+    def _read_part(self, version: int, number: int, deadline: Deadline) -> list[int]:
+        """Copy one file into the tensors; returns the checksums of its buckets."""
+        path = self._find(version, number, deadline)
+        with path.open("rb", buffering=0) as file:
+            try:
+                about = read_metadata(file)  # type: ignore[arg-type]
+                found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
+            except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+                raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
+            if found != version:
+                raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
+            if self._views is None or layout != self._views.layout.text:
+                parsed = Layout.parse(layout)
+                parsed.check(self._tensors)
+                self._views = Views(self._tensors, parsed)
+            _fill(self._views, number, file, path=path)  # type: ignore[arg-type]
+        return sums
+
+    def _find(self, version: int, number: int, deadline: Deadline) -> Path:
+        path = _path(self._invitation, version, number)
+        # Listed, not asked for by name: NFS remembers for a while that a name does not exist.
         while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
             if deadline.has_passed:
                 raise MissingPeerError(
-                    f"{self.name} sees no {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should write; "
-                    "put run.dir on the folder that all nodes share"
+                    f"{self.name} does not find {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should "
+                    "write; put run.dir on a folder that all nodes share"
                 )
             deadline.tell(f"weights: waiting for {path}")
             time.sleep(LOOK_S)
         return path
 
-    def _apply(self, file: BinaryIO, *, path: Path, version: int) -> None:
-        about = read_metadata(file, path=path)
-        if about.version != version:
-            raise TornUpdateError(f"{path} holds version {about.version}, and version {version} is due")
-        if self._views is None or about.layout != self._views.layout.text:
-            layout = Layout.parse(about.layout)
-            layout.check(self._tensors)
-            self._views = Views(self._tensors, layout)
-        for span in (span for bucket in self._views.buckets(BUCKETS) for span in bucket):
-            host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
-            if file.readinto(host.numpy().data) != len(span):  # type: ignore[attr-defined]
-                raise TornUpdateError(f"{path} is cut short")
-            if host is not span:
-                span.copy_(host)
-        self._views.write()
-        self._views.read()  # of the tensors themselves, not of what was copied into them
-        sums = [checksum(bucket) for bucket in self._views.buckets(BUCKETS)]
-        if sums != about.sums:
-            raise TornUpdateError(f"the checksums of {path} differ after it was applied")
+
+def _fill(views: Views, number: int, file: BinaryIO, *, path: Path) -> None:
+    parts = _parts_of(views.layout)
+    first = sum(len(part.buckets(BUCKETS)) for part in parts[:number])
+    buckets = views.buckets(BUCKETS)[first : first + len(parts[number].buckets(BUCKETS))]
+    for span in (span for bucket in buckets for span in bucket):
+        host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
+        if file.readinto(host.numpy().data) != len(span):  # type: ignore[attr-defined]
+            raise TornUpdateError(f"{path} is cut short")
+        if host is not span:
+            span.copy_(host)
 
 
-def _path(invitation: Invitation, version: int) -> Path:
-    return Path(invitation.local) / f"weights-{invitation.secret}-{version:08d}{SUFFIX}"
+def _parts_of(layout: Layout) -> list[Layout]:
+    """The tensors of each file, in order."""
+    least = max(PART_BYTES, layout.num_bytes // MOST_PARTS)
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in layout.entries:
+        if size >= least:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.num_bytes
+    return [Layout(tuple(part)) for part in parts]
 
 
-def _clear(folder: Path, *, keep: str | None) -> None:
-    for path in folder.glob(f"weights-*{SUFFIX}*"):
-        if path.name != keep:
-            path.unlink(missing_ok=True)
+def _path(invitation: Invitation, version: int, number: int) -> Path:
+    return Path(invitation.local) / f"weights-{invitation.secret}-{version:08d}-{number:02d}.safetensors"

@@ -33,6 +33,11 @@ class Entry:
         return getattr(torch, self.dtype)
 
     @property
+    def stored_shape(self) -> list[int]:
+        """As the bytes lie in memory."""
+        return [self.shape[dim] for dim in self.order]
+
+    @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 

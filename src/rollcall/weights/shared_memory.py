@@ -22,7 +22,7 @@ from torch import Tensor
 from rollcall.errors import MissingPeerError
 from rollcall.weights.carrier import Bucket, visible_gpus
 from rollcall.weights.checksum import checksum, copy_summed
-from rollcall.weights.layout import BucketSize, Layout
+from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Deadline, Line
 
 SLOT_BYTES = 4 << 20
@@ -50,12 +50,9 @@ class SharedMemoryOutlet:
             line.tell({"gpu": gpu if by_handle else None}, deadline)
         self._end = _IpcOutlet(lines) if by_handle else _RingOutlet(lines, deadline)
 
-    def put(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
         assert self._end is not None, "open comes first"
         return self._end.put(buckets, deadline)
-
-    def done(self, version: int) -> None:
-        return
 
     def close(self) -> None:
         self._end = None
@@ -71,7 +68,7 @@ class SharedMemoryInlet:
         gpu = line.hear(deadline)["gpu"]
         self._end = _RingInlet(line, deadline) if gpu is None else _IpcInlet(line, visible_gpus().index(gpu))
 
-    def take(self, buckets: Sequence[Bucket], *, version: int, layout: Layout, deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
         assert self._end is not None, "open comes first"
         return self._end.take(buckets, deadline)
 

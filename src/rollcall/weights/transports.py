@@ -15,9 +15,7 @@ from torch import Tensor
 from rollcall.config import WeightTransport
 from rollcall.errors import WeightUpdateError
 from rollcall.weights.broadcast import BroadcastInlet, BroadcastOutlet
-from rollcall.weights.carrier import Inlet, Outlet
 from rollcall.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
-from rollcall.weights.file import FileInlet, FileOutlet
 from rollcall.weights.folder import FolderReceiver, FolderSender
 from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
 from rollcall.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
@@ -25,8 +23,6 @@ from rollcall.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool, receiver: str) -> Carrying:
     """How weights get to one receiver."""
-    if transport == "file":
-        return "file"
     if transport == "shared_memory" and not on_host:
         raise ValueError(
             f"rollout.weights=shared_memory reaches processes on the actor's node alone, and {receiver} is on another; use "
@@ -49,13 +45,13 @@ def open_sender(
 ) -> FanOut:
     """A sender for these receivers, each of which is (or is not) on this host.
 
-    ``host`` is the address they reach this one by; empty: they share the folder and nothing else.
+    ``host`` is the address they reach this one by; empty: they share only the folder.
     """
-    if not host:
-        if transport != "file":
-            raise ValueError(
-                f"rollout.weights={transport} needs a network between the nodes, and they share a folder alone; use file"
-            )
+    if not host and transport != "file":
+        raise ValueError(
+            f"rollout.weights={transport} needs a network between the nodes, and they share only a folder; use file"
+        )
+    if transport == "file":
         return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=timeout_s)])
     by_carrier: dict[Carrying, list[str]] = {}
     for receiver, on_host in receivers.items():
@@ -64,7 +60,7 @@ def open_sender(
     return FanOut(
         [
             StreamSender(
-                _outlet(carrying, folder),
+                SharedMemoryOutlet() if carrying == "shared_memory" else BroadcastOutlet(),
                 carrying=carrying,
                 name=name,
                 receivers=names,
@@ -78,9 +74,10 @@ def open_sender(
 
 
 def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
-    if invitation.carrying == "file" and not invitation.host:
+    if invitation.carrying == "file":
         return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
-    return StreamReceiver(_inlet(invitation.carrying), invitation=invitation, name=name, tensors=tensors)
+    inlet = SharedMemoryInlet() if invitation.carrying == "shared_memory" else BroadcastInlet()
+    return StreamReceiver(inlet, invitation=invitation, name=name, tensors=tensors)
 
 
 class FanOut:
@@ -110,15 +107,3 @@ class FanOut:
         for sender in self._senders:
             sender.close()
         self._pool.shutdown(wait=False)
-
-
-def _outlet(carrying: Carrying, folder: Path) -> Outlet:
-    if carrying == "shared_memory":
-        return SharedMemoryOutlet()
-    return BroadcastOutlet() if carrying == "broadcast" else FileOutlet(folder)
-
-
-def _inlet(carrying: Carrying) -> Inlet:
-    if carrying == "shared_memory":
-        return SharedMemoryInlet()
-    return BroadcastInlet() if carrying == "broadcast" else FileInlet()
