@@ -1,4 +1,4 @@
-"""The generated pages say what the code says."""
+"""The docs say what the code says: generated pages, links, file names, commands. And they say it in plain English."""
 
 from __future__ import annotations
 
@@ -15,7 +15,22 @@ from rollcall.config import docs as docs_config
 from rollcall.config.docs import section_classes, type_name
 from rollcall.observe import metrics
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+HISTORY = "log.md"  # its entries name the files and use the words of their day
+
+# A reader stumbles over these; the second part of each is what to write.
+NOT_PLAIN = {
+    r"\banew\b": "again",
+    r"\b(is|are) no (?!longer\b)\w": "is not a",
+    r"\bso many\b": "the first N",
+    r"\bwhoever\b": "the person, process or shell that",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\b(is|are) not to be (had|seen|found)\b": "does not exist, cannot be found",
+    r"\bwhat is there\b": "what exists, or its name",
+}
+THERE_IS_NO = re.compile(r"\bthere (is|are) no\b", re.IGNORECASE)
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
@@ -52,9 +67,50 @@ def test_the_cluster_page_names_verbs_and_options_that_exist() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"):
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != HISTORY], ids=lambda page: page.name)
+def test_every_python_file_that_a_page_names_exists(page: Path) -> None:
+    for name in re.findall(r"(?<![\w/<*])([\w./]+\.py)\b", page.read_text()):
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "src/rollcall", ROOT / "src")), (
+            f"{page.name} names {name}, which is not a file of the repository or of src/rollcall"
+        )
+
+
+def help_texts() -> dict[str, str]:
+    """The help of every command and every option, by its name."""
+
+    def texts(command: Any, name: str) -> dict[str, str]:
+        found = {name: command.help or ""}
+        found |= {f"{name} {param.name}": getattr(param, "help", None) or "" for param in command.params}
+        for verb, inner in getattr(command, "commands", {}).items():
+            found |= texts(inner, f"{name} {verb}")
+        return found
+
+    return texts(typer.main.get_command(app), "rollcall")
+
+
+def test_what_a_user_reads_first_is_plain_english() -> None:
+    read_first = {page.name: page.read_text() for page in PAGES if page.name != HISTORY}
+    read_first |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.yaml")}
+    read_first |= {path.name: path.read_text() for path in (ROOT / "src/rollcall/config").glob("*.yaml")}
+    for name, text in (read_first | help_texts()).items():
+        for pattern, better in NOT_PLAIN.items():
+            found = re.search(pattern, THERE_IS_NO.sub("", text), re.IGNORECASE)
+            assert found is None, f"{name}: {found[0]!r}; write: {better}"
+
+
+def test_the_readme_explains_its_words_before_it_uses_them() -> None:
+    """Slot, role, group, step, journal and attempt stand first in the lines that say what they are."""
+    readme = (ROOT / "README.md").read_text()
+    for word in ("slot", "role", "group", "step", "journal", "attempt"):
+        first = re.search(rf"\b{word}s?\b", readme, re.IGNORECASE)
+        assert first is not None and readme[first.start() - 2 : first.start()] == "**", (
+            f"{word} is used before it is explained"
+        )
 
 
 def test_every_metric_is_on_the_page() -> None:
