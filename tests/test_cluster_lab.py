@@ -315,6 +315,7 @@ def beside(lab_cluster: LabCluster) -> Iterator[list[Host]]:
         rollcall(host, "down", "--cluster", CLUSTER)
 
 
+@pytest.mark.slow
 def test_a_second_cluster_of_another_name_lives_beside_the_first(lab_cluster: LabCluster, beside: list[Host]) -> None:
     found = status(beside[1], "--cluster", CLUSTER)
     assert found["cluster"] == CLUSTER and found["cluster_id"] != published(lab_cluster)["cluster_id"]
@@ -323,12 +324,14 @@ def test_a_second_cluster_of_another_name_lives_beside_the_first(lab_cluster: La
     assert ranks_alive(beside[1]) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_interface_decides_which_address_the_others_are_given(lab_cluster: LabCluster, beside: list[Host]) -> None:
     found = status(beside[0], "--cluster", CLUSTER)
     assert [node["address"] for node in found["nodes"]] == [host.ip_eth1 for host in beside]
     assert published(lab_cluster, name=CLUSTER)["address"].startswith(f"{beside[0].ip_eth1}:")
 
 
+@pytest.mark.slow
 def test_check_ends_at_its_deadline_and_names_the_missing_rank(beside: list[Host]) -> None:
     result = rollcall(beside[0], "check", "12", "--cluster", CLUSTER, "--timeout", "3")
     assert result.returncode == 1
@@ -337,6 +340,7 @@ def test_check_ends_at_its_deadline_and_names_the_missing_rank(beside: list[Host
     assert "after 3 s (--timeout)" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_down_stops_that_cluster_alone_and_leaves_nothing_of_it(lab_cluster: LabCluster, beside: list[Host]) -> None:
     before = [processes_of("default", host) for host in beside]
     for host in beside:

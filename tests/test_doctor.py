@@ -351,6 +351,7 @@ def test_a_healthy_cluster_is_well(lab_cluster: LabCluster) -> None:
     assert not list(lab_cluster.rendezvous.glob("*doctor*"))
 
 
+@pytest.mark.slow
 def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has_them(lab_cluster: LabCluster) -> None:
     sick = lab_cluster.hosts[2]
     runs = lab_cluster.lab.shared / "doctor-runs"

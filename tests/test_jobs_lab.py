@@ -51,6 +51,7 @@ def open_cluster(lab_cluster: LabCluster) -> Iterator[LabCluster]:
         assert down.returncode == 0, down.stderr
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_the_head_submits_without_address_or_token(lab_cluster: LabCluster) -> None:
     """The dashboard listens on the head's loopback; the run directory is relative to the shared folder it is started in."""
     run = write_run(lab_cluster.lab.shared, "from-node-2", run={"name": "from-node-2", "dir": "run"})

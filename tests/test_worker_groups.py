@@ -246,6 +246,7 @@ def test_an_exception_arrives_with_role_rank_node_and_its_own_traceback(backend,
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
 def test_a_worker_that_cannot_be_made_or_stops_meanwhile_is_named_and_leaves_nothing(backend, tmp_path):
     with VirtualCluster([2], num_gpus_per_node=SLOTS) as cluster:
         with pytest.raises(WorkerError, match=r"(?s)critic rank 1 on node 0 .*no model in this folder"):
