@@ -21,7 +21,7 @@ help:  ## list the targets
 demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes on two cores)
 	$(BIN)/rollcall train --fresh
 
-test: $(DEV)  ## the tests, but not the slow ones and those that need vLLM
+test: $(DEV)  ## the tests, without the slow ones and those that need vLLM
 	$(BIN)/python -m pytest -q
 
 check: lint test  ## linter, types and tests
@@ -35,10 +35,10 @@ format: $(DEV)  ## let ruff format the tree
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-slow: $(DEV)  ## the tests that take long, but for the faults of `make chaos`
+slow: $(DEV)  ## the long tests, without `make chaos`
 	$(BIN)/python -m pytest -q -m "slow and not vllm" --ignore=tests/chaos
 
-chaos: $(DEV)  ## every fault on lab hosts, two labs beside each other; ends with a table (two hours on two cores)
+chaos: $(DEV)  ## every fault on lab hosts, two labs at a time; ends with a table (two hours on two cores)
 	$(BIN)/python -m pytest -v -m chaos tests/chaos --numprocesses 2 --maxschedchunk 1
 
 gpu: $(DEV)  ## the tests that need a CUDA device
@@ -47,7 +47,7 @@ gpu: $(DEV)  ## the tests that need a CUDA device
 vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/setup_peers.sh .peers vllm`
 	ROLLCALL_VLLM_PYTHON=$${ROLLCALL_VLLM_PYTHON:-.peers/vllm/bin/python} $(BIN)/python -m pytest -q -rs -m vllm
 
-bench: $(DEV)  ## the CPU benchmarks, alone; PEER=1 compares (scripts/setup_peers.sh first)
+bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_peers.sh first)
 	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)
 	$(BIN)/python -m benchmarks.rollout $(if $(filter none,$(PEER)),--peer none)
 

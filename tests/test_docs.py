@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from rollcall.observe import metrics
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-HISTORY = "log.md"  # its entries name the files and use the words of their day
+PRESENT = [page for page in PAGES if page.name != "log.md"]  # the log names the files and uses the words of its day
 
 # A reader stumbles over these; the second part of each is what to write.
 NOT_PLAIN = {
@@ -53,15 +54,39 @@ def test_every_key_of_every_section_is_on_the_page_with_a_meaning() -> None:
                     assert f"### {name}: {field.default}" in page, f"{name}.{key} has no description"
 
 
-def test_the_cluster_page_names_verbs_and_options_that_exist() -> None:
+def verbs() -> dict[str, Any]:
+    """Every command by its name, such as "train" and "job list"."""
     command: Any = typer.main.get_command(app)
-    verbs = dict(command.commands)
-    verbs |= {f"job {name}": verb for name, verb in verbs["job"].commands.items()}
+    found = dict(command.commands)
+    nested = {name: inner.commands for name, inner in found.items() if hasattr(inner, "commands")}
+    return found | {f"{name} {verb}": inner for name, all_of in nested.items() for verb, inner in all_of.items()}
+
+
+def code_of(page: Path) -> str:
+    """What a page shows as code: its blocks and its spans."""
+    text = page.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return "\n".join(
+        [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))]
+    )
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_every_command_that_a_page_shows_exists(page: Path) -> None:
+    code = code_of(page)
+    named = set(re.findall(r"(?:^|[$(] ?|`|&& )rollcall ((?:job|reward) [a-z]+|[a-z]+)", code, re.MULTILINE))
+    assert named <= set(verbs()), named - set(verbs())
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert (made := set(re.findall(r"^make ([a-z]+)", code, re.MULTILINE))) <= targets, made - targets
+    for module in set(re.findall(r"python -m ((?:rollcall|benchmarks)[\w.]*)", code)):
+        assert find_spec(module) is not None, f"{page.name} shows python -m {module}"
+
+
+def test_the_cluster_page_has_every_command_of_a_cluster_and_options_that_exist() -> None:
     page = (DOCS / "clusters.md").read_text()
-    named = set(re.findall(r"rollcall (job [a-z]+|[a-z]+)", page))
-    assert named <= set(verbs), named - set(verbs)
+    named = set(re.findall(r"rollcall ([a-z]+)", page))
     assert {"node", "check", "status", "down", "doctor", "plan", "simulate", "submit", "env"} <= named
-    options = {option for verb in verbs.values() for parameter in verb.params for option in parameter.opts}
+    options = {option for verb in verbs().values() for parameter in verb.params for option in parameter.opts}
     asked = {option for line in page.splitlines() if "ssh " not in line for option in re.findall(r"`(--[a-z-]+)", line)}
     assert asked and asked <= options, asked - options
 
@@ -72,12 +97,20 @@ def test_every_link_leads_somewhere() -> None:
             assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != HISTORY], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_every_python_file_that_a_page_names_exists(page: Path) -> None:
     for name in re.findall(r"(?<![\w/<*])([\w./]+\.py)\b", page.read_text()):
         assert any((folder / name).is_file() for folder in (ROOT, ROOT / "src/rollcall", ROOT / "src")), (
             f"{page.name} names {name}, which is not a file of the repository or of src/rollcall"
         )
+
+
+def test_a_name_beside_a_file_in_the_readme_is_in_that_file() -> None:
+    found = re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", (ROOT / "README.md").read_text())
+    assert len(found) >= 2
+    for name, inside in found:
+        text = (ROOT / "src/rollcall" / name).read_text()
+        assert re.search(rf"^(def|class) {inside}\b", text, re.MULTILINE), f"{name} has no {inside}"
 
 
 def help_texts() -> dict[str, str]:
@@ -94,7 +127,7 @@ def help_texts() -> dict[str, str]:
 
 
 def test_what_a_user_reads_first_is_plain_english() -> None:
-    read_first = {page.name: page.read_text() for page in PAGES if page.name != HISTORY}
+    read_first = {page.name: page.read_text() for page in PRESENT}
     read_first |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.yaml")}
     read_first |= {path.name: path.read_text() for path in (ROOT / "src/rollcall/config").glob("*.yaml")}
     for name, text in (read_first | help_texts()).items():

@@ -55,7 +55,7 @@ class Config(Section):
     actor: OptimizerSection = _field(OptimizerSection(), "The policy's optimizer.")
     critic: OptimizerSection = _field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
     trainer: TrainerSection = _field(
-        TrainerSection(), "How long to train, when to evaluate and save, what to do about losses."
+        TrainerSection(), "How long to train, when to evaluate and save, what to do when a process or a node is lost."
     )
     eval: EvalSection = _field(EvalSection(), "How to evaluate.")
 
