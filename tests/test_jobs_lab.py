@@ -51,8 +51,18 @@ def open_cluster(lab_cluster: LabCluster) -> Iterator[LabCluster]:
         assert down.returncode == 0, down.stderr
 
 
-@pytest.mark.slow
-def test_a_node_that_is_not_the_head_submits_without_address_or_token(lab_cluster: LabCluster) -> None:
+def test_a_node_that_is_not_the_head_submits_and_stops_without_address_or_token(lab_cluster: LabCluster) -> None:
+    run = write_run(lab_cluster.lab.shared, "stopped")
+    submitted = rollcall(lab_cluster.hosts[2], "submit", str(run), "--no-wait")
+    assert submitted.returncode == 0 and submitted.stdout.startswith("rollcall-stopped-"), submitted.stderr
+    stopped = rollcall(lab_cluster.hosts[3], "job", "stop", "latest")
+    assert stopped.stdout.strip() == f"{submitted.stdout.strip()} is STOPPED", stopped.stderr
+    status = json.loads(rollcall(lab_cluster.hosts[1], "job", "status", "--json").stdout)
+    assert (status["run"], status["status"], status["submitter"]) == ("stopped", "STOPPED", "root@node2")
+
+
+@pytest.mark.slow  # `test_jobs.py` has a job that trains, on one node
+def test_a_job_that_is_submitted_beside_the_head_trains_to_its_end(lab_cluster: LabCluster) -> None:
     """The dashboard listens on the head's loopback; the run directory is relative to the shared folder it is started in."""
     run = write_run(lab_cluster.lab.shared, "from-node-2", run={"name": "from-node-2", "dir": "run"})
     host = lab_cluster.hosts[2]
