@@ -25,7 +25,7 @@ from rollcall.config import Config, dump_config, parse_config
 from rollcall.durable.atomic import TEMPORARY
 from rollcall.durable.journal import Journal
 from rollcall.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
-from rollcall.groups.cluster import VirtualCluster, using
+from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.folder import mailbox
 from rollcall.groups.folder.layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
 from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
@@ -190,7 +190,7 @@ def echoes(share: Path, *, num_nodes: int = 2) -> Iterator[tuple[WorkerGroup, li
     nodes = [Node(share, rank, num_nodes=num_nodes) for rank in range(1, num_nodes)]
     try:
         master = FolderBackend(share, num_nodes=num_nodes, run="echo")
-        with master, using(master), VirtualCluster([1] * num_nodes, name="echo") as cluster:
+        with master, VirtualCluster([1] * num_nodes, name="echo", backend=master) as cluster:
             builder = WorkerBuilder("group_workers.Echo", base=100)
             yield WorkerGroup(cluster=cluster, remote_worker_builder=builder, name_prefix="echo"), nodes
         for node in nodes:
@@ -257,8 +257,8 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
 def test_a_worker_that_does_not_appear_is_named(share: Path, capfd: pytest.CaptureFixture[str]) -> None:
     master = FolderBackend(share, num_nodes=3, run="x", appear_s=3)
     missing = pytest.raises(ClusterError, match="no worker 1, 2 in .* after 3 s; on each of those nodes run")
-    with master, using(master), missing:
-        VirtualCluster([1, 1, 1])
+    with master, missing:
+        VirtualCluster([1, 1, 1], backend=master)
     assert "waiting for worker" in capfd.readouterr().err
 
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcall.groups.dispatch import INLINE_BYTES, is_large, leaders, routes, split_arguments, split_rows
+from rollcall.groups.dispatch import leaders, routes, split_arguments, split_rows
 from rollcall.groups.sharding import NamedSharding
+from rollcall.on_ray.sizes import INLINE_BYTES, is_large
 from rollcall.types import Sample
 
 

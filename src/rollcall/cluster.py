@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollcall.errors import ClusterError, WorkerDiedError, WorkerError, WorkerTimeoutError
     from rollcall.groups.backend import Seat
-    from rollcall.groups.cluster import RayVirtualCluster, VirtualCluster, init_ray
+    from rollcall.groups.cluster import RayVirtualCluster, VirtualCluster
     from rollcall.groups.group import (
         MultiWorkerFuture,
         RayWorkerBuilder,
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         WorkerGroup,
     )
     from rollcall.groups.sharding import NamedSharding
+    from rollcall.on_ray.connect import init_ray
 
 _HOME = {
     "Seat": "groups.backend",
@@ -28,7 +29,7 @@ _HOME = {
     "ClusterError": "errors",
     "RayVirtualCluster": "groups.cluster",
     "VirtualCluster": "groups.cluster",
-    "init_ray": "groups.cluster",
+    "init_ray": "on_ray.connect",
     "MultiWorkerFuture": "groups.group",
     "RayWorkerBuilder": "groups.group",
     "RayWorkerGroup": "groups.group",

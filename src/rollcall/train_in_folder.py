@@ -30,14 +30,13 @@ def train_as_master(
     bounds: Bounds | None = None,
 ) -> dict[str, Any]:
     """Train, with this node as node 0; returns the summary."""
-    from rollcall.groups.cluster import using
     from rollcall.groups.folder.master import FolderBackend
     from rollcall.training import train
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
-    with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name) as backend, using(backend):
+    with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name) as backend:
         _tell(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
-        return train(config, fresh=fresh, quiet=quiet, bounds=bounds)
+        return train(config, fresh=fresh, quiet=quiet, bounds=bounds, backend=backend)
 
 
 def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:

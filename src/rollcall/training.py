@@ -20,6 +20,7 @@ from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError, SizesUnknown
+from rollcall.groups.backend import Backend
 from rollcall.loop.attempts import Budget, closing, headline, run_attempts
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
@@ -39,8 +40,18 @@ from rollcall.stop import Stopped, heeded
 from rollcall.words import all_of, are, counted
 
 
-def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: Bounds | None = None) -> dict[str, Any]:
-    """Train, or go on where the run directory stands; returns the summary."""
+def train(
+    config: Config,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    bounds: Bounds | None = None,
+    backend: Backend | None = None,
+) -> dict[str, Any]:
+    """Train, or go on where the run directory stands; returns the summary.
+
+    ``backend`` is where the processes of several slots run; None: on the Ray cluster that this node belongs to.
+    """
     if bounds and bounds.split is Split.EVAL and config.data.val is None:
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
@@ -50,10 +61,10 @@ def train(config: Config, *, fresh: bool = False, quiet: bool = False, bounds: B
         if old is not None and not quiet:
             print(f"the run that was in {config.run.dir} is now in {old}", flush=True)
         with unless_begun(config.run.dir, old=old):
-            return _train(config, quiet=quiet, bounds=bounds or Bounds(), lease=lease)
+            return _train(config, quiet=quiet, bounds=bounds or Bounds(), lease=lease, backend=backend)
 
 
-def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease) -> dict[str, Any]:
+def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease, backend: Backend | None) -> dict[str, Any]:
     started = time.perf_counter()
     run_dir = config.run.dir
     check_loggers(config)
@@ -76,7 +87,10 @@ def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease) -> dict
         name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before, quiet=quiet
     ) as console:
         controller, number = run_attempts(
-            lambda number: (_attempt(config, store=store, console=console, bounds=bounds, lease=lease), number),
+            lambda number: (
+                _attempt(config, store=store, console=console, bounds=bounds, lease=lease, backend=backend),
+                number,
+            ),
             budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
             say=console.note,
             reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
@@ -102,12 +116,14 @@ def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease) -> dict
     return summary
 
 
-def _attempt(config: Config, *, store: CheckpointStore, console: Console, bounds: Bounds, lease: Lease) -> Controller:
+def _attempt(
+    config: Config, *, store: CheckpointStore, console: Console, bounds: Bounds, lease: Lease, backend: Backend | None
+) -> Controller:
     """Build the workers and train from where the run directory stands to the end."""
     heeded().check()
     run_dir, resume = config.run.dir, store.latest()
     console.restart(resume.step if resume else 0)
-    workers = _build(config, say=console.note)
+    workers = _build(config, backend=backend, say=console.note)
     with closing(workers, say=console.note), ExitStack() as opened:
         _check_lengths(config, workers)
         _say_size(config, say=console.note)
@@ -187,13 +203,13 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
             write()
 
 
-def _build(config: Config, *, say: Callable[[str], None]) -> Workers:
+def _build(config: Config, *, backend: Backend | None, say: Callable[[str], None]) -> Workers:
     """All roles in this process, unless the run file places them on several slots."""
     if config.cluster is None or config.cluster.num_slots == 1:
         return build_workers(config, say=say)
     from rollcall.roles.remote import build_remote_workers
 
-    return build_remote_workers(config, say=say)
+    return build_remote_workers(config, backend=backend, say=say)
 
 
 def _check_lengths(config: Config, workers: Workers) -> None:

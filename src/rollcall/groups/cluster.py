@@ -1,4 +1,4 @@
-"""VirtualCluster: slots on nodes, reserved for worker groups; ``init_ray``: which Ray, or none.
+"""VirtualCluster: slots on nodes, reserved for worker groups.
 
 Slots are in (node rank, slot) order. The node rank is the node's own (``rollcall node --rank``); on a Ray that was
 started otherwise, nodes are ranked by address.
@@ -6,85 +6,36 @@ started otherwise, nodes are ranked by address.
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Protocol
 
 from rollcall.errors import ClusterError
 from rollcall.groups.backend import Ask, Backend, Crew, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, read_record
 
-if TYPE_CHECKING:
-    from rollcall.groups.group import WorkerGroup
-
-BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
 PLACE_DEADLINE_S = 180.0
-BackendName = Literal["ray", "local"]
-_chosen: BackendName | None = None
-_given: Backend | None = None
+_default: Backend | None = None
 
 
-def init_ray(*, num_gpus: int | None = None, backend: BackendName | None = None) -> None:
-    """Connect to the cluster this node belongs to, or start a Ray of this node alone.
+class Tenant(Protocol):
+    """A worker group, as the cluster that it lives on knows it."""
 
-    Inside a job, Ray says which cluster; else the record of ``rollcall node`` does; a connection that exists is kept.
-    ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the accelerators.
-    ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
-    """
-    global _chosen
-    name = backend or os.environ.get(BACKEND) or "ray"
-    if name not in ("ray", "local"):
-        raise ValueError(f"{BACKEND}={name!r} is not a backend; use ray or local")
-    _chosen = name
-    if name == "local":
-        return
-    import ray
+    name_prefix: str
+    specs: list[WorkerSpec]
 
-    from rollcall.on_ray.connect import IN_A_JOB, connect
-
-    if ray.is_initialized():
-        return
-    # A cluster that is named but not here is an error, which connect() words.
-    if IN_A_JOB in os.environ or CLUSTER in os.environ or read_record(DEFAULT_CLUSTER) is not None:
-        connect()
-        return
-    # By name: without one, Ray joins whatever else runs on this machine.
-    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
+    def shutdown(self) -> object: ...
 
 
-@contextmanager
-def using(backend: Backend) -> Iterator[None]:
-    """Virtual clusters are made in this backend, whatever else was chosen."""
-    global _given
-    before, _given = _given, backend
-    try:
-        yield
-    finally:
-        _given = before
+def use_by_default(backend: Backend) -> None:
+    """Virtual clusters that are given no backend are made in this one."""
+    global _default
+    _default = backend
 
 
-def has_own_backend() -> bool:
-    """Whether virtual clusters are made in a given backend, and need no connection."""
-    return _given is not None
-
-
-def _backend() -> Backend:
-    if _given is not None:
-        return _given
-    if _chosen == "local":
-        from rollcall.groups.inprocess import InProcessBackend
-
-        return InProcessBackend()
-    import ray
-
-    if not ray.is_initialized():
+def _default_backend() -> Backend:
+    if _default is None:
         raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
-    from rollcall.on_ray.reserve import RayBackend
-
-    return RayBackend()
+    return _default
 
 
 class VirtualCluster:
@@ -92,7 +43,7 @@ class VirtualCluster:
 
     ``bundle_ct_per_node_list`` has an entry per node: how many slots to take there; 0 leaves a node out. Entries take
     nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``max_colocated_worker_groups`` is
-    how many groups may share each slot.
+    how many groups may share each slot. ``backend`` is where the workers run; None: where ``init_ray`` says.
     """
 
     def __init__(
@@ -105,6 +56,7 @@ class VirtualCluster:
         name: str = "rollcall",
         node_ranks: Sequence[int] | None = None,
         timeout_s: float = PLACE_DEADLINE_S,
+        backend: Backend | None = None,
     ) -> None:
         counts = tuple(bundle_ct_per_node_list)
         if not counts or min(counts) < 0 or sum(counts) == 0:
@@ -130,9 +82,9 @@ class VirtualCluster:
             num_colocated=max_colocated_worker_groups,
             node_ranks=None if node_ranks is None else tuple(node_ranks),
         )
-        self._reservation: Reservation | None = _backend().reserve(ask, timeout_s=timeout_s)
+        self._reservation: Reservation | None = (backend or _default_backend()).reserve(ask, timeout_s=timeout_s)
         self._nodes = {node.node_rank: node for node in self._reservation.nodes}
-        self._groups: list[WorkerGroup] = []
+        self._groups: list[Tenant] = []
 
     @property
     def nodes(self) -> list[NodeSeats]:
@@ -180,14 +132,14 @@ class VirtualCluster:
         # Rounded down to what Ray counts in, or several shares would exceed the slot.
         return int(10_000 * whole / (self._num_colocated * num_workers)) / 10_000
 
-    def launch(self, group: WorkerGroup, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
+    def launch(self, group: Tenant, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
         if self._reservation is None:
             raise ClusterError("this cluster has been shut down; make a new one")
         crew = self._reservation.launch(specs, recipe, timeout_s=timeout_s)
         self._groups.append(group)
         return crew
 
-    def forget(self, group: WorkerGroup) -> None:
+    def forget(self, group: Tenant) -> None:
         if group in self._groups:
             self._groups.remove(group)
 

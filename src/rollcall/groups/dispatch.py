@@ -7,15 +7,13 @@ last ones an empty part, and they are still called: in a collective everyone has
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rollcall.groups.sharding import NamedSharding
 
 # From this size on Ray keeps an argument in the object store instead of copying it into the call.
-INLINE_BYTES = 100 * 1024
 SETUP = "setup"  # in run_rank_0_only_axes: rank 0 alone
 
 # What a worker leaves out of its answer: nothing, some fields, or (None) all of it.
@@ -157,47 +155,6 @@ def _rows(value: Any, start: int, end: int) -> Any:
         return [value[index] for index in range(start, end)]
     # Pickling a tensor that is a view writes all that it is a view of.
     return part.clone() if hasattr(part, "untyped_storage") else part
-
-
-def is_large(value: Any) -> bool:
-    """Whether one shared copy is cheaper than a copy in each worker's call."""
-    size = _known_size(value, INLINE_BYTES)
-    if size is None:
-        from ray import cloudpickle  # what Ray would send it with
-
-        try:
-            size = len(cloudpickle.dumps(value))
-        except (pickle.PicklingError, TypeError):
-            return False  # the call itself says best what cannot be sent
-    return size > INLINE_BYTES
-
-
-def _known_size(value: Any, limit: int) -> int | None:
-    """Bytes, or any number above the limit; None where only pickling could tell."""
-    if value is None or isinstance(value, bool | int | float):
-        return 16
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int) and getattr(getattr(value, "dtype", None), "hasobject", False) is False:
-        return nbytes
-    if isinstance(value, Mapping):
-        items: Any = (part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple):
-        items = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = (getattr(value, field.name) for field in fields(value))
-    else:
-        return None
-    total = 0
-    for item in items:
-        size = _known_size(item, limit - total)
-        if size is None:
-            return None
-        total += size
-        if total > limit:
-            break
-    return total
 
 
 def _listed(names: Sequence[str]) -> str:

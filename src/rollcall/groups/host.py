@@ -85,12 +85,6 @@ class Host:
         self._lease = lease_port()
         return self._lease.getsockname()[1]
 
-    def find_node(self) -> str:
-        """Ray's id of the node that this process is on."""
-        import ray
-
-        return ray.get_runtime_context().get_node_id()
-
     def find_pid(self) -> int:
         return os.getpid()
 

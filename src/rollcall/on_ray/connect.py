@@ -1,20 +1,66 @@
-"""A driver's connection to the cluster that this node is part of: with its token, to its own raylet, or not at all."""
+"""A driver's connection to the cluster that this node is part of: with its token, to its own raylet, or not at all.
+
+``init_ray`` is for scripts: it also starts a Ray of this machine alone, or does without Ray.
+"""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 from rollcall.errors import ClusterError
+from rollcall.groups.cluster import use_by_default
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.head import ask_own_head
-from rollcall.nodes.state import NodeRecord, auth_env, current_cluster, note_driver, require_record
+from rollcall.nodes.state import (
+    CLUSTER,
+    DEFAULT_CLUSTER,
+    NodeRecord,
+    auth_env,
+    current_cluster,
+    note_driver,
+    read_record,
+    require_record,
+)
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.stop import is_heeding, kept
 
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
+
+
+BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
+
+
+def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | None = None) -> None:
+    """Connect to the cluster this node belongs to, or start a Ray of this node alone; virtual clusters are then made there.
+
+    Inside a job, Ray says which cluster; else the record of ``rollcall node`` does; a connection that exists is kept.
+    ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the accelerators.
+    ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
+    """
+    name = backend or os.environ.get(BACKEND) or "ray"
+    if name not in ("ray", "local"):
+        raise ValueError(f"{BACKEND}={name!r} is not a backend; use ray or local")
+    if name == "local":
+        from rollcall.groups.inprocess import InProcessBackend
+
+        use_by_default(InProcessBackend())
+        return
+    import ray
+
+    from rollcall.on_ray.reserve import RayBackend
+
+    use_by_default(RayBackend())
+    if ray.is_initialized():
+        return
+    # A cluster that is named but not here is an error, which connect() words.
+    if IN_A_JOB in os.environ or CLUSTER in os.environ or read_record(DEFAULT_CLUSTER) is not None:
+        connect()
+        return
+    # By name: without one, Ray joins whatever else runs on this machine.
+    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
 def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_driver: bool = True) -> NodeRecord | None:
@@ -64,6 +110,13 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
     if is_heeding():
         note_driver(record.cluster)
     return record
+
+
+def disconnect() -> None:
+    """End this process's connection, and with it the actors that it started."""
+    import ray
+
+    ray.shutdown()
 
 
 def _use_token(cluster: str) -> None:

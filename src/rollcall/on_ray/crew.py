@@ -24,11 +24,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
-from rollcall.groups.dispatch import Drop, is_large
+from rollcall.groups.dispatch import Drop
 from rollcall.groups.failures import Progress, RemoteFailureError, is_about_a_peer
 from rollcall.groups.host import MARK, Host, end_group
 from rollcall.groups.waits import call_words, waits_words
 from rollcall.groups.watch import SILENT_S
+from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
 from rollcall.worker_env.declared import for_ray
 
@@ -118,8 +119,8 @@ class RayCrew:
         self._lost.pop(rank, None)
         deadline = time.monotonic() + timeout_s
         progress = Progress(first_s=30, every_s=300)
-        found = [host.find_node.remote(), host.find_pid.remote()]
-        node_id, pid = self.gather(found, timeout_s=timeout_s, progress=progress)
+        (pid,) = self.gather([host.find_pid.remote()], timeout_s=timeout_s, progress=progress)
+        node_id = self._actor(rank)["Address"]["NodeID"]
         if node_id != spec.node.node_id:  # another node has taken over the rank
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             node = replace(spec.node, node_id=node_id, address=addresses[node_id])

@@ -104,6 +104,8 @@ def _by_address(node: dict[str, Any]) -> tuple[Any, ...]:
 
 class RayBackend:
     def reserve(self, ask: Ask, *, timeout_s: float) -> RayReservation:
+        if not ray.is_initialized():
+            raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
         deadline = time.monotonic() + timeout_s
         progress = Progress()
         while True:

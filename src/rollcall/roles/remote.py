@@ -20,8 +20,8 @@ from rollcall.config import ClusterSection, Config
 from rollcall.durable.atomic import staging, swap_in
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.errors import CheckpointError, PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
-from rollcall.groups.backend import Seat
-from rollcall.groups.cluster import VirtualCluster, has_own_backend
+from rollcall.groups.backend import Backend, Seat
+from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
@@ -138,12 +138,15 @@ class RemoteWorkers(Held[RemoteEngine]):
         self.cluster.shutdown()
 
 
-def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> RemoteWorkers:
-    """Place the plan's processes on the cluster that this node belongs to, and load every role."""
+def build_remote_workers(config: Config, *, backend: Backend | None, say: Callable[[str], None]) -> RemoteWorkers:
+    """Place the plan's processes and load every role; ``backend`` None: on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
-    if not has_own_backend():
+    if backend is None:
         connect()  # before anything slow: a node that is in no cluster says so at once
+        from rollcall.on_ray.reserve import RayBackend  # not before: nodes that share a folder alone need no Ray
+
+        backend = RayBackend()
     plan, section, kept = _fit_nodes(config, plan, say=say)
     inputs = load_inputs(config, say=say)
     in_parts = roles_in_parts(config, plan)
@@ -155,6 +158,7 @@ def build_remote_workers(config: Config, *, say: Callable[[str], None]) -> Remot
         num_gpus_per_node=max(plan.slots_per_node),
         name=config.run.name,
         node_ranks=None if len(kept) == config.cluster.num_nodes else kept,
+        backend=backend,
     )
     try:
         group = _start(config, plan, cluster, inputs=inputs, section=section, kept=kept, in_parts=in_parts)
