@@ -39,6 +39,7 @@ from rollcall.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.tiny import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
+from rollcall.on_ray.each_node import NoAnswerError
 from rollcall.worker_env.node_shell import TOKEN
 from rollcall.worker_env.seal import seal
 
@@ -353,15 +354,11 @@ def test_a_connection_that_stays_lost_is_told_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_follower_whose_own_node_has_ended_says_so_and_ends() -> None:
-    class Gone:
-        class exceptions:  # noqa: N801 - as Ray has it
-            RayError = RuntimeError
-
-        def get(self, *args: Any, **options: Any) -> Any:
-            raise RuntimeError("the actor is unavailable")
+    def gone(*args: Any) -> Any:
+        raise NoAnswerError("the actor is unavailable")
 
     channel: Any = RelayChannel.__new__(RelayChannel)
-    channel._ray, channel._record, channel.where, channel._relay = Gone(), make_record(), "here", MagicMock()
+    channel._record, channel.where, channel._relay = make_record(), "here", MagicMock(call=gone)
     with pytest.raises(ClusterError, match=r"Ray on this node \(.*, rank 0\) has ended") as ended:
         channel.tail("rollcall-a", skip=0, take=print)
     assert not isinstance(ended.value, Unreachable)

@@ -22,6 +22,7 @@ from rollcall.errors import ClusterError, ConfigError
 from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.ray_start import NodeRequest
 from rollcall.nodes.state import CLUSTER, STATE_DIR
+from rollcall.on_ray.connect import disconnect
 from rollcall.plan.judge import workable_plan
 from rollcall.plan.placement import Plan
 
@@ -130,9 +131,7 @@ def _run(config: Config, root: Path) -> dict[str, Any]:
     try:
         return train(small, quiet=True)
     finally:
-        import ray
-
-        ray.shutdown()  # before its nodes go
+        disconnect()  # before its nodes go
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
 from rollcall.nodes.head import NodeInfo
 from rollcall.nodes.state import current_cluster, tls_dir
-from rollcall.on_ray.connect import connect
+from rollcall.on_ray.connect import connect, disconnect
+from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of, answers_of
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, element_size, read_sizes
 from rollcall.reward.confine import available
@@ -40,7 +41,6 @@ STAGE_S = 30.0
 SHARED_S = 10.0  # until a file written on one node is seen on the others
 RENAME_S = 1.5
 MEASURE_S = 120.0  # importing torch on a busy node is most of it
-TELL_EVERY_S = 5.0
 MAX_PAIRS_NODES = 16  # up to here every node connects to every other
 PINGS = 5
 
@@ -68,15 +68,13 @@ class Report:
 
 
 def examine(cluster: str | None, *, config: Config | None, say: Say) -> Report:
-    import ray
-
     name = current_cluster(cluster)
     connect(name, log_to_driver=False)
     try:
         roster = list_nodes(name)
         return _Examination(roster, config=config, say=say).run()
     finally:
-        ray.shutdown()  # ends the probes as well
+        disconnect()  # ends the probes as well
 
 
 class _Examination:
@@ -84,7 +82,7 @@ class _Examination:
         self.roster, self.config, self.say = roster, config, say
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
-        self.probes: dict[int, Any] = {}
+        self.probes: dict[int, Pinned] = {}
 
     def run(self) -> Report:
         self.findings += _judge_roster(self.roster)
@@ -116,14 +114,8 @@ class _Examination:
     # Each stage: call the probes, wait, judge
 
     def _start_probes(self) -> None:
-        import ray
-        from ray import cloudpickle
-
         self.say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
-        cloudpickle.register_pickle_by_value(doctor_facts)
-        remote = ray.remote(num_cpus=0, max_restarts=0)(doctor_facts.Probe)
-        for rank in self.infos:
-            self.probes[rank] = remote.options(resources={f"rollcall_node_{rank}": 0.001}).remote()
+        self.probes = {rank: Pinned(rank, doctor_facts.Probe, by_value=doctor_facts) for rank in self.infos}
 
     def _facts(self) -> list[NodeFacts]:
         folder = None if self.config is None else str(self.config.run.dir.absolute())
@@ -136,7 +128,7 @@ class _Examination:
                 "paths": [str(model.absolute())] if model is not None and model.is_dir() else [],
                 "address": info.address,
             }
-            calls[rank] = self.probes[rank].facts.remote(ask)
+            calls[rank] = self.probes[rank].call("facts", ask)
         answers = self._collect("say what it has", calls, timeout_s=PROBE_S)
         for rank in set(self.probes) - set(answers):
             del self.probes[rank]  # asked nothing more
@@ -158,15 +150,13 @@ class _Examination:
 
     def _clocks(self, nodes: Sequence[NodeFacts]) -> dict[int, tuple[float, float]]:
         """Each clock against this node's, in the middle of the fastest of a few round trips."""
-        import ray
-
         skews: dict[int, tuple[float, float]] = {}
         for rank, probe in self.probes.items():
             for _ in range(PINGS):
                 sent = time.time()
                 try:
-                    theirs: Any = ray.get(probe.clock.remote(), timeout=REACH_S)
-                except Exception:  # a slow or dead node shows in the stages that need it
+                    theirs = answer_of(probe.call("clock"), timeout_s=REACH_S)
+                except NoAnswerError:  # a slow or dead node shows in the stages that need it
                     break
                 doubt = (time.time() - sent) / 2
                 if rank not in skews or doubt < skews[rank][1]:
@@ -177,7 +167,7 @@ class _Examination:
     def _ports(self, nodes: Sequence[NodeFacts]) -> None:
         listening = self._collect(
             "listen on a port",
-            {rank: probe.listen.remote(self.infos[rank].address) for rank, probe in self.probes.items()},
+            {rank: probe.call("listen", self.infos[rank].address) for rank, probe in self.probes.items()},
         )
         calls = {}
         for rank in self.probes:
@@ -186,7 +176,7 @@ class _Examination:
                 for other in partners(rank, sorted(listening))
                 for port in listening[other]
             ]
-            calls[rank] = self.probes[rank].reach.remote(targets, REACH_S)
+            calls[rank] = self.probes[rank].call("reach", targets, REACH_S)
         failed = self._collect("connect to the others", calls, timeout_s=STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES)
         self.findings += checks.judge_reach(nodes, failed=failed)
 
@@ -196,7 +186,7 @@ class _Examination:
         if tls or not nodes or all(is_loopback(node.address) for node in nodes):
             return None
         calls = {
-            rank: probe.open_beside.remote(self.infos[rank].address, self.infos[rank].ports["node_manager"], REACH_S)
+            rank: probe.call("open_beside", self.infos[rank].address, self.infos[rank].ports["node_manager"], REACH_S)
             for rank, probe in self.probes.items()
         }
         open_at = self._collect("connect to its own addresses", calls)
@@ -215,14 +205,14 @@ class _Examination:
         try:
             wrote = self._collect(
                 f"write to {folder}",
-                {rank: probe.write.remote(folder, names[rank], text) for rank, probe in self.probes.items()},
+                {rank: probe.call("write", folder, names[rank], text) for rank, probe in self.probes.items()},
             )
             unwritable = {rank: why for rank, why in wrote.items() if why}
             writers = {names[rank]: rank for rank, why in wrote.items() if why is None}
             expected = dict.fromkeys(writers, text)
             seen = self._collect(
                 f"see what the others wrote in {folder}",
-                {rank: probe.see.remote(folder, expected, SHARED_S) for rank, probe in self.probes.items()},
+                {rank: probe.call("see", folder, expected, SHARED_S) for rank, probe in self.probes.items()},
             )
             unseen = {
                 rank: {writers[name]: why for name, why in answer["missing"].items()}
@@ -233,7 +223,7 @@ class _Examination:
         finally:
             leftovers = [scratch for name in names.values() for scratch in (name, f".{name}", f".{name}-next")]
             self._collect(
-                "clean up", {rank: probe.remove.remote(folder, leftovers) for rank, probe in self.probes.items()}
+                "clean up", {rank: probe.call("remove", folder, leftovers) for rank, probe in self.probes.items()}
             )
         shared = SharedFolder(
             path=folder,
@@ -254,8 +244,8 @@ class _Examination:
         if not readers:
             return {}, 0
         writer = writers[0]
-        calls = {rank: self.probes[rank].watch.remote(folder, names[writer], RENAME_S) for rank in readers}
-        calls[writer] = self.probes[writer].replace_often.remote(folder, names[writer], RENAME_S)
+        calls = {rank: self.probes[rank].call("watch", folder, names[writer], RENAME_S) for rank in readers}
+        calls[writer] = self.probes[writer].call("replace_often", folder, names[writer], RENAME_S)
         answers = self._collect(f"rename and read in {folder}", calls)
         torn = {rank: answers[rank]["torn"] for rank in readers if rank in answers and answers[rank]["torn"]}
         return torn, answers.get(writer, 0)
@@ -285,7 +275,7 @@ class _Examination:
         def start(rank: int, place: int, *extra: str) -> Any:
             arguments = ["--rank", str(place), *common, *extra]
             own = self.infos[rank].address
-            return self.probes[rank].start_measuring.remote(arguments, own, secret=secret, nccl=backend == "nccl")
+            return self.probes[rank].call("start_measuring", arguments, own, secret=secret, nccl=backend == "nccl")
 
         port = self._collect("start an all-reduce", {first: start(first, 0)}, timeout_s=MEASURE_S).get(first)
         if port is not None:
@@ -295,7 +285,7 @@ class _Examination:
             ranks = [first]
         answers = self._collect(
             "finish an all-reduce",
-            {rank: self.probes[rank].measured.remote(MEASURE_S) for rank in ranks},
+            {rank: self.probes[rank].call("measured", MEASURE_S) for rank in ranks},
             timeout_s=MEASURE_S + STAGE_S,
         )
         errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
@@ -307,25 +297,15 @@ class _Examination:
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
         """Answers by rank; a node that fails or is late becomes a finding."""
-        import ray
-
-        began, told = time.monotonic(), time.monotonic()
-        waiting = {ref: rank for rank, ref in calls.items()}
-        answers: dict[int, Any] = {}
-        while waiting and time.monotonic() - began < timeout_s:
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=1.0)
-            for ref in ready:
-                rank = waiting.pop(ref)
-                try:
-                    answers[rank] = ray.get(ref)
-                except Exception as error:
-                    self._failed(rank, what, f"it failed: {_last_line(error)}")
-            if waiting and time.monotonic() - told > TELL_EVERY_S:
-                told = time.monotonic()
-                ranks = ", ".join(str(rank) for rank in sorted(waiting.values()))
-                self.say(f"waiting for rank {ranks} to {what} ({told - began:.0f} s)")
-        for rank in waiting.values():
-            self._failed(rank, what, f"no answer after {timeout_s:.0f} s")
+        answers, failures = answers_of(
+            calls,
+            timeout_s=timeout_s,
+            tell=lambda ranks, waited_s: self.say(
+                f"waiting for rank {', '.join(map(str, ranks))} to {what} ({waited_s:.0f} s)"
+            ),
+        )
+        for rank, why_not in failures.items():
+            self._failed(rank, what, why_not)
         return answers
 
     def _failed(self, rank: int, what: str, why_not: str) -> None:
@@ -415,8 +395,3 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     width = element_size(config)
     models = 2 if config.algorithm.name == "ppo" else 1
     return models * sizes.num_parameters * (width + (12 if width == 2 else 8))
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rollcall.config import ClusterSection
 from rollcall.errors import ClusterError
 from rollcall.nodes.state import NodeRecord
-from rollcall.on_ray.connect import connect
+from rollcall.on_ray.connect import connect, disconnect
+from rollcall.on_ray.each_node import answers_of, node_addresses, run_on
 from rollcall.redact import REDACTED, hides
 from rollcall.worker_env.declared import NODE_OWN, Variable, declared, for_ray, seen_here
 from rollcall.worker_env.node_shell import UNDECLARED
 
 ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")
 ANSWER_S = 90.0  # a node starts a fresh process to answer
-NODE_RESOURCE = "rollcall_node_"  # and the rank: every node has its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,41 +40,25 @@ def view_workers(
 ) -> list[NodeView]:
     """Every node that is there, by rank. Fails with the ranks that have not answered in time."""
     connect(record.cluster, log_to_driver=False)
-    import ray
-
     try:
-        return _view(ray, section, submitted=submitted, timeout_s=timeout_s)
+        return _view(section, submitted=submitted, timeout_s=timeout_s)
     finally:
-        ray.shutdown()
+        disconnect()
 
 
-def _view(
-    ray: Any, section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float
-) -> list[NodeView]:
-    addresses = {
-        int(resource.removeprefix(NODE_RESOURCE)): node["NodeManagerAddress"]
-        for node in ray.nodes()
-        if node["Alive"]
-        for resource in node["Resources"]
-        if resource.startswith(NODE_RESOURCE)
-    }
-    wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in sorted(addresses)}
-    look = ray.remote(seen_here)
-    answers = {
-        rank: look.options(
-            num_cpus=0,
-            resources={f"{NODE_RESOURCE}{rank}": 0.001},
-            runtime_env={"env_vars": for_ray({name: variable.value for name, variable in variables.items()})},
-            max_retries=0,
-        ).remote()
+def _view(section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float) -> list[NodeView]:
+    addresses = node_addresses()
+    wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in addresses}
+    calls = {
+        rank: run_on(rank, seen_here, env=for_ray({name: variable.value for name, variable in variables.items()}))
         for rank, variables in wanted.items()
     }
-    _, late = ray.wait(list(answers.values()), num_returns=len(answers), timeout=timeout_s)
-    if late:
-        missing = ", ".join(str(rank) for rank, answer in answers.items() if answer in late)
-        raise ClusterError(f"no answer from node {missing} within {timeout_s:.0f} s; see `rollcall status`")
+    answers, failures = answers_of(calls, timeout_s=timeout_s)
+    if failures:
+        why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
+        raise ClusterError(f"{why}; see `rollcall status`")
     return [
-        NodeView(rank=rank, address=addresses[rank], variables=_compare(variables, ray.get(answers[rank])))
+        NodeView(rank=rank, address=addresses[rank], variables=_compare(variables, answers[rank]))
         for rank, variables in wanted.items()
     ]
 

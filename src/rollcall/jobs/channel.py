@@ -18,6 +18,7 @@ from rollcall.nodes.head import ask_own_head
 from rollcall.nodes.processes import RAYLET, command_names
 from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect
+from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.redact import redact, remember
 from rollcall.worker_env.declared import process_token
 
@@ -127,21 +128,17 @@ class RelayChannel:
         if not bound:
             raise ClusterError(f"the head at {record.head_address} has no dashboard, and so no jobs")
         connect(record.cluster, log_to_driver=False)
-        import ray
-
-        self._ray: Any = ray
-        pinned = {"rollcall_node_0": 0.001}
-        self._relay: Any = ray.remote(AtHead).options(num_cpus=0, resources=pinned).remote(f"http://{bound}")
+        self._relay = Pinned(0, AtHead, f"http://{bound}")
 
     def ask(
         self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
     ) -> Reply:
-        return Reply(*self._call(self._relay.ask, method, path, json, data, timeout_s, timeout_s=timeout_s))
+        return Reply(*self._call("ask", method, path, json, data, timeout_s, timeout_s=timeout_s))
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         while True:
             try:
-                text, is_over = self._call(self._relay.read, job_id, skip, timeout_s=ANSWER_S)
+                text, is_over = self._call("read", job_id, skip, timeout_s=ANSWER_S)
             except Unreachable as error:
                 return str(error)
             if text:
@@ -151,18 +148,17 @@ class RelayChannel:
                 return ""
             time.sleep(LOOK_EVERY_S)
 
-    def _call(self, method: Any, *args: Any, timeout_s: float) -> tuple[Any, ...]:
+    def _call(self, method: str, *args: Any, timeout_s: float) -> tuple[Any, ...]:
         try:
-            said, *rest = self._ray.get(method.remote(*args), timeout=timeout_s + RELAY_S)
-        except self._ray.exceptions.RayError as error:
+            said, *rest = answer_of(self._relay.call(method, *args), timeout_s=timeout_s + RELAY_S)
+        except NoAnswerError as error:
             if RAYLET not in command_names(self._record.processes):
                 raise ClusterError(
                     f"Ray on this node ({self._record.node_ip}, rank {self._record.rank}) has ended, and jobs are reached through "
                     "it; a job may be going on: look from another node, or run `rollcall node` here again"
                 ) from None
-            reason = str(error).strip().splitlines()[0]
             raise Unreachable(
-                f"the head node of {self.where} does not answer within {timeout_s + RELAY_S:.0f} s: {reason}"
+                f"the head node of {self.where} does not answer within {timeout_s + RELAY_S:.0f} s: {error}"
             ) from None
         if said:
             raise ClusterError(said)

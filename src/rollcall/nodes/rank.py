@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
 
+RANK_RESOURCE = "rollcall_node_"  # and the rank: what each node offers to Ray, so that a process can be pinned to it
 # The variable of the node's rank, and those that hold the number of nodes beside it, in the order they are looked at.
 LAUNCHERS = (
     ("RANK", ("WORLD_SIZE",)),
@@ -72,3 +73,11 @@ def _integer(name: str, environ: Mapping[str, str]) -> int | None:
     if not text.isascii() or not text.isdigit():
         raise ClusterError(f"{name}={text!r} in the environment is no rank or number of nodes")
     return int(text)
+
+
+def rank_offered(resources: Mapping[str, float]) -> int | None:
+    """The rank of a node with these resources of Ray; None: `rollcall node` has not started it."""
+    for name in resources:
+        if name.startswith(RANK_RESOURCE):
+            return int(name.removeprefix(RANK_RESOURCE))
+    return None

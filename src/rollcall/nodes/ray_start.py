@@ -31,6 +31,7 @@ from rollcall.nodes.address import (
 )
 from rollcall.nodes.head import LABEL
 from rollcall.nodes.processes import MARK
+from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import auth_env, state_dir, tls_env
 from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
@@ -38,6 +39,7 @@ from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
 Accelerator = Literal["gpu", "cpu"]
 Say = Callable[[str], None]
 
+COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
 SOCKET_LIMIT = 107  # bytes of a Unix socket's path
 # What Ray puts behind its temporary folder, with the longest process number Linux has.
 LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
@@ -211,7 +213,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
         f"--num-cpus={max(cores, start.slots) if start.accelerator == 'cpu' else cores}",
         f"--temp-dir={start.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
-        f"--resources={json.dumps({f'rollcall_node_{request.rank}': 1000})}",
+        f"--resources={json.dumps({f'{RANK_RESOURCE}{request.rank}': 1000})}",
         # 0: the kernel chooses when the port is bound, so no one can come between; _joined() reads what it chose.
         *(f"--{name}-port=0" for name in ("node-manager", "object-manager", "runtime-env-agent", "metrics-export")),
         *(
@@ -273,14 +275,21 @@ def _logical_ids(count: int) -> dict[str, str]:
 
 
 def _count_gpus() -> int:
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-
-    manager = get_accelerator_manager_for_resource("GPU")
-    if manager is None:
-        return 0
-    visible = manager.get_current_process_visible_accelerator_ids()
-    count = manager.get_current_node_num_accelerators()
-    return count if visible is None else min(count, len(visible))
+    """Ray's own count, by a process of its own: importing Ray here would leave its threads in a node that is to stay."""
+    command = [sys.executable, "-m", "rollcall.on_ray.count_gpus"]
+    try:
+        found = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=COUNT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            f"the GPUs of this node are not counted after {COUNT_S:g} s; see whether `nvidia-smi` answers here"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise ClusterError(
+            f"the GPUs of this node cannot be counted: {error.stderr.strip()}\ninstall Ray here again"
+        ) from None
+    return int(found.stdout.split()[-1])
 
 
 def _tail(log: Path, *, lines: int = 12) -> str:

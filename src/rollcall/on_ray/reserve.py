@@ -26,10 +26,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
 from rollcall.groups.failures import Progress
+from rollcall.nodes.rank import rank_offered
 from rollcall.on_ray.crew import STOP_DEADLINE_S, RayCrew
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
-RANK_RESOURCE = "rollcall_node_"  # and the resource it offers, followed by the rank
 NODE_ID_LABEL = "ray.io/node-id"
 PLACE_TRY_S = 10.0  # a placement group that found room is placed in milliseconds; later, someone else took it
 POLL_S = 0.25
@@ -88,10 +88,7 @@ def _own_rank(node: dict[str, Any]) -> int | None:
     label = node["Labels"].get(RANK_LABEL)
     if label is not None:
         return int(label)
-    for name in node["Resources"]:
-        if name.startswith(RANK_RESOURCE):
-            return int(name.removeprefix(RANK_RESOURCE))
-    return None
+    return rank_offered(node["Resources"])
 
 
 def _by_address(node: dict[str, Any]) -> tuple[Any, ...]:
