@@ -111,7 +111,7 @@ IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"
 IN_MARK_TRAINED = "rollcall.durable.journal:Journal.mark_trained"
 IN_METRICS = "rollcall.observe.sinks:JsonlSink.log"
 IN_EVALUATION = "rollcall.loop.evaluate:summarize"
-IN_EXPORT = "rollcall.loop.controller:Controller._export"
+IN_EXPORT = "rollcall.loop.record:Record.export"
 IN_SUMMARY = "rollcall.training:write_summary"
 
 

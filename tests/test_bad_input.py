@@ -37,7 +37,7 @@ from rollcall.durable.journal import Journal
 from rollcall.engine.native import engine as native_engine
 from rollcall.errors import CheckpointError, ClusterError, ConfigError, JournalError, NonFiniteError, WorkerError
 from rollcall.learner.learner import Critic, Learner
-from rollcall.loop.controller import RunError
+from rollcall.loop.attempts import RunError
 from rollcall.model.load import ModelError
 from rollcall.roles.local import LocalWorkers
 from rollcall.types import Completion
@@ -435,12 +435,12 @@ def test_a_disk_that_is_full_when_the_run_starts_is_named(tmp_path: Path, disk: 
 def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
     tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollcall.loop.controller import Controller
+    from rollcall.loop.record import Record
 
     monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
     config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
     with monkeypatch.context() as patch:
-        fill_disk_at(patch, disk, Controller, "_export", call=1)
+        fill_disk_at(patch, disk, Record, "export", call=1)
         with pytest.raises(CheckpointError, match="cannot write the trained model: No space left"):
             finish(config)
     (disk / "ballast").unlink()
@@ -488,7 +488,7 @@ def test_a_data_file_that_changed_under_the_run_is_refused(tmp_path: Path, chang
     run_and_be_killed(config, Kill(call=IN_UPDATE, number=4))
     before = journal_bytes(config)
     write_rows(tmp_path / "train.jsonl", CHANGES[change](letter_rows()))
-    with pytest.raises(JournalError, match=r"train\.jsonl is not what this run was started with.*restore it"):
+    with pytest.raises(JournalError, match=r"train\.jsonl has changed since this run began.*restore it"):
         finish(config)
     assert journal_bytes(config) == before
     write_rows(tmp_path / "train.jsonl", letter_rows())

@@ -25,7 +25,7 @@ from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
 from rollcall.errors import ConfigError, JournalError, WorkerDiedError, WorkerError
 from rollcall.inspect.audit import audit
-from rollcall.loop.controller import Controller
+from rollcall.loop.record import Record
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
 from rollcall.roles.local import LocalWorkers
@@ -100,7 +100,7 @@ def at_call(patch: pytest.MonkeyPatch, owner: type, name: str, *, call: int, act
         pytest.param(Journal, "mark_trained", 3, id="that-a-step-was-trained"),
         pytest.param(LocalWorkers, "write_checkpoint", 2, id="a-checkpoint"),
         pytest.param(JsonlSink, "log", 3, id="metrics"),
-        pytest.param(Controller, "_export", 1, id="the-model"),
+        pytest.param(Record, "export", 1, id="the-model"),
     ],
 )
 def test_a_run_waits_for_a_full_disk_and_ends_as_if_nothing_had_been(

@@ -24,7 +24,7 @@ from rollcall.cli.main import app
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
-from rollcall.loop.controller import RunError
+from rollcall.loop.attempts import RunError
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.observe.events import StepPhase, read_phases
 from rollcall.training import train

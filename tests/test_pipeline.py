@@ -26,7 +26,7 @@ from benchmarks.standins import make_workers, run_steps, stop, team_of
 from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.loop.aside import in_thread
-from rollcall.loop.supply import AsCompleted, Begun, Cursor, InOrder, Made, Needs, StepBatch, choose
+from rollcall.loop.supply import AsCompleted, Begun, Cursor, Demand, InOrder, StepBatch, SuppliedGroup, choose
 from rollcall.plan.placement import Role
 from rollcall.types import Group, Prompt
 
@@ -90,18 +90,18 @@ class Clumsy:
         self.begun: list[int] = []
         self.without_signal = without_signal
 
-    async def make(self, step: int, draw: int) -> Made:
+    async def make(self, step: int, draw: int) -> SuppliedGroup:
         self.begun.append(draw)
         for _ in range(self.random.randrange(40)):
             await asyncio.sleep(0)
-        return Made(group=make_group(step, draw), journaled=False)
+        return SuppliedGroup(group=make_group(step, draw), from_journal=False)
 
     def has_signal(self, group: Group) -> bool:
         return random.Random(group.draw).random() >= self.without_signal
 
 
-def needs_of(clumsy: Clumsy, *, staleness: int, start_step: int = 0, max_refills: int | None = None) -> Needs:
-    return Needs(
+def needs_of(clumsy: Clumsy, *, staleness: int, start_step: int = 0, max_refills: int | None = None) -> Demand:
+    return Demand(
         start_step=start_step,
         steps=STEPS,
         wanted=PROMPTS,
@@ -139,7 +139,7 @@ def test_groups_as_they_finish_are_each_in_one_step_and_none_too_late(staleness:
         supply = AsCompleted(needs_of(clumsy, staleness=staleness), cursor=NOTHING_YET, recorded={})
         make = clumsy.make
 
-        async def noted(step: int, draw: int) -> Made:
+        async def noted(step: int, draw: int) -> SuppliedGroup:
             begun_at[draw] = supply._version
             return await make(step, draw)
 
@@ -207,7 +207,7 @@ def test_groups_without_signal_are_replaced_as_long_as_refills_last() -> None:
 
 
 def test_an_error_in_a_group_ends_the_supply() -> None:
-    async def broken(step: int, draw: int) -> Made:
+    async def broken(step: int, draw: int) -> SuppliedGroup:
         raise ValueError(f"draw {draw} is broken")
 
     async def work() -> None:
@@ -234,7 +234,7 @@ def test_in_order_uses_what_was_left_pending_first() -> None:
 def test_a_group_that_could_not_come_later_is_waited_for() -> None:
     late, *others = (Begun(draw=draw, version=0) for draw in range(4))
     for place, item in enumerate(others):
-        item.made, item.place = Made(group=make_group(1, item.draw), journaled=False), place
+        item.made, item.place = SuppliedGroup(group=make_group(1, item.draw), from_journal=False), place
     assert choose([late, *others], step=1, wanted=2, staleness=1) == [1, 2]
     assert choose([late, others[-1]], step=2, wanted=2, staleness=1) is None, "draw 0 is due in step 2"
     assert choose([late, others[-1]], step=2, wanted=1, staleness=2) == [3]

@@ -303,7 +303,7 @@ def test_a_step_trained_again_keeps_its_groups_under_another_filter(
     run_and_be_killed(config, Kill(call=IN_UPDATE, number=7))
     with Journal(config.run.dir / "journal") as journal:
         before = journal.trained()
-    monkeypatch.setattr("rollcall.loop.controller.has_signal", lambda group: True)
+    monkeypatch.setattr("rollcall.loop.group_maker.has_signal", lambda group: True)
     finish(config)
     with Journal(config.run.dir / "journal") as journal:
         after = journal.trained()

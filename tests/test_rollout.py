@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rollcall.engine.protocol import Finished, Request, Sampling
-from rollcall.loop.rollout import Attempt, Rollouts, sampling_seeds
-from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
+from rollcall.loop.rollout import Rollouts, sampling_seeds
+from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 
@@ -54,6 +54,10 @@ def make_completion(seed: int, *, num_tokens: int = 2) -> Completion:
         seed=seed,
         text=str(seed),
     )
+
+
+def attempt(rollouts: Rollouts, name: str, *, seeds: tuple[int, ...], scorer: Any) -> Awaitable[Group]:
+    return rollouts.attempt(make_prompt(name), step=1, draw=0, seeds=seeds, sampling=SAMPLING, scorer=scorer)
 
 
 class FakeEngine:
@@ -134,24 +138,21 @@ def drive(work: Callable[[Rollouts], Awaitable[Any]], engine: Any) -> Any:
 
 
 def test_an_attempt_brings_the_completions_and_their_scores() -> None:
-    async def work(rollouts: Rollouts) -> Attempt:
-        return await rollouts.attempt(make_prompt("p"), seeds=(4, 5), sampling=SAMPLING, scorer=FakeScorer())  # type: ignore[arg-type]
+    async def work(rollouts: Rollouts) -> Group:
+        return await attempt(rollouts, "p", seeds=(4, 5), scorer=FakeScorer())
 
-    attempt = drive(work, FakeEngine())
-    assert [completion.seed for completion in attempt.completions] == [4, 5]
-    assert [score.value for score in attempt.scores] == [4.0, 5.0]
-    assert attempt.started_s <= attempt.finished_s
+    group = drive(work, FakeEngine())
+    assert [completion.seed for completion in group.completions] == [4, 5]
+    assert [score.value for score in group.scores] == [4.0, 5.0]
+    assert group.started_s <= group.finished_s
 
 
 def test_attempts_overlap_and_each_gets_its_own() -> None:
     engine, scorer = FakeEngine(), FakeScorer()
 
-    async def work(rollouts: Rollouts) -> list[Attempt]:
+    async def work(rollouts: Rollouts) -> list[Group]:
         return await asyncio.gather(
-            *(
-                rollouts.attempt(make_prompt(f"p{i}"), seeds=(i, i + 100), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
-                for i in range(1, 8)
-            )
+            *(attempt(rollouts, f"p{i}", seeds=(i, i + 100), scorer=scorer) for i in range(1, 8))
         )
 
     attempts = drive(work, engine)
@@ -162,12 +163,9 @@ def test_attempts_overlap_and_each_gets_its_own() -> None:
 def test_two_scorers_are_served_at_once() -> None:
     plus, minus = FakeScorer(), FakeScorer(sign=-1, delay=6)
 
-    async def work(rollouts: Rollouts) -> list[Attempt]:
+    async def work(rollouts: Rollouts) -> list[Group]:
         return await asyncio.gather(
-            *(
-                rollouts.attempt(make_prompt("p"), seeds=(3,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
-                for scorer in (plus, minus, plus)
-            )
+            *(attempt(rollouts, "p", seeds=(3,), scorer=scorer) for scorer in (plus, minus, plus))
         )
 
     assert [attempt.scores[0].value for attempt in drive(work, FakeEngine())] == [3.0, -3.0, 3.0]
@@ -177,9 +175,7 @@ def test_rewards_are_waited_for_only_when_the_engine_is_idle() -> None:
     engine, scorer = FakeEngine(), FakeScorer(delay=4)
 
     async def work(rollouts: Rollouts) -> None:
-        await asyncio.gather(
-            *(rollouts.attempt(make_prompt("p"), seeds=(i,), sampling=SAMPLING, scorer=scorer) for i in range(3))  # type: ignore[arg-type]
-        )
+        await asyncio.gather(*(attempt(rollouts, "p", seeds=(i,), scorer=scorer) for i in range(3)))
 
     drive(work, engine)
     assert scorer.waits[:2] == [0.0, 0.0], "the engine still has work"
@@ -192,8 +188,8 @@ def test_a_refused_request_fails_its_attempt_alone() -> None:
     async def work(rollouts: Rollouts) -> tuple[Any, Any]:
         return tuple(
             await asyncio.gather(
-                rollouts.attempt(make_prompt("bad"), seeds=(1, 2, 3, 4), sampling=SAMPLING, scorer=scorer),  # type: ignore[arg-type]
-                rollouts.attempt(make_prompt("good"), seeds=(1,), sampling=SAMPLING, scorer=scorer),  # type: ignore[arg-type]
+                attempt(rollouts, "bad", seeds=(1, 2, 3, 4), scorer=scorer),
+                attempt(rollouts, "good", seeds=(1,), scorer=scorer),
                 return_exceptions=True,
             )
         )  # type: ignore[return-value]
@@ -206,13 +202,11 @@ def test_a_refused_request_fails_its_attempt_alone() -> None:
 def test_a_cancelled_attempt_does_not_stop_the_others() -> None:
     scorer = FakeScorer(delay=5)
 
-    async def work(rollouts: Rollouts) -> Attempt:
-        first = asyncio.ensure_future(
-            rollouts.attempt(make_prompt("gone"), seeds=(1,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
-        )
+    async def work(rollouts: Rollouts) -> Group:
+        first = asyncio.ensure_future(attempt(rollouts, "gone", seeds=(1,), scorer=scorer))
         await asyncio.sleep(0)
         first.cancel()
-        return await rollouts.attempt(make_prompt("kept"), seeds=(2,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
+        return await attempt(rollouts, "kept", seeds=(2,), scorer=scorer)
 
     assert drive(work, FakeEngine()).scores[0].value == 2.0
 
@@ -223,8 +217,8 @@ def test_the_pump_sleeps_without_work_and_wakes_again() -> None:
     async def work(rollouts: Rollouts) -> list[float]:
         values: list[float] = []
         for seed in (1, 2):
-            attempt = await rollouts.attempt(make_prompt("p"), seeds=(seed,), sampling=SAMPLING, scorer=scorer)  # type: ignore[arg-type]
-            values.append(attempt.scores[0].value)
+            group = await attempt(rollouts, "p", seeds=(seed,), scorer=scorer)
+            values.append(group.scores[0].value)
             await asyncio.sleep(0)
             polls = len(scorer.waits)
             for _ in range(50):
@@ -237,7 +231,7 @@ def test_the_pump_sleeps_without_work_and_wakes_again() -> None:
 
 def test_the_clock_counts_tokens_and_starts_over_when_taken() -> None:
     async def work(rollouts: Rollouts) -> tuple[int, int]:
-        await rollouts.attempt(make_prompt("p"), seeds=(1, 2, 3), sampling=SAMPLING, scorer=FakeScorer())  # type: ignore[arg-type]
+        await attempt(rollouts, "p", seeds=(1, 2, 3), scorer=FakeScorer())
         return rollouts.clock.take().engine_tokens, rollouts.clock.take().engine_tokens
 
     assert drive(work, FakeEngine()) == (6, 0)
@@ -248,8 +242,8 @@ def test_an_error_of_the_engine_reaches_whoever_runs_the_pump() -> None:
         def poll(self) -> list[Finished]:
             raise RuntimeError("the card fell off")
 
-    async def work(rollouts: Rollouts) -> Attempt:
-        return await rollouts.attempt(make_prompt("p"), seeds=(1,), sampling=SAMPLING, scorer=FakeScorer())  # type: ignore[arg-type]
+    async def work(rollouts: Rollouts) -> Group:
+        return await attempt(rollouts, "p", seeds=(1,), scorer=FakeScorer())
 
     with pytest.raises(RuntimeError, match="the card fell off"):
         drive(work, Broken())

@@ -16,7 +16,7 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.train import _in_run_dir
 from rollcall.config import load_config
 from rollcall.errors import ConfigError, WorkerDiedError
-from rollcall.loop.controller import Controller
+from rollcall.loop.record import Record
 from rollcall.observe.console import QuietConsole
 from rollcall.training import train
 
@@ -133,15 +133,15 @@ class Recorder(QuietConsole):
 def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    console, made, lost = Recorder(), Controller._metrics, []
+    console, made, lost = Recorder(), Record._metrics, []
 
-    def lose_once(self: Controller, batch: Any, *rest: Any) -> dict[str, float]:
+    def lose_once(self: Record, batch: Any, *rest: Any) -> dict[str, float]:
         if batch.step == 3 and not lost:
             lost.append(batch.step)
             raise WorkerDiedError("rollout rank 0 is lost", role="rollout", ranks=[0], node_ranks=[])
         return made(self, batch, *rest)
 
-    monkeypatch.setattr(Controller, "_metrics", lose_once)
+    monkeypatch.setattr(Record, "_metrics", lose_once)
     monkeypatch.setattr("rollcall.training.make_console", lambda **_: console)
     train(make_run(tmp_path, "trainer.steps=3", "trainer.save_every=2"))
     assert console.seen == [

@@ -31,7 +31,7 @@ from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
-from rollcall.loop.controller import RunError
+from rollcall.loop.attempts import RunError
 from rollcall.observe.metrics import check_names
 from rollcall.training import train
 

@@ -23,6 +23,10 @@ MAX_TOLD_LINES = 60
 LEFT_S = 30.0
 
 
+class RunError(RuntimeError):
+    """The run cannot go on. The files on disk are whole, and the message says what to change."""
+
+
 class Regrow(Exception):  # noqa: N818 - no error: the attempt has ended well, at a checkpoint
     """A node is back: the next attempt uses it."""
 

@@ -51,21 +51,12 @@ async def evaluate(
     seed: int,
     step: int,
 ) -> Evaluation:
-    """Attempt every prompt ``section.samples_per_prompt`` times. Seeds do not depend on the step: curves compare."""
+    """Attempt every prompt ``section.samples_per_prompt`` times. Seeds do not depend on the step, so that evaluations of
+    different steps can be compared."""
 
     async def one(index: int, prompt: Prompt) -> Group:
         seeds = sampling_seeds(seed, -1, prompt.id, section.samples_per_prompt)
-        attempt = await rollouts.attempt(prompt, seeds=seeds, sampling=sampling, scorer=scorer)
-        return Group(
-            step=step,
-            draw=index,
-            prompt=prompt,
-            completions=attempt.completions,
-            scores=attempt.scores,
-            started_s=attempt.started_s,
-            finished_s=attempt.finished_s,
-            worker="eval",
-        )
+        return await rollouts.attempt(prompt, step=step, draw=index, seeds=seeds, sampling=sampling, scorer=scorer)
 
     groups = list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
     return summarize(groups, first_reward=scorer.names[0], threshold=section.threshold)

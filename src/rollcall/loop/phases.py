@@ -1,8 +1,8 @@
 """Which part of the loop a command runs: all of it, or rollout and update as commands of their own.
 
-``rollout`` fills the journal with the groups that the staleness allows from the newest checkpoint, and stops. ``update``
-trains the steps whose groups the journal has, saves, and stops; on another cluster or another day. One after the other they
-do what ``both`` does. They are bounds on the same loop (``loop/controller.py``), not loops.
+``rollout`` fills the journal with the groups that ``trainer.staleness`` allows from the newest checkpoint, and stops.
+``update`` trains the steps whose groups are in the journal, saves, and stops; it can run on another cluster or another day.
+One after the other they do what ``both`` does. They are bounds on the same loop (``loop/controller.py``), not other loops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What this command does of the run."""
+    """Which part of the run this command does."""
 
     phase: Phase = Phase.BOTH
     split: Split = Split.TRAIN  # eval: only evaluate the newest checkpoint
@@ -50,7 +50,7 @@ class Bounds:
         return self.phase is not Phase.ROLLOUT
 
     def last_step(self, trainer: TrainerSection, *, start_step: int) -> int:
-        """The last step whose groups are asked for."""
+        """The last step whose groups this command needs."""
         if self.trains:
             return trainer.steps
         return min(trainer.steps, start_step + steps_ahead(trainer.staleness, order=trainer.order))
@@ -59,3 +59,8 @@ class Bounds:
 def steps_ahead(staleness: int, *, order: str) -> int:
     """Steps that one version of the weights may sample for."""
     return max(staleness, min(staleness + 1, 2)) if order == "as_completed" else staleness + 1
+
+
+def is_due(step: int, *, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps, and after the last one, happens after this step; 0: never before."""
+    return step == last or (every > 0 and step % every == 0)

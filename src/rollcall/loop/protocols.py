@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
-from rollcall.loop.samples import Score as ScoreSamples
+from rollcall.loop.samples import ScoreSamples
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Floats, Sample
 

@@ -1,11 +1,11 @@
 """Engine and rewards as awaitables.
 
-``attempt`` submits one prompt and waits for its scored completions. One pump drives everything that is under way: it
-polls the engine, hands finished completions to the rewards, polls those, and wakes whoever waits. With nothing under
-way it sleeps until the next ``attempt``.
+``attempt`` submits one prompt and waits for its group of scored completions. One pump drives all of them: it polls the
+engine, hands finished completions to the rewards, polls the rewards, and wakes the callers. When there is nothing to do it
+sleeps until the next ``attempt``.
 
-An engine in this process decodes inside ``poll``. One whose work is done elsewhere (``Elsewhere``) only looks: the pump
-then sleeps until there is something to see, so that whatever else shares the event loop is not held up.
+An engine in this process decodes inside ``poll``. With an engine in other processes (``Elsewhere``) a poll only looks, so the
+pump sleeps until there is something to see, and does not hold up the event loop.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from rollcall.engine.protocol import Engine, Request, Sampling
 from rollcall.loop.aside import in_thread
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, Prompt, Score
+from rollcall.types import Completion, Group, Prompt, Score
 
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
@@ -31,28 +31,19 @@ class Elsewhere(Protocol):
     """An engine that works in other processes."""
 
     async def changed(self) -> None:
-        """Returns when a poll may have something to tell."""
+        """Returns when a poll may find something new."""
         ...
 
     def take_maker(self, request_id: str) -> str:
-        """Who made a request that ``poll`` returned; asked once."""
+        """Which worker made the request that ``poll`` returned; asked once for each request."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    completions: tuple[Completion, ...]
-    scores: tuple[Score, ...]
-    started_s: float
-    finished_s: float
-    worker: str
 
 
 @dataclass(slots=True)
 class Clock:
-    """Where the pump's time went since it was last read."""
+    """How the pump spent its time since the last ``take``."""
 
-    engine_s: float = 0.0  # in which the engine had something to do
+    engine_s: float = 0.0  # while the engine had work
     reward_s: float = 0.0
     engine_tokens: int = 0
 
@@ -62,13 +53,17 @@ class Clock:
         return taken
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Waiting:
+    """A group that is not finished."""
+
+    step: int
+    draw: int
     prompt: Prompt
     scorer: Scorer
     started_s: float
-    done: asyncio.Future[Attempt]
-    completions: tuple[Completion, ...] = field(default=())
+    done: asyncio.Future[Group]
+    completions: tuple[Completion, ...] = ()
     worker: str = HERE
 
 
@@ -88,44 +83,49 @@ class Rollouts:
         self._one_asks = asyncio.Lock()
         self._looked_s = time.perf_counter()
 
-    async def attempt(self, prompt: Prompt, *, seeds: tuple[int, ...], sampling: Sampling, scorer: Scorer) -> Attempt:
-        key, self._num_attempts = self._num_attempts, self._num_attempts + 1
-        done: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = _Waiting(prompt, scorer, time.time(), done)
-        if scorer not in self._scorers:
-            self._scorers.append(scorer)
+    async def attempt(
+        self, prompt: Prompt, *, step: int, draw: int, seeds: tuple[int, ...], sampling: Sampling, scorer: Scorer
+    ) -> Group:
+        key, waiting = self._expect(prompt, step=step, draw=draw, scorer=scorer)
         request = Request(id=str(key), prompt_ids=prompt.token_ids, seeds=seeds, sampling=sampling)
         if self._held_back is None:
             self._submit(request)
         else:
             self._held_back.append(request)
-        return await done
+        return await waiting.done
 
-    async def score(self, prompt: Prompt, completions: tuple[Completion, ...], *, scorer: Scorer) -> tuple[Score, ...]:
-        """Scores of completions that are there already."""
-        key, self._num_attempts = self._num_attempts, self._num_attempts + 1
-        done: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[key] = _Waiting(prompt, scorer, time.time(), done, completions=completions)
-        if scorer not in self._scorers:
-            self._scorers.append(scorer)
+    async def score_again(self, group: Group, *, scorer: Scorer) -> Group:
+        """The same completions with new scores."""
+        key, waiting = self._expect(group.prompt, step=group.step, draw=group.draw, scorer=scorer)
+        waiting.completions = group.completions
         self._hand_to_rewards(key, waiting)
         self._work.set()
-        return (await done).scores
+        return replace(group, scores=(await waiting.done).scores)
+
+    def _expect(self, prompt: Prompt, *, step: int, draw: int, scorer: Scorer) -> tuple[int, _Waiting]:
+        key, self._num_attempts = self._num_attempts, self._num_attempts + 1
+        done: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[key] = _Waiting(
+            step=step, draw=draw, prompt=prompt, scorer=scorer, started_s=time.time(), done=done
+        )
+        if scorer not in self._scorers:
+            self._scorers.append(scorer)
+        return key, waiting
 
     async def drain(self) -> None:
-        """Hand nothing new to the engine, and wait until it has finished what it has."""
+        """Give the engine nothing new, and wait until it has finished its requests."""
         self._held_back = [] if self._held_back is None else self._held_back
         async with self._idle:
             await self._idle.wait_for(lambda: not self.engine.num_unfinished)
 
     def go_on(self) -> None:
-        """The engine gets what was held back, and what comes."""
+        """Give the engine the requests that were held back; later ones go straight to it."""
         held_back, self._held_back = self._held_back or [], None
         for request in held_back:
             self._submit(request)
 
     async def pump(self) -> None:
-        """Runs beside whoever attempts, until cancelled."""
+        """Runs beside the callers of ``attempt``, until cancelled."""
         try:
             while True:
                 await self._work.wait()
@@ -158,7 +158,7 @@ class Rollouts:
         self._work.set()
 
     async def _rest(self, engine: Elsewhere) -> None:
-        """Until the engine has something to tell, a request is to be handed on, or rewards may be there."""
+        """Sleep until the engine has news, a new request comes, or rewards may be ready."""
         news = asyncio.create_task(self._work.wait())
         events: set[asyncio.Task[Any]] = {news, *self._asking}
         if self.engine.num_unfinished:
@@ -203,7 +203,7 @@ class Rollouts:
             waiting.scorer.submit(key, waiting.prompt, waiting.completions)
 
     async def _ask(self, key: int, waiting: _Waiting) -> None:
-        """Score by a model in another process: one group at a time, since a scorer belongs to one thread at a time."""
+        """Score by a model in another process, one group at a time: only one thread at a time may use a scorer."""
         async with self._one_asks:
             scores = await in_thread(waiting.scorer.score, waiting.prompt, waiting.completions)
         self._finish(key, scores)
@@ -220,7 +220,10 @@ class Rollouts:
         waiting = self._waiting.pop(key)
         if not waiting.done.cancelled():
             waiting.done.set_result(
-                Attempt(
+                Group(
+                    step=waiting.step,
+                    draw=waiting.draw,
+                    prompt=waiting.prompt,
                     completions=waiting.completions,
                     scores=scores,
                     started_s=waiting.started_s,
@@ -231,7 +234,7 @@ class Rollouts:
 
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:
-    """The seeds of a group's attempts: a function of (run seed, step, prompt, attempt) and nothing else."""
+    """The seeds of a group's attempts, a function of (run seed, step, prompt, attempt) alone."""
     seeds: list[int] = []
     for attempt in range(count):
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()

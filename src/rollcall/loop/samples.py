@@ -14,7 +14,7 @@ from rollcall.config import Algorithm
 from rollcall.learner.learner import TokenScores
 from rollcall.types import Floats, Group, Sample
 
-Score = Callable[[Sequence[Sample]], list[TokenScores]]
+ScoreSamples = Callable[[Sequence[Sample]], list[TokenScores]]
 
 
 def make_samples(
@@ -22,7 +22,7 @@ def make_samples(
     *,
     algorithm: Algorithm,
     max_response_tokens: int,
-    reference: Score | None,
+    reference: ScoreSamples | None,
     values: Callable[[Sequence[Sample]], list[Floats]] | None,
 ) -> list[Sample]:
     """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows."""

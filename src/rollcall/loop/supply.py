@@ -33,11 +33,11 @@ class NothingLeftError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """A finished group, and whether the journal had it already."""
+class SuppliedGroup:
+    """A finished group, and whether it comes from the journal."""
 
     group: Group
-    journaled: bool
+    from_journal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class Demand:
     """What the steps of a run need, and how they get it."""
 
     start_step: int  # trained already
@@ -86,7 +86,7 @@ class Needs:
     wanted: int  # groups a step
     staleness: int
     max_refills: int | None  # None: groups without signal are trained on too
-    make: Callable[[int, int], Awaitable[Made]]  # step, draw
+    make: Callable[[int, int], Awaitable[SuppliedGroup]]  # step, draw
     has_signal: Callable[[Group], bool]
 
 
@@ -105,7 +105,7 @@ class Supply(Protocol):
 
 
 class InOrder:
-    def __init__(self, needs: Needs, *, cursor: Cursor) -> None:
+    def __init__(self, needs: Demand, *, cursor: Cursor) -> None:
         self._needs = needs
         self._cursor = cursor
         self._version = needs.start_step
@@ -150,7 +150,7 @@ class InOrder:
     async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
         """The step's own draws, ``cursor`` being what follows them; groups without signal are left out and others drawn, round after round."""
         started, needs = time.perf_counter(), self._needs
-        made: list[Made] = []
+        made: list[SuppliedGroup] = []
         kept: list[Group] = []
         num_refills, filtered = 0, needs.max_refills is not None
         while True:
@@ -169,7 +169,7 @@ class InOrder:
             groups=sorted(kept, key=lambda group: group.draw),
             cursor=cursor,
             num_refills=num_refills,
-            num_from_journal=sum(item.journaled for item in made),
+            num_from_journal=sum(item.from_journal for item in made),
             zero_variance=float(np.mean([not needs.has_signal(item.group) for item in made])),
             wall_s=time.perf_counter() - started,
         )
@@ -183,7 +183,7 @@ class Begun:
     version: (
         int  # no token of it is older: what the engines had when it began; once it has finished, that of its oldest
     )
-    made: Made | None = None
+    made: SuppliedGroup | None = None
     place: int = 0  # among all that finished
     missing: bool = False  # it will not finish
 
@@ -199,7 +199,7 @@ class AsCompleted:
     all k + 1, every step would have to wait for exactly the oldest groups, and there would be nothing to choose.
     """
 
-    def __init__(self, needs: Needs, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, needs: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
         self._needs = needs
         self._cursor = cursor
         self._recorded = {step: tuple(draws) for step, draws in recorded.items() if step > needs.start_step}
@@ -208,7 +208,7 @@ class AsCompleted:
         self._num_taken = needs.start_step * needs.wanted
         self._begun: dict[int, Begun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finished: list[Made] = []  # since the last step was put together
+        self._finished: list[SuppliedGroup] = []  # since the last step was put together
         self._num_finished = 0
         self._num_dropped = 0  # since then too
         self._failure: Exception | None = None
@@ -261,7 +261,7 @@ class AsCompleted:
                     pending=tuple(sorted((*self._begun, *self._cursor.pending))), next_draw=self._cursor.next_draw
                 ),
                 num_refills=num_refills,
-                num_from_journal=sum(made.journaled for made in finished),
+                num_from_journal=sum(made.from_journal for made in finished),
                 zero_variance=float(np.mean([not needs.has_signal(made.group) for made in finished] or [0.0])),
                 wall_s=self._asked_s - asked_s,
             )
@@ -292,7 +292,7 @@ class AsCompleted:
         async with self._changed:
             self._changed.notify_all()
 
-    def _note(self, begun: Begun, made: Made) -> None:
+    def _note(self, begun: Begun, made: SuppliedGroup) -> None:
         needs = self._needs
         self._num_finished += 1
         begun.made, begun.place = made, self._num_finished

@@ -21,7 +21,7 @@ from rollcall.engine.vllm.setup import find_python
 from rollcall.errors import ConfigError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
-from rollcall.loop.samples import Score as ScoreSamples
+from rollcall.loop.samples import ScoreSamples
 from rollcall.model.decoder import has_compiler
 from rollcall.model.load import (
     load_tokenizer,

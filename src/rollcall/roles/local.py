@@ -12,7 +12,7 @@ from rollcall.config import Config, ModelReward, Ppo
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
-from rollcall.loop.samples import Score as ScoreSamples
+from rollcall.loop.samples import ScoreSamples
 from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.reward.scorer import ModelRewardFunction

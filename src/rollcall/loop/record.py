@@ -1,0 +1,161 @@
+"""What a run leaves in its directory step by step: rows of metrics, samples, checkpoints, and at the end the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.config import Config
+from rollcall.durable.patience import persist
+from rollcall.errors import CheckpointError, NonFiniteError
+from rollcall.loop.attempts import RunError, causes
+from rollcall.loop.phases import is_due
+from rollcall.loop.protocols import Workers
+from rollcall.loop.rollout import Clock
+from rollcall.loop.step_metrics import batch_metrics
+from rollcall.loop.supply import StepBatch
+from rollcall.observe.console import Console
+from rollcall.observe.headline import ACCURACY, REWARD, headline_of
+from rollcall.observe.sinks import Sink, read_rows
+from rollcall.observe.summary import peak_memory_gib, write_samples
+from rollcall.types import Group, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What the update of one step did, and how long it took."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+    num_tokens: int
+    score_s: float
+    update_s: float
+
+
+class Record:
+    """``data_mark`` identifies the prompts of the run; a checkpoint keeps it."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        *,
+        run_dir: Path,
+        store: CheckpointStore,
+        sinks: Sequence[Sink],
+        console: Console,
+        data_mark: str,
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._run_dir = run_dir
+        self._store = store
+        self._sinks = sinks
+        self._console = console
+        self._data_mark = data_mark
+        self.unsaved: StepBatch | None = None  # trained since the newest checkpoint
+        self.update_s = 0.0  # of the last step
+        self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
+        self._evaluated_step = -1
+        self._scores: dict[str, float] = {}  # of that step, by the metrics that can rank checkpoints
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in (*self._sinks, self._console):
+            sink.log(step, metrics)
+
+    def note_update(self, batch: StepBatch, update: Update, clock: Clock, *, started: float) -> None:
+        """The step is trained, whatever happens next. ``log_step`` writes its row."""
+        self.unsaved, self.update_s = batch, update.score_s + update.update_s
+        updated = time.perf_counter()
+
+        def row() -> dict[str, float]:
+            now = time.perf_counter()
+            return self._metrics(batch, update, clock) | {"time/sync_s": now - updated, "time/step_s": now - started}
+
+        self._row = row
+
+    def log_step(self) -> None:
+        if self._row is not None and self.unsaved is not None:
+            self.log(self.unsaved.step, self._row())
+            self._row = None
+
+    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._evaluated_step = step
+        self._scores = {headline.metric: metrics[headline.metric] for headline in (ACCURACY, REWARD)}
+
+    def write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
+        directory = self._run_dir / "samples"
+        write = partial(write_samples, directory, step=step, split=split, groups=groups)
+        persist(write, path=directory, what=f"the {split} samples of step {step}")
+
+    def save(self, batch: StepBatch) -> None:
+        """Write the checkpoint of a step. Samples first: after a kill they are written again with the checkpoint."""
+        step, trainer = batch.step, self._config.trainer
+        self.write_samples(step, "train", batch.groups[:8])
+        ranking = self._ranking(step)
+        evaluates = self._workers.val is not None and is_due(step, every=trainer.eval_every, last=trainer.steps)
+        state = {
+            "step": step,
+            "next_draw": batch.cursor.next_draw,
+            "pending": list(batch.cursor.pending),
+            "version": step,
+            "data": self._data_mark,
+            "owes_evaluation": evaluates and self._evaluated_step < step,
+        }
+        with self.explaining_divergence(step, lost="this step was not saved"):
+            score = ranking["scores"].get(ranking["best_by"])
+            self._store.save(step, write=self._workers.write_checkpoint, state=state, score=score, **ranking)
+        self.unsaved = None
+
+    def add_scores(self, step: int) -> None:
+        """Of a checkpoint that was saved before its evaluation."""
+        self._store.add_scores(step, **self._ranking(step))
+
+    def export(self, *, step: int) -> None:
+        target = self._run_dir / "model"
+        with self.explaining_divergence(step, lost="no model was exported"):
+            write = partial(self._workers.export, target)
+            persist(write, path=target, what="the trained model", refuse=CheckpointError)
+
+    @contextmanager
+    def explaining_divergence(self, step: int, *, lost: str) -> Iterator[None]:
+        """If weights, loss or gradients diverge in the block, here or in a worker, the error says what to do."""
+        try:
+            yield
+        except Exception as error:
+            found = next((cause for cause in causes(error) if isinstance(cause, NonFiniteError)), None)
+            if found is None:
+                raise
+            newest = self._store.latest()
+            where = f"goes on from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
+            raise RunError(
+                f"step {step}: {found}; {lost}, and nothing on disk is lost. Lower actor.lr, set actor.grad_clip, or look at "
+                f"the step's groups in the journal; then run the same command again: it {where}"
+            ) from error
+
+    def _ranking(self, step: int) -> dict[str, Any]:
+        """What decides whether the step's checkpoint is among the best, as arguments of the store."""
+        headline = headline_of(read_rows(self._run_dir / "metrics.jsonl"))
+        return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
+
+    def _metrics(self, batch: StepBatch, update: Update, clock: Clock) -> dict[str, float]:
+        """The step's row, put together while the next rollout runs."""
+        first_reward, threshold = self._workers.scorer.names[0], self._config.eval.threshold
+        metrics = batch_metrics(batch, update.samples, clock=clock, threshold=threshold, first_reward=first_reward)
+        metrics |= {f"train/{name}": value for name, value in update.metrics.items()}
+        metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
+        metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
+        return metrics | {
+            "rollout/preemptions": float(self._workers.take_preemptions()),
+            "train/tokens": float(update.num_tokens),
+            "time/score_s": update.score_s,
+            "time/update_s": update.update_s,
+            "perf/train_tokens_per_s": update.num_tokens / (update.score_s + update.update_s),
+            "perf/peak_memory_gib": peak_memory_gib(),
+        }
