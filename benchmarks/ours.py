@@ -19,7 +19,7 @@ from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.protocols import Workers
-from rollcall.observe.console import QuietConsole
+from rollcall.observe.console import Console
 from rollcall.observe.events import Events
 from rollcall.roles.local import build_workers
 
@@ -124,7 +124,7 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
             journal=journal,
             store=CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0),
             sinks=[recorder],
-            console=QuietConsole(),
+            console=Console(),
             resume=None,
             events=events,
         )

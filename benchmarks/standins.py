@@ -27,7 +27,7 @@ from rollcall.config import Config
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
-from rollcall.observe.console import QuietConsole
+from rollcall.observe.console import Console
 from rollcall.observe.events import Events
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
@@ -172,7 +172,7 @@ def controller_of(
                 journal=journal,
                 store=store,
                 sinks=[recorder],
-                console=QuietConsole(),
+                console=Console(),
                 resume=store.latest() if resume is None else resume,
                 events=events,
             ),

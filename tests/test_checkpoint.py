@@ -26,8 +26,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rollcall.checkpoint import CheckpointError, CheckpointStore
 from rollcall.checkpoint.export import export_model
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.errors import CheckpointError
 from rollcall.observe.headline import ACCURACY, REWARD
 
 
@@ -182,7 +183,7 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path: Pat
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rollcall.checkpoint import CheckpointStore
+from rollcall.checkpoint.store import CheckpointStore
 def write(dir):
     (dir / "model.bin").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,7 @@ from rollcall.cli.train import _in_run_dir
 from rollcall.config import load_config
 from rollcall.errors import ConfigError, WorkerDiedError
 from rollcall.loop.record import Record
-from rollcall.observe.console import QuietConsole
+from rollcall.observe.console import Console
 from rollcall.training import train
 
 
@@ -114,7 +114,7 @@ def test_graded_rewards_are_the_headline_and_rank_the_checkpoints_also_after_a_r
     assert last is not None and last.score == rewards[-1]
 
 
-class Recorder(QuietConsole):
+class Recorder(Console):
     def __init__(self) -> None:
         self.seen: list[str] = []
 

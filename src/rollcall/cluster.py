@@ -37,24 +37,7 @@ _HOME = {
     "WorkerBuilder": "groups.group",
     "WorkerGroup": "groups.group",
 }
-
-__all__ = [
-    "ClusterError",
-    "MultiWorkerFuture",
-    "NamedSharding",
-    "RayVirtualCluster",
-    "RayWorkerBuilder",
-    "RayWorkerGroup",
-    "Seat",
-    "VirtualCluster",
-    "Worker",
-    "WorkerBuilder",
-    "WorkerDiedError",
-    "WorkerError",
-    "WorkerGroup",
-    "WorkerTimeoutError",
-    "init_ray",
-]
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

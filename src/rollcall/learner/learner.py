@@ -118,9 +118,8 @@ class Learner:
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
-        rows = share_rows(samples, self._rows_with_gradient(samples), self.body)
-        batches = pack_weighted([samples[row] for row in rows], weights[rows], self.section, self.body)
-        total = accumulate_gradients(batches, self._loss, self.optimizer, self.body)
+        rows = self._rows_with_gradient(samples)
+        total = accumulate_gradients(self, samples, rows=rows, weights=weights, loss_of=self._loss)
         self.num_tokens_trained += int(total.pop("packed"))
         weight = total.pop("weight")
         num_tokens = total.pop("tokens")
@@ -202,17 +201,15 @@ class Critic:
         return values
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        rows: list[dict[str, float]] = []
+        losses: list[float] = []
         for _ in range(self.section.epochs):
             for part in split_by_draw(samples, self.section.minibatches):
                 counts = np.array([int(sample.mask.sum()) for sample in part])
                 weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
-                mine = share_rows(part, range(len(part)), self.body)
-                batches = pack_weighted([part[row] for row in mine], weights[mine], self.section, self.body)
-                total = accumulate_gradients(batches, self._loss, self.optimizer, self.body)
+                total = accumulate_gradients(self, part, rows=range(len(part)), weights=weights, loss_of=self._loss)
                 self.optimizer.step()
-                rows.append({"value_loss": total["loss"]})
-        return {"value_loss": float(np.mean([row["value_loss"] for row in rows]))}
+                losses.append(total["loss"])
+        return {"value_loss": float(np.mean(losses))}
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None, "the critic learns from returns"
@@ -286,14 +283,23 @@ def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> li
 
 
 def accumulate_gradients(
-    batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer, body: Body
+    model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats, loss_of: LossOf
 ) -> dict[str, float]:
-    """Backward through every micro-batch of the gang; the metrics are sums over them (``*_max``: the largest)."""
+    """Backward through the gang's micro-batches of these rows; the metrics are sums over them (``*_max``: the largest)."""
+    body, optimizer = model.body, model.optimizer
+    mine = share_rows(samples, rows, body)
+    batches = pack(
+        [samples[row] for row in mine],
+        weights=weights[mine],
+        tokens_per_microbatch=model.section.tokens_per_microbatch,
+        max_rows=model.section.train_micro_batch_size,
+    )
     own = body.accumulate(batches, loss_of, optimizer)
-    rows = [{name: float(value) for name, value in row.items()} for row in own]  # here, not while others still compute
-    for row, batch in zip(rows, batches, strict=True):
+    # Read here, not while others still compute.
+    metrics = [{name: float(value) for name, value in row.items()} for row in own]
+    for row, batch in zip(metrics, batches, strict=True):
         row["packed"] = float(batch.num_tokens)
-    everyone = [row for member in body.gang.gather(rows if body.counts else []) for row in member]
+    everyone = [row for member in body.gang.gather(metrics if body.counts else []) for row in member]
     if not everyone:
         raise ValueError(
             "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
@@ -362,17 +368,6 @@ def over_samples(
                 rows[index] = numbers[start : start + len(samples[index].response_ids)]
                 start += len(rows[index])
     return found
-
-
-def pack_weighted(
-    samples: Sequence[Sample], weights: Floats, section: OptimizerSection, body: Body
-) -> list[MicroBatch]:
-    return pack(
-        samples,
-        weights=weights,
-        tokens_per_microbatch=section.tokens_per_microbatch,
-        max_rows=section.train_micro_batch_size,
-    )
 
 
 def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: list[Floats]) -> None:

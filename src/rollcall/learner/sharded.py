@@ -11,147 +11,30 @@ and a rank with fewer micro-batches runs idle ones, whose gradient is zero.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
 from rollcall.learner.gang import Gang, share
-from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.logprobs import TokenStats
 from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, run_layer, split_order
+from rollcall.learner.sharded_modules import LAYER_TENSORS, Shape, ShardedLayer, ShardedRoot, Work
+from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, split_order
 from rollcall.learner.whole import LossOf, everyones
 from rollcall.model.attention import layout_of, packed_attention
-from rollcall.model.decoder import (
-    Attend,
-    Decoder,
-    Layer,
-    after_attention,
-    before_attention,
-    leave_open,
-    rms_norm,
-    rope_tables,
-)
+from rollcall.model.decoder import Decoder, after_attention, before_attention, rope_tables
 from rollcall.model.load import non_finite_of
 from rollcall.plan.mesh import Split
 from rollcall.types import MicroBatch
-
-LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name != "window")
-
-
-@dataclass(slots=True, kw_only=True)
-class Shape:
-    """The numbers and functions that all layers share."""
-
-    heads: int  # of this rank
-    kv_heads: int
-    head_dim: int
-    eps: float
-    group: TensorGroup
-    before: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
-    after: Callable[..., Tensor] = after_attention
-
-    @property
-    def sizes(self) -> tuple[int, int, int, float]:
-        return self.heads, self.kv_heads, self.head_dim, self.eps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One micro-batch on its way through the model."""
-
-    token_ids: Tensor  # [N]
-    cos: Tensor  # [N, 1, D]
-    sin: Tensor
-    attend: Attend
-    logit_index: Tensor  # [M]
-    targets: Tensor  # [M]
-    temperature: float
-    recompute: bool
-
-
-class ShardedLayer(nn.Module):
-    def __init__(self, weights: Mapping[str, nn.Parameter | None], *, index: int, window: int, shape: Shape):
-        super().__init__()
-        self.index, self.window, self.shape = index, window, shape
-        for name, weight in weights.items():
-            self.register_parameter(name, weight)
-
-    def forward(self, x: Tensor, work: Work) -> Tensor:
-        if work.recompute and torch.is_grad_enabled():
-            return checkpoint(self._run, x, work, use_reentrant=False)  # type: ignore[return-value]
-        return self._run(x, work)
-
-    def _run(self, x: Tensor, work: Work) -> Tensor:
-        shape, layer = self.shape, self._layer()
-        if shape.group.size > 1:
-            return run_layer(
-                x, layer, index=self.index, cos=work.cos, sin=work.sin, sizes=shape.sizes, attend=work.attend,
-                group=shape.group,
-            )  # fmt: skip
-        leave_open(x, work.cos, work.sin)
-        q, k, v = shape.before(x, layer, work.cos, work.sin, shape.sizes)
-        attended = work.attend(self.index, q, k, v)
-        leave_open(attended)
-        return shape.after(x, attended, layer, shape.eps)
-
-    def _layer(self) -> Layer:
-        weights = {name: self._local(name, getattr(self, name)) for name in LAYER_TENSORS}
-        return Layer(**weights, window=self.window)
-
-    def _local(self, name: str, weight: Any) -> Any:
-        if not isinstance(weight, DTensor):
-            return weight
-        group = self.shape.group
-        if name in ("qkv", "qkv_bias"):
-            return group.with_kv_copies(weight.to_local(), num_own=self.shape.heads * self.shape.head_dim)
-        if cut_dim(name) is not None:
-            return weight.to_local()
-        # What a rank sees of a weight that all have: its heads' share, or with sequence parallel its tokens' share.
-        partial = name in ("q_norm", "k_norm") or group.sequence_parallel
-        return weight.to_local(grad_placements=[Partial() if partial else Replicate()])
-
-
-class ShardedRoot(nn.Module):
-    """Embeddings, layers, final norm, and the policy's or the critic's head."""
-
-    def __init__(self, weights: Mapping[str, nn.Parameter], layers: Sequence[ShardedLayer], *, shape: Shape):
-        super().__init__()
-        self.shape = shape
-        for name, weight in weights.items():
-            self.register_parameter(name, weight)
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, work: Work) -> tuple[Tensor, ...]:
-        """The token statistics (or the values), [M] each, the same on every rank of a tensor group."""
-        group, count = self.shape.group, len(work.token_ids)
-        weights: dict[str, Any] = self._parameters
-        x = F.embedding(group.own_part(work.token_ids), weights["embed"])
-        if not group.sequence_parallel:
-            x = group.join_parts(x, count)
-        for layer in self.layers:
-            x = layer(x, work)
-        # Each rank of a tensor group takes its part of the rows from here on, so its gradients are its own share.
-        rows = group.own_part(work.logit_index)
-        hidden = rms_norm(group.enter(x, count).index_select(0, rows), weights["norm"], self.shape.eps)
-        if "head" in weights:
-            out = (F.linear(hidden, weights["head"], weights["head_bias"])[:, 0].float(),)
-        else:
-            lm_head = weights.get("lm_head", weights["embed"])
-            stats = token_stats(hidden, lm_head, group.own_part(work.targets), temperature=work.temperature)
-            out = (stats.logprobs, stats.entropy, stats.certainty)
-        # Copied: FSDP hooks its backward to what comes out here, and the statistics are views of one tensor.
-        return tuple(group.join_parts(part, len(work.targets)).clone() for part in out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,27 +135,19 @@ class Sharded:
 
     def _layer(self, decoder: Decoder, index: int) -> ShardedLayer:
         layer = decoder.layers[index]
-        parameters: dict[str, nn.Parameter | None] = {}
-        found: dict[str, Piece] = {}
+        module = ShardedLayer(index=index, window=layer.window, shape=self.shape)
         for field in LAYER_TENSORS:
             whole = getattr(layer, field)
             if whole is None:
-                parameters[field] = None
+                module.register_parameter(field, None)
                 continue
             order = split_order(
                 field, heads=decoder.num_heads, kv_heads=decoder.num_kv_heads, dim=decoder.head_dim,
                 intermediate=len(layer.gate_up) // 2, tensor=self.split.tensor,
             )  # fmt: skip
-            piece = Piece(
-                module=nn.Module(), field=field, shape=whole.shape, dim=cut_dim(field), order=order, is_root=False
-            )
-            found[field] = piece
-            parameters[field] = self._parameter(self._tensor_part(piece, self._whole(whole)), piece)
-        module = ShardedLayer(parameters, index=index, window=layer.window, shape=self.shape)
-        for field, piece in found.items():
-            self.pieces[f"layers.{index}.{field}"] = Piece(
-                module=module, field=field, shape=piece.shape, dim=piece.dim, order=piece.order, is_root=False
-            )
+            piece = Piece(module=module, field=field, shape=whole.shape, dim=cut_dim(field), order=order, is_root=False)
+            self.pieces[f"layers.{index}.{field}"] = piece
+            module.register_parameter(field, self._parameter(self._tensor_part(piece, self._whole(whole)), piece))
         self._shard(module, self.meshes.data, is_root=False)
         return module
 

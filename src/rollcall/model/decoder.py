@@ -356,11 +356,11 @@ def _fuse(linears: list[nn.Linear]) -> None:
         start += linear.out_features
 
 
-def _fused(*tensors: Tensor | None) -> Tensor | None:
-    """The one tensor that these consecutive slices are parts of."""
+def _fused(tensors: list[Tensor | None]) -> Tensor | None:
+    """The one tensor that these consecutive slices are parts of; None: the model has none of them."""
     first = tensors[0]
-    if first is None:
-        return None
+    if first is None or len(tensors) == 1:
+        return first
     rows = 0
     for tensor in tensors:
         assert tensor is not None and tensor.stride() == first.stride(), "parameters are not fused"
@@ -370,36 +370,7 @@ def _fused(*tensors: Tensor | None) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def _layer_of(config: Any, index: int, layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-
-    def data(parameter: nn.Parameter | None) -> Tensor | None:
-        return None if parameter is None else parameter.data
-
-    def fused(name: str, *linears: nn.Linear) -> Tensor | None:
-        return _fused(*(data(getattr(linear, name)) for linear in linears))
-
-    qkv = fused("weight", attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up = fused("weight", mlp.gate_proj, mlp.up_proj)
-    assert qkv is not None and gate_up is not None
-    return Layer(
-        input_norm=layer.input_layernorm.weight.data,
-        qkv=qkv,
-        qkv_bias=fused("bias", attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
-        out=attention.o_proj.weight.data,
-        out_bias=data(attention.o_proj.bias),
-        post_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=gate_up,
-        gate_up_bias=fused("bias", mlp.gate_proj, mlp.up_proj),
-        down=mlp.down_proj.weight.data,
-        down_bias=data(mlp.down_proj.bias),
-        window=_window(config, index),
-    )
-
-
-_MODULE_NAMES = {
+_MODULE_NAMES = {  # of a layer: the parameters of the module that make up each field of ``Layer``
     "input_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
     "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
@@ -415,6 +386,12 @@ _MODULE_NAMES = {
 }
 
 
+def _layer_of(config: Any, index: int, layer: nn.Module) -> Layer:
+    parameters = {name: parameter.data for name, parameter in layer.named_parameters()}
+    tensors = {field: _fused([parameters.get(name) for name in names]) for field, names in _MODULE_NAMES.items()}
+    return Layer(**tensors, window=_window(config, index))  # type: ignore[arg-type]
+
+
 def module_names(name: str) -> tuple[str, ...]:
     """The module's parameters that make up one of ``Decoder.named_tensors``, in their order.
 
@@ -424,9 +401,7 @@ def module_names(name: str) -> tuple[str, ...]:
     if name.startswith("layers."):
         layer, _, field = name.rpartition(".")
         return tuple(f"model.{layer}.{part}" for part in _MODULE_NAMES[field])
-    return {"embed": ("model.embed_tokens.weight",), "norm": ("model.norm.weight",), "lm_head": ("lm_head.weight",)}[
-        name
-    ]
+    return ({"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}[name],)
 
 
 def _window(config: Any, index: int) -> int:

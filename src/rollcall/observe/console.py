@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -31,16 +31,16 @@ _PLAIN_WIDTH = 110
 _MAX_CELL = 400
 
 
-class Console(Protocol):
+class Console:
+    """Prints nothing: the console of `--json`, whose only output is the summary. The others say more."""
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def restart(self, step: int) -> None:
-        """An attempt at the run begins at this step; what came after it is done again."""
-        ...
+        """An attempt at the run begins at this step; later steps are done again."""
 
     def phase(self, text: str | None) -> None:
         """What the run does from now on; None: nothing that has a name."""
-        ...
 
     def note(self, text: str) -> None: ...
 
@@ -48,11 +48,12 @@ class Console(Protocol):
 
     def close(self) -> None:
         """The last picture stays; notes may still come, below it."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def make_console(
@@ -66,7 +67,7 @@ def make_console(
 ) -> Console:
     """``start_step`` is the step resumed from, ``rows`` those of the metrics so far; ``quiet`` is the `--json` mode."""
     if quiet:
-        return QuietConsole()
+        return Console()
     rich = RichConsole(file=file, highlight=False)
     progress = Progress(name=name, num_steps=num_steps, start_step=start_step, rows=rows)
     if rich.is_terminal and not rich.is_dumb_terminal:
@@ -74,7 +75,7 @@ def make_console(
     return LineConsole(progress, file=file)
 
 
-class LiveConsole:
+class LiveConsole(Console):
     """One panel that redraws itself in place. What anyone prints meanwhile, children too, stands above it."""
 
     def __init__(self, progress: Progress, *, rich: RichConsole) -> None:
@@ -108,9 +109,6 @@ class LiveConsole:
         self._live.stop()
         self._keys.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object = None, *exc: object) -> None:
         if kind is not None:
             self._live.transient = True  # what follows says how the run stands; a panel half-way would say it otherwise
@@ -131,7 +129,7 @@ class LiveConsole:
         return Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
 
 
-class LineConsole:
+class LineConsole(Console):
     """A line every few seconds, and for each evaluation: what a log file wants. A thread adds what takes long."""
 
     def __init__(self, progress: Progress, *, file: TextIO | None) -> None:
@@ -184,12 +182,6 @@ class LineConsole:
             self.progress.phase(None)
             self._flush_last()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _flush_last(self) -> None:
         if self._holds_last:
             self._holds_last = False
@@ -216,34 +208,6 @@ class LineConsole:
         encoding = getattr(file, "encoding", None) or "utf-8"
         # A log on a machine without a UTF-8 locale must not end the run.
         print(text.encode(encoding, errors="replace").decode(encoding), file=file, flush=True)
-
-
-class QuietConsole:
-    """Prints nothing; for `--json`, whose only output is the summary."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        return None
-
-    def restart(self, step: int) -> None:
-        return None
-
-    def phase(self, text: str | None) -> None:
-        return None
-
-    def note(self, text: str) -> None:
-        return None
-
-    def show_samples(self, title: str, rows: Sequence[SampleRow]) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
 
 
 def _lines(fields: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
