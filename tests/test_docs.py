@@ -13,7 +13,8 @@ import typer
 from rollcall.cli.main import app
 from rollcall.config import Config
 from rollcall.config import docs as docs_config
-from rollcall.config.docs import section_classes, type_name
+from rollcall.config.docs import type_name
+from rollcall.config.errors import section_classes
 from rollcall.observe import metrics
 
 ROOT = Path(__file__).parents[1]

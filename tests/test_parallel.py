@@ -22,7 +22,7 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters
-from rollcall.plan.mesh import Split, is_split, split_of
+from rollcall.plan.mesh import ModelSplit, is_split, split_of
 from rollcall.plan.placement import Plan, Role, plan_placement, roles_in_parts
 from rollcall.roles.worker import RoleWorker
 from rollcall.types import Sample
@@ -554,7 +554,7 @@ def test_one_process_is_never_divided_unless_it_has_to_be() -> None:
 def test_ranks_count_along_replicas_shards_and_tensor_groups() -> None:
     wanted = OptimizerSection(sharding="hsdp", tensor_parallel_size=2)
     splits = [split_of(wanted, rank=rank, nodes=[0, 0, 0, 0, 1, 1, 1, 1]) for rank in range(8)]
-    assert splits[0] == Split(replicate=2, shard=2, tensor=2, rank=0)
+    assert splits[0] == ModelSplit(replicate=2, shard=2, tensor=2, rank=0)
     assert [(one.data_rank, one.shard_rank, one.tensor_rank) for one in splits if one is not None] == [
         (0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1), (2, 0, 0), (2, 0, 1), (3, 1, 0), (3, 1, 1)
     ]  # fmt: skip
@@ -565,7 +565,7 @@ def test_hsdp_needs_equal_nodes_or_a_size() -> None:
     with pytest.raises(ValueError, match="the nodes have 1 and 3 processes of actor .* set actor.sharding_group_size"):
         split_of(OptimizerSection(sharding="hsdp"), rank=0, nodes=nodes)
     sized = split_of(OptimizerSection(sharding="hsdp", sharding_group_size=2), rank=3, nodes=nodes)
-    assert sized == Split(replicate=2, shard=2, tensor=1, rank=3)
+    assert sized == ModelSplit(replicate=2, shard=2, tensor=1, rank=3)
 
 
 @pytest.mark.parametrize("field", ["qkv", "qkv_bias", "gate_up", "gate_up_bias"])

@@ -111,6 +111,11 @@ def failed_on_all(groups: Sequence[Group]) -> frozenset[str]:
     return frozenset.intersection(*errors) if errors else frozenset()
 
 
+PER_TOKEN = (
+    "mask", "behaviour_logprobs", "old_logprobs", "reference_logprobs", "advantages", "returns", "values",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A training row: one completion with everything its loss needs."""
@@ -128,15 +133,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_ids)
-        for name in (
-            "mask",
-            "behaviour_logprobs",
-            "old_logprobs",
-            "reference_logprobs",
-            "advantages",
-            "returns",
-            "values",
-        ):
+        for name in PER_TOKEN:
             array = getattr(self, name)
             assert array is None or len(array) == num_tokens, f"{name} has {len(array)} entries for {num_tokens} tokens"
 

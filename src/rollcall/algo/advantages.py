@@ -144,10 +144,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: 
     >>> [overlong_penalty(n, max_tokens=100, buffer=20, penalty=1.0) for n in (80, 90, 100)]
     [0.0, -0.5, -1.0]
     """
-    if buffer > max_tokens:
-        raise ValueError(
-            f"overlong_buffer={buffer} is longer than the {max_tokens} tokens of a completion; use {max_tokens} or less"
-        )
+    assert buffer <= max_tokens, "the run file refuses a longer buffer"
     exceeded = num_tokens - (max_tokens - buffer)
     if buffer == 0 or exceeded <= 0:
         return 0.0

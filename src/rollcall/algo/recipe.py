@@ -16,18 +16,7 @@ from torch import Tensor
 
 from rollcall.algo import advantages as adv
 from rollcall.algo import corrections, losses
-from rollcall.config import (
-    Algorithm,
-    Cispo,
-    Dapo,
-    DrGrpo,
-    Grpo,
-    Gspo,
-    Intuitor,
-    Ppo,
-    ReinforcePlusPlus,
-    Rloo,
-)
+from rollcall.config import Algorithm, Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
 from rollcall.types import Bools, Floats
 
 # Axes: one entry per group, in it one per completion, in that one per token.
@@ -44,8 +33,8 @@ class TokenAdvantages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
-    """A micro-batch's part of the policy loss.
+class BatchLoss:
+    """A micro-batch's part of the policy's or the critic's loss.
 
     Each metric is a sum over tokens of ``weights`` times the metric: add them over micro-batches and ranks, and divide
     by the added-up ``weight`` for the mean. (``weight`` adds up to 1 in an update, except for Dr. GRPO.)
@@ -53,14 +42,6 @@ class PolicyLoss:
 
     loss: Tensor  # scalar, carries the gradient
     metrics: dict[str, Tensor]  # scalars, detached; docs/algorithms.md has their meanings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLoss:
-    """A micro-batch's part of the critic's loss; metrics as in :class:`PolicyLoss`."""
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
 
 
 def compute_advantages(
@@ -128,7 +109,7 @@ def policy_loss(
     row: Tensor,
     num_rows: int,
     entropy: Tensor | None,
-) -> PolicyLoss:
+) -> BatchLoss:
     """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
 
     ``old_logprobs=None`` takes them from this very forward (ratio 1). With ``algorithm.old_logprobs="engine"`` the
@@ -191,10 +172,10 @@ def policy_loss(
     measure("ratio_mean", token.ratio)
     measure("approx_kl", base - logprobs)
     measure("mismatch", (base - behaviour_logprobs).abs())
-    return PolicyLoss(loss=loss, metrics=metrics)
+    return BatchLoss(loss=loss, metrics=metrics)
 
 
-def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> ValueLoss:
+def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> BatchLoss:
     """A micro-batch's critic loss. Tensors are [L]; ``old_values`` are those the advantages were made from.
 
     >>> import torch
@@ -211,7 +192,7 @@ def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: T
         "value_mean": (weights * values.detach()).sum(),
         "return_mean": (weights * returns).sum(),
     }
-    return ValueLoss(loss=loss, metrics=metrics)
+    return BatchLoss(loss=loss, metrics=metrics)
 
 
 def _surrogate(
@@ -225,11 +206,7 @@ def _surrogate(
                 clip_low=low, clip_high=high, dual_clip=dual_clip,
             )  # fmt: skip
         case Cispo():
-            if dual_clip is not None:
-                raise ValueError(
-                    f"algorithm.dual_clip={dual_clip} bounds a ratio that carries the gradient, and cispo's does not; "
-                    f"leave dual_clip out, or lower algorithm.clip_high={high}"
-                )
+            assert dual_clip is None, "the run file refuses dual_clip with cispo"
             return losses.cispo_policy_loss(
                 logprobs, old_logprobs=base, advantages=advantages, clip_low=low, clip_high=high
             )

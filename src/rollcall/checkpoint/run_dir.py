@@ -27,6 +27,12 @@ def has_begun(run_dir: Path) -> bool:
     return saved or any(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
 
 
+def newest_step(run_dir: Path) -> int | None:
+    """The step of the newest checkpoint, by its name alone; None if there is none."""
+    steps = (path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*"))
+    return max((int(step) for step in steps if step.isdecimal()), default=None)
+
+
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
     """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
     model = run_dir / "model"

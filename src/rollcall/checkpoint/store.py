@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,12 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class CheckpointEntry:
+    """A folder of the store, whole or torn."""
+
     path: Path
     step: int
-    manifest: dict[str, Any] | None  # None: torn
-    reason: str  # why it is torn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointState:
-    path: Path
-    step: int
+    manifest: dict[str, Any] | None  # None: it is torn
     reason: str  # why it is torn; empty: it is whole
 
 
@@ -136,12 +131,9 @@ class CheckpointStore:
             return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
         return None
 
-    def inspect(self) -> list[CheckpointState]:
+    def inspect(self) -> list[CheckpointEntry]:
         """All checkpoints, oldest first, every file compared with what the manifest says."""
-        return [
-            CheckpointState(path=entry.path, step=entry.step, reason=entry.reason or _changed_file(entry))
-            for entry in self._entries()
-        ]
+        return [replace(entry, reason=entry.reason or _changed_file(entry)) for entry in self._entries()]
 
     def clean(self) -> None:
         """Remove what a save left behind that was killed or refused. For the process that saves."""
@@ -156,7 +148,7 @@ class CheckpointStore:
                 log.warning("checkpoint folder %s: removing %s, left by a save that did not end", self.dir, path.name)
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[CheckpointEntry]:
         """All checkpoints, oldest first, their manifests checked by name and size only."""
         if not self.dir.is_dir():
             return []
@@ -227,9 +219,9 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _read_entry(path: Path, *, step: int) -> _Entry:
-    def torn(reason: str) -> _Entry:
-        return _Entry(path=path, step=step, manifest=None, reason=reason)
+def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
+    def torn(reason: str) -> CheckpointEntry:
+        return CheckpointEntry(path=path, step=step, manifest=None, reason=reason)
 
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -250,10 +242,10 @@ def _read_entry(path: Path, *, step: int) -> _Entry:
             return torn(f"{name} is missing")
         if file.stat().st_size != size:
             return torn(f"{name} has {file.stat().st_size} bytes instead of {size}")
-    return _Entry(path=path, step=step, manifest=manifest, reason="")
+    return CheckpointEntry(path=path, step=step, manifest=manifest, reason="")
 
 
-def _changed_file(entry: _Entry) -> str:
+def _changed_file(entry: CheckpointEntry) -> str:
     """Which file's checksum differs; empty if none."""
     assert entry.manifest is not None
     files = entry.manifest["files"]

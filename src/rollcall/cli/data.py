@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rollcall.cli import Debug, Json
-from rollcall.data.make import Made, make_task, write_parquet
+from rollcall.data.make import TaskRows, make_task, write_parquet
 from rollcall.words import counted
 
 _QUIET_S = 2.0
@@ -62,7 +62,7 @@ def data(
         _show(written, example, made.reward)
 
 
-def _write(made: Made, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
+def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
     example: dict[str, Any] = {}
     written: dict[Path, int] = {}
     with _LateProgress(made.num_rows) as progress:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rollcall.cli import FAILED, Debug, Json, Overrides, complain
 from rollcall.cli.cluster import Cluster
-
-if TYPE_CHECKING:
-    from rollcall.doctor.examine import Report
 
 
 def doctor(
@@ -38,18 +35,13 @@ def doctor(
     """
     from rollcall.config import load_config
     from rollcall.doctor.examine import examine
+    from rollcall.doctor.show import show
 
     config = load_config(file, overrides or []) if file is not None else None
     report = examine(cluster, config=config, say=complain)
     if as_json:
         print(json.dumps(report.as_json()))
     else:
-        _show(report)
+        show(report)
     if report.breaks:
         raise typer.Exit(FAILED)
-
-
-def _show(report: Report) -> None:
-    from rollcall.doctor.show import show
-
-    show(report)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 
 import typer
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, split_arguments
+from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, complain, split_arguments
 from rollcall.words import counted
 
 
@@ -29,7 +28,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
     calm_libraries()
     from rollcall.simulate import simulate as rehearse
 
-    verdict = rehearse(config, say=lambda line: print(line, file=sys.stderr, flush=True))
+    verdict = rehearse(config, say=complain)
     if as_json:
         print(json.dumps(asdict(verdict)))
     else:

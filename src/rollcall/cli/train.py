@@ -187,13 +187,13 @@ def _on_a_folder(
 
 def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
     """Where an interrupted run is, for the person who interrupted it."""
+    from rollcall.checkpoint.run_dir import newest_step
     from rollcall.observe.sinks import read_rows
 
     done = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "time/step_s" in row), default=0)
     if not run_dir.exists():
         return f"stopped by {by} before anything was trained; {run_dir} was not made"
-    steps = (path.name[5:] for path in (run_dir / "checkpoints").glob("step-*"))
-    saved = max((int(step) for step in steps if step.isdecimal()), default=None)
+    saved = newest_step(run_dir)
     if done == saved:
         return f"stopped by {by} after step {done} of {num_steps}; saved; the same command continues"
     checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"

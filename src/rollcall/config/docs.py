@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rollcall.config import Config, Section, default_run
+from rollcall.config.errors import section_classes
 
 _INTRO = """# Configuration
 
@@ -96,13 +97,6 @@ def _rows(section: type[BaseModel], *, default: Any, keys: set[str], prefix: str
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             lines += _rows(inner, default=value, keys=set(inner.model_fields), prefix=f"{prefix}{name}.")
     return lines
-
-
-def section_classes(annotation: Any) -> list[type[BaseModel]]:
-    """The section behind a field, or all variants of a union or a list of a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for arg in get_args(annotation) for found in section_classes(arg)]
 
 
 def type_name(annotation: Any) -> str:

@@ -96,7 +96,7 @@ def _homes(name: str, root: type[BaseModel]) -> list[str]:
     return [
         f"{key}.{name}"
         for key, field in root.model_fields.items()
-        if (sections := _sections(field.annotation)) and not _target(field.annotation)[1]
+        if (sections := section_classes(field.annotation)) and not _target(field.annotation)[1]
         for section in sections
         if name in section.model_fields
     ]
@@ -159,18 +159,18 @@ def _locate(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
 
 def _target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
     """The section class behind a field, or the variants of a union by their tag."""
-    variants = _sections(annotation)
+    variants = section_classes(annotation)
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}
     if tagged:
         return None, tagged
     return (variants[0] if variants else None), {}
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def section_classes(annotation: Any) -> list[type[BaseModel]]:
     """The section classes in an annotation, inside lists and unions too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for arg in get_args(annotation) for found in _sections(arg)]
+    return [found for arg in get_args(annotation) for found in section_classes(arg)]
 
 
 def _tags(variant: type[BaseModel]) -> tuple[str, ...]:

@@ -12,20 +12,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
-from rollcall.config.algorithms import (
-    Algorithm,
-    Grpo,
-)
+from rollcall.config.algorithms import Algorithm, Grpo
 from rollcall.config.base import Section
 from rollcall.config.base import field as _field
 from rollcall.config.checks import check_ruin
 from rollcall.config.errors import explain_all, shown
 from rollcall.config.overrides import apply_override, refuse_secret, set_key
 from rollcall.config.parallel import check_batches
-from rollcall.config.rewards import (
-    ExactReward,
-    Reward,
-)
+from rollcall.config.rewards import ExactReward, Reward
 from rollcall.config.sections import (
     ClusterSection,
     DataSection,

@@ -38,7 +38,7 @@ class MakeError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class TaskRows:
     """A task's rows, made as they are read."""
 
     train: Iterable[RowDict]
@@ -47,7 +47,7 @@ class Made:
     reward: str  # the reward type that fits
 
 
-def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> Made:
+def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> TaskRows:
     """The rows of a task by its name on the command line; ``num`` counts training rows."""
     name, _, gym_task = task.partition(":")
     if source is not None and name not in _HUB:
@@ -82,13 +82,13 @@ def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
 # Arithmetic
 
 
-def _make_arithmetic(*, num: int | None, seed: int) -> Made:
+def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
     train = list(arithmetic(split="train", seed=seed))
     test = list(arithmetic(split="val", seed=seed))
     if num is not None and num > len(train):
         raise MakeError(f"--num {num}: arithmetic has {len(train)} training rows in all; ask for at most so many")
     train = train[:num]
-    return Made(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
+    return TaskRows(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
 
 
 # Countdown
@@ -173,7 +173,7 @@ def _text(row: Row, key: str) -> str:
     return value.strip()
 
 
-def _make_from_files(task: str, *, source: Path | None, num: int | None, seed: int) -> Made:
+def _make_from_files(task: str, *, source: Path | None, num: int | None, seed: int) -> TaskRows:
     maker, reward = {"gsm8k": (gsm8k, "number"), "math": (math, "math")}[task]
     if source is None:
         train, test = (_hub_rows(task, split) for split in ("train", "test"))
@@ -184,7 +184,7 @@ def _make_from_files(task: str, *, source: Path | None, num: int | None, seed: i
         held_out = [fraction(f"{seed}:{row.columns}") < TEST_FRACTION for row in rows]
         train = (row for row, out in zip(rows, held_out, strict=True) if not out)
         test = (row for row, out in zip(rows, held_out, strict=True) if out)
-    return Made(train=maker(itertools.islice(train, num)), test=maker(test), num_rows=None, reward=reward)
+    return TaskRows(train=maker(itertools.islice(train, num)), test=maker(test), num_rows=None, reward=reward)
 
 
 def _split_file(folder: Path, split: str) -> Path:
@@ -284,7 +284,7 @@ def _num_test_rows(num: int) -> int:
     return max(1, min(_MAX_GENERATED_TEST_ROWS, int(num * TEST_FRACTION)))
 
 
-def _make_generated(name: str, rows: Iterator[RowDict], *, num: int | None) -> Made:
+def _make_generated(name: str, rows: Iterator[RowDict], *, num: int | None) -> TaskRows:
     num_train = num or _DEFAULT_ROWS[name]
     seen: set[str] = set()
 
@@ -295,4 +295,4 @@ def _make_generated(name: str, rows: Iterator[RowDict], *, num: int | None) -> M
 
     # A task with few different questions repeats itself: what was trained on does not test anything.
     test = (row for row in rows if row["prompt"] not in seen)
-    return Made(train=train(), test=test, num_rows=_total(name, num), reward=name.replace("-", "_"))
+    return TaskRows(train=train(), test=test, num_rows=_total(name, num), reward=name.replace("-", "_"))

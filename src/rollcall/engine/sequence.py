@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.engine.protocol import Request
+from rollcall.engine.protocol import Finished, Request
 from rollcall.types import Completion, FinishReason, Ints, Segment
 
 
@@ -129,6 +129,18 @@ def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
         seed=sequence.seed,
         text=text_of(sequence.token_ids, tokenizer),
     )
+
+
+def take_finished(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[Finished]:
+    """Take out the requests whose completions have all ended."""
+    done = [name for name, group in requests.items() if all(sequence.finish is not None for sequence in group)]
+    return [
+        Finished(
+            request_id=name,
+            completions=tuple(completion_of(sequence, tokenizer) for sequence in requests.pop(name)),
+        )
+        for name in done
+    ]
 
 
 def text_of(token_ids: list[int], tokenizer: Any) -> str:

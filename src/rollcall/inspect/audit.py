@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.checkpoint.store import CheckpointState, CheckpointStore, read_state
+from rollcall.checkpoint.store import CheckpointEntry, CheckpointStore, read_state
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
 from rollcall.durable.journal import StepFile, inspect, is_trained_row
@@ -82,7 +82,7 @@ def store(run_dir: Path) -> CheckpointStore:
     return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
 
 
-def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[CheckpointState]) -> list[Torn]:
+def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[CheckpointEntry]) -> list[Torn]:
     """Everything that a killed write may have left."""
     torn = [
         Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
@@ -142,7 +142,7 @@ def read_trained(run_dir: Path) -> list[tuple[int, list[int]]]:
     return [(row["step"], row["draws"]) for row in rows]
 
 
-def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: list[CheckpointState]) -> set[int]:
+def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: list[CheckpointEntry]) -> set[int]:
     """Draws below the highest that was trained, of which nothing came.
 
     Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import CheckpointState
+from rollcall.checkpoint.store import CheckpointEntry
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import is_count
 from rollcall.durable.atomic import fsync, write_atomic
@@ -31,8 +31,8 @@ SET_ASIDE = "set-aside"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     run_dir: Path
-    checkpoints: tuple[CheckpointState, ...]  # oldest first
-    last: CheckpointState | None  # the newest that is whole
+    checkpoints: tuple[CheckpointEntry, ...]  # oldest first
+    last: CheckpointEntry | None  # the newest that is whole
     num_steps: int | None  # of the whole run; None: its run file cannot be read
     prompts_per_step: int | None
     groups: dict[int, int]  # step past the checkpoint -> finished groups

@@ -33,7 +33,7 @@ from rollcall.learner.whole import LossOf, everyones
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, after_attention, before_attention, rope_tables
 from rollcall.model.load import non_finite_of
-from rollcall.plan.mesh import Split
+from rollcall.plan.mesh import ModelSplit
 from rollcall.types import MicroBatch
 
 
@@ -68,7 +68,7 @@ class Sharded:
         section: OptimizerSection,
         *,
         gang: Gang,
-        split: Split,
+        split: ModelSplit,
         device: torch.device,
         heads: Mapping[str, Tensor] | None = None,
         frozen: bool = False,

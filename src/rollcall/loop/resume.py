@@ -12,6 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.run_dir import newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
 from rollcall.durable.journal import Journal
@@ -118,8 +119,7 @@ def _is_of_sections(value: Any) -> bool:
 
 
 def _refuse_shorter(config: Config, run_dir: Path) -> None:
-    saved = (path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*"))
-    done = max([0, *(int(step) for step in saved if step.isdecimal())])
+    done = newest_step(run_dir) or 0
     if (run_dir / "journal").is_dir():
         with Journal(run_dir / "journal") as journal:
             done = max([done, *journal.trained()])

@@ -48,7 +48,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PackedLayout:
     kv_index: Tensor | None  # [K]; None: every segment's keys are its own tokens, in order
     cu_q: Tensor
     cu_k: Tensor
@@ -58,14 +58,14 @@ class Layout:
     restore: Tensor  # packed order from bucket order
 
 
-def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) -> Layout:
+def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) -> PackedLayout:
     q_lengths, k_lengths = np.diff(batch.cu_q), np.diff(batch.cu_k)
     buckets: tuple[Bucket, ...] = ()
     order = np.zeros(0, dtype=np.int64)
     if not runs_flash(device, dtype):
         buckets, order = _buckets(batch, q_lengths, k_lengths, device)
     shared = len(batch.kv_index) != batch.num_tokens
-    return Layout(
+    return PackedLayout(
         kv_index=torch.from_numpy(batch.kv_index).to(device) if shared else None,
         cu_q=torch.from_numpy(batch.cu_q).to(device),
         cu_k=torch.from_numpy(batch.cu_k).to(device),
@@ -102,7 +102,7 @@ def _buckets(
     return tuple(buckets), np.concatenate(order)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float, window: int) -> Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, *, scale: float, window: int) -> Tensor:
     """[N, H, D] queries and [N, Hkv, D] keys and values of packed tokens, to [N, H * D]."""
     if layout.buckets:
         return _bucketed(q, k, v, layout, scale, window).flatten(1)
@@ -127,7 +127,7 @@ def flash(
     return out
 
 
-def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:
+def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:
     most = max(bucket.count * bucket.q_length * bucket.k_length for bucket in layout.buckets)
     if not q.is_cuda and most * q.shape[1] <= GROUPED_SCORES:
         out = _GroupedAttention.apply(q.float(), k.float(), v.float(), layout, scale, window)
@@ -152,7 +152,7 @@ class _GroupedAttention(torch.autograd.Function):
     every token is a query once, so its gradient is put in its place and not added up."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:  # type: ignore[override]
         out = torch.empty(q.shape, dtype=q.dtype)
         flat_q, flat_k, flat_v, flat_out = (x.reshape(-1, x.shape[2]) for x in (q, k, v, out))
         attend = _by_products if cpu_way() == "products" else _by_fused_kernel

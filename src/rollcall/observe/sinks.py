@@ -31,7 +31,8 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One flushed line per call. ``resume_step=k`` keeps the rows up to step k; None starts the file anew."""
+    """One flushed line per call; a metric that is not documented is refused. ``resume_step=k`` keeps the rows up to step k;
+    None starts with an empty file."""
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = Path(path)
@@ -46,6 +47,7 @@ class JsonlSink:
         self._file = persist(start, path=self.path, what="the metrics of earlier steps")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        check_names(metrics)
         row = {"step": step, "time": round(time.time(), 3)}
         row.update({name: _finite(value) for name, value in metrics.items()})
         line = (json.dumps(row) + "\n").encode()
@@ -121,20 +123,6 @@ class WandbSink:
         self._run.finish()
 
 
-class _Checked:
-    """Refuses undocumented names before any sink sees them."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        check_names(metrics)
-        self._sink.log(step, metrics)
-
-    def close(self) -> None:
-        self._sink.close()
-
-
 def check_loggers(config: Config) -> None:
     """Refuse a logger that is not installed, before anything is loaded or written for the run."""
     if "wandb" in config.trainer.loggers:
@@ -152,7 +140,7 @@ def _wandb() -> Any:
 
 def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[Sink]:
     """The sinks of the run file; ``resume_step`` is the checkpoint's step, None for a run from the start."""
-    sinks: list[Sink] = [_Checked(JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step))]
+    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
     if "tensorboard" in config.trainer.loggers:
         try:
             sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))

@@ -34,12 +34,13 @@ def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None
     errors = sum(
         row[name] for row in rows for name in row if name.startswith("reward_errors/") and row[name] is not None
     )
+    rewards = _values(rows, "train/reward_mean")
     return {
         "steps": max((row["step"] for row in rows if "time/step_s" in row), default=0),
         "seconds": round(before_s + seconds, 3),
         "headline": headline_of(rows).metric,
         "eval": {one.key: _course(one.values(rows)) for one in (ACCURACY, REWARD)},
-        "reward_mean": {"first": _first(rows, "train/reward_mean"), "last": _last(rows, "train/reward_mean")},
+        "reward_mean": {"first": next(iter(rewards), None), "last": next(reversed(rewards), None)},
         "tokens_generated": int(_sum(rows, "rollout/tokens")),
         "tokens_trained": int(_sum(rows, "train/tokens")),
         "rollout_tokens_per_s": _median(generated, "rollout/tokens_per_s"),
@@ -134,11 +135,3 @@ def _median(rows: list[dict[str, Any]], name: str) -> float | None:
 def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
     values = _values(rows, name)
     return statistics.fmean(values) if values else None
-
-
-def _first(rows: list[dict[str, Any]], name: str) -> float | None:
-    return next(iter(_values(rows, name)), None)
-
-
-def _last(rows: list[dict[str, Any]], name: str) -> float | None:
-    return next(reversed(_values(rows, name)), None)

@@ -3,7 +3,7 @@
 Ranks count along three axes, the last the fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: ranks that hold
 a part of each weight), ``tensor`` (ranks that hold other heads and columns). Ranks of one tensor group work on the same
 rows; all others on rows of their own, so a gang has replicate x shard data ranks. A whole copy on every rank, as
-``sharding: replicate`` has it, needs none of this: there is no ``Split`` then.
+``sharding: replicate`` has it, needs none of this: there is no ``ModelSplit`` then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollcall.config import OptimizerSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class ModelSplit:
     replicate: int
     shard: int
     tensor: int
@@ -45,7 +45,7 @@ def is_split(section: OptimizerSection, *, num_ranks: int) -> bool:
     return shards or section.tensor_parallel_size > 1 or section.cpu_offload
 
 
-def split_of(section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor") -> Split | None:
+def split_of(section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor") -> ModelSplit | None:
     """``nodes`` says for each rank of the gang where it runs; None: every rank has the whole model."""
     num_ranks, tensor = len(nodes), section.tensor_parallel_size
     if num_ranks % tensor:
@@ -67,7 +67,7 @@ def split_of(section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable],
                     f"{name}.sharding_group_size={shard} does not divide the {num_data} data ranks of {name} ({num_ranks} "
                     f"processes / tensor_parallel_size {tensor}); use a divisor of {num_data}"
                 )
-    return Split(replicate=num_data // shard, shard=shard, tensor=tensor, rank=rank)
+    return ModelSplit(replicate=num_data // shard, shard=shard, tensor=tensor, rank=rank)
 
 
 def _data_ranks_of_a_node(nodes: Sequence[Hashable], *, tensor: int, name: str) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Finished, Request
-from rollcall.engine.sequence import Sequence, check_fits, completion_of, cut_at_stop_string, note_version
+from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_finished
 from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
 from rollcall.types import FinishReason
@@ -36,14 +36,17 @@ class NativeEngine:
         """``attention`` forces one of a CPU's two ways, which is otherwise chosen for this machine."""
         decoder = Decoder.of(model)
         self.tokenizer = tokenizer
-        self.runner = make_runner(
-            decoder,
-            max_running=max_running,
-            kv_tokens=kv_tokens,
-            kv_fraction=kv_fraction,
-            compile=compile,
-            attention=attention,
-        )
+        self.runner: Runner
+        if decoder.device.type == "cuda":
+            from rollcall.engine.native.paged import PagedRunner
+
+            self.runner = PagedRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
+        else:
+            from rollcall.engine.native.rows import RowRunner
+
+            self.runner = RowRunner(
+                decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile, attention=attention
+            )
         self.max_positions = decoder.max_positions
         self.version = 0
         self.num_preemptions = 0
@@ -71,7 +74,7 @@ class NativeEngine:
         if self._running:
             steps = self._make_room()
             self._collect(self.runner.decode(steps))
-        return self._take_finished()
+        return take_finished(self._requests, self.tokenizer)
 
     def abort(self, request_id: str) -> None:
         for sequence in self._requests.get(request_id, []):
@@ -128,38 +131,6 @@ class NativeEngine:
         self._running[row] = self._running[-1]
         self._running.pop()
         return sequence
-
-    def _take_finished(self) -> list[Finished]:
-        done = [
-            rid
-            for rid, sequences in self._requests.items()
-            if all(sequence.finish is not None for sequence in sequences)
-        ]
-        return [
-            Finished(
-                request_id=rid,
-                completions=tuple(completion_of(sequence, self.tokenizer) for sequence in self._requests.pop(rid)),
-            )
-            for rid in done
-        ]
-
-
-def make_runner(
-    decoder: Decoder,
-    *,
-    max_running: int,
-    kv_tokens: int | None,
-    kv_fraction: float,
-    compile: bool,
-    attention: Way | None = None,
-) -> Runner:
-    if decoder.device.type == "cuda":
-        from rollcall.engine.native.paged import PagedRunner
-
-        return PagedRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
-    from rollcall.engine.native.rows import RowRunner
-
-    return RowRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile, attention=attention)
 
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:

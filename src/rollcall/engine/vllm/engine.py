@@ -18,7 +18,7 @@ from torch import nn
 
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Finished, Request
-from rollcall.engine.sequence import Sequence, check_fits, completion_of, cut_at_stop_string, note_version
+from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_finished
 from rollcall.engine.vllm.child import START_S, Child, UpdateRefused
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.types import FinishReason
@@ -51,13 +51,7 @@ class VllmEngine:
         self._num_submitted = 0
         self._is_advancing = False
         self._asleep: set[str] = set()
-        spec = make_spec(
-            model,
-            section,
-            max_running=max_running,
-            kv_tokens=kv_tokens,
-            kv_fraction=kv_fraction,
-        )
+        spec = make_spec(model, section, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
         config: Any = model.config
         self.max_positions: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
@@ -98,14 +92,7 @@ class VllmEngine:
             self._advance()
         elif self._sleeps and not self._asleep:
             self.sleep()
-        done = [name for name, group in self._requests.items() if all(sequence.finish for sequence in group)]
-        return [
-            Finished(
-                request_id=name,
-                completions=tuple(completion_of(sequence, self.tokenizer) for sequence in self._requests.pop(name)),
-            )
-            for name in done
-        ]
+        return take_finished(self._requests, self.tokenizer)
 
     def abort(self, request_id: str) -> None:
         self._take_in()
@@ -115,7 +102,7 @@ class VllmEngine:
         self._drop(rows)
 
     def update_weights(self, version: int) -> None:
-        """Send the model's parameters. What is under way goes on with them, its context computed anew."""
+        """Send the model's parameters. What is under way goes on with them, its context computed again."""
         self._take_in()
         self._wake("weights")
         self._ship(version)
@@ -131,12 +118,15 @@ class VllmEngine:
         self.child.close()
 
     def _ship(self, version: int) -> None:
-        try:
+        def send() -> None:
             self.child.ask("update", version=version, **self.child.memory.write(self.model.named_parameters()))
+
+        try:
+            send()
         except UpdateRefused as error:
             if "torn" not in str(error):
                 raise
-            self.child.ask("update", version=version, **self.child.memory.write(self.model.named_parameters()))
+            send()
 
     def _advance(self) -> None:
         self._wake("weights", "kv_cache")
