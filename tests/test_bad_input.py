@@ -34,7 +34,7 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
 from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal
-from rollcall.engine.native import engine as native_engine
+from rollcall.engine import sequence as engine_sequence
 from rollcall.errors import CheckpointError, ClusterError, ConfigError, JournalError, NonFiniteError, WorkerError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.attempts import RunError
@@ -320,9 +320,9 @@ def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monke
         late = completion.segments[-1].version == 3
         return replace(completion, logprobs=completion.logprobs * np.float32("nan")) if late else completion
 
-    config, original = make_run(tmp_path), native_engine.completion_of
+    config, original = make_run(tmp_path), engine_sequence.completion_of
     with monkeypatch.context() as patch:
-        patch.setattr(native_engine, "completion_of", diverged)
+        patch.setattr(engine_sequence, "completion_of", diverged)
         with pytest.raises(
             RunError, match=r"step 4: the policy's log-probs for prompt 'row-\d+' are not finite.*actor.lr"
         ):
@@ -499,7 +499,7 @@ def test_data_that_changed_before_the_first_checkpoint_is_refused_by_the_journal
     config = make_run(tmp_path)
     run_and_be_killed(config, Kill(call=IN_UPDATE, number=1))
     write_rows(tmp_path / "train.jsonl", CHANGES["other-text"](letter_rows()))
-    with pytest.raises(JournalError, match=r"another prompt 'row-\d+' for draw 0 of step 1"):
+    with pytest.raises(JournalError, match=r"different prompts for draw 0 of step 1"):
         finish(config)
 
 

@@ -18,12 +18,12 @@ import pytest
 from runs import finish, make_run, num_records, weights
 from test_journal import make_group, small_disk, unmount
 
-from rollcall.checkpoint import CheckpointError, CheckpointStore
+from rollcall.checkpoint.store import CheckpointStore
 from rollcall.durable import patience
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
-from rollcall.errors import ConfigError, JournalError, WorkerDiedError, WorkerError
+from rollcall.errors import CheckpointError, ConfigError, JournalError, WorkerDiedError, WorkerError
 from rollcall.inspect.audit import audit
 from rollcall.loop.record import Record
 from rollcall.observe.events import Events, read_events

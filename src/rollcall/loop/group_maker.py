@@ -57,8 +57,8 @@ class GroupMaker:
         before = group.prompt
         if before.id != prompt.id or not np.array_equal(before.token_ids, prompt.token_ids):
             raise JournalError(
-                f"draw {draw} of step {step} is prompt {before.id!r} in the journal and prompt {prompt.id!r} in the data: the "
-                "data has changed since the run began; restore it, or start over with --fresh"
+                f"the journal and the data have different prompts for draw {draw} of step {step} ({before.id!r} and "
+                f"{prompt.id!r}): the data has changed since the run began; restore it, or start over with --fresh"
             )
         if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
             group = await self._rollouts.score_again(group, scorer=self._workers.scorer)
