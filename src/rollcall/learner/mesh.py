@@ -22,7 +22,9 @@ class Meshes:
     kv_group: Any  # of the neighbours in a tensor group that have the same key/value head; None: no two have
 
 
-def make_meshes(split: ModelSplit, *, device_type: str, greet: Callable[[Any, str], None], kv_copies: int = 1) -> Meshes:
+def make_meshes(
+    split: ModelSplit, *, device_type: str, greet: Callable[[Any, str], None], kv_copies: int = 1
+) -> Meshes:
     """Makes process groups: every rank of the gang calls this at the same point. ``greet`` is the gang's."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -45,7 +45,9 @@ def is_split(section: OptimizerSection, *, num_ranks: int) -> bool:
     return shards or section.tensor_parallel_size > 1 or section.cpu_offload
 
 
-def split_of(section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor") -> ModelSplit | None:
+def split_of(
+    section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor"
+) -> ModelSplit | None:
     """``nodes`` says for each rank of the gang where it runs; None: every rank has the whole model."""
     num_ranks, tensor = len(nodes), section.tensor_parallel_size
     if num_ranks % tensor:
