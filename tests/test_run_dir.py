@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from runs import column, finish, letter_rows, make_run
 
+from rollcall.api import read_config
 from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.cli.train import _in_run_dir
-from rollcall.config import load_config
 from rollcall.errors import ConfigError, WorkerDiedError
 from rollcall.loop.record import Record
 from rollcall.observe.console import Console
@@ -87,14 +86,14 @@ def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> 
 def test_a_run_directory_is_as_good_as_its_run_file(tmp_path: Path) -> None:
     config = make_run(tmp_path, "trainer.steps=1")
     with pytest.raises(ConfigError, match="without run.yaml"):
-        _in_run_dir(tmp_path / "model", [])
+        read_config(tmp_path / "model")
     finish(config)
     moved = config.run.dir.rename(tmp_path / "1000")  # a name that YAML reads as a number
-    again = load_config(*_in_run_dir(moved, ["trainer.steps=2"]))
+    again = read_config(moved, overrides=["trainer.steps=2"])
     assert again.run.dir == moved and again.trainer.steps == 2 and finish(again)["steps"] == 2
     (moved / "run.yaml").write_text("cluster: {env: {HF_TOKEN: <redacted>}}")
     with pytest.raises(ConfigError, match="has no secrets"):
-        _in_run_dir(moved, [])
+        read_config(moved)
 
 
 GRADED = ("trainer.eval_every=1", "trainer.save_every=1", "trainer.keep_last=1", "eval.temperature=1", "actor.lr=3e-2")

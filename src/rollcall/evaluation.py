@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from rollcall.checkpoint.run_dir import RUN_FILE
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import Evaluation, evaluate
-from rollcall.loop.resume import RUN_FILE
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
@@ -95,6 +95,7 @@ def plan_evaluation(
     target: Path,
     *,
     overrides: list[str],
+    changes: Mapping[str, Any] | None = None,
     data: str | None,
     samples: int | None,
     temperature: float | None,
@@ -114,7 +115,7 @@ def plan_evaluation(
         file, defaults = None, _model_dir_values(target, data=data)
     else:
         file, defaults = _run_file_of(target)
-    load = partial(load_config, file, overrides, defaults=defaults)
+    load = partial(load_config, file, overrides, defaults=defaults, changes=changes)
     if samples is not None and temperature is None:
         # Several greedy completions would all be the same one: without a temperature they are sampled as the run samples.
         run = load(values=values | {"eval.samples_per_prompt": 1})
@@ -124,7 +125,7 @@ def plan_evaluation(
     if file is None:
         path, origin = config.model.path, "model directory"
     else:
-        path, origin = _model_of(config, is_given=any(text.startswith("model.path=") for text in overrides))
+        path, origin = _model_of(config, is_given=_sets_model(overrides, changes or {}))
     if config.data.val is None:
         raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
     return EvalPlan(config=config, model_path=path, origin=origin)
@@ -173,6 +174,12 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
             seconds=time.perf_counter() - started,
             max_response_tokens=sampling.max_tokens,
         )
+
+
+def _sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
+    section = changes.get("model")
+    in_section = isinstance(section, Mapping) and "path" in section
+    return in_section or "model.path" in changes or any(text.startswith("model.path=") for text in overrides)
 
 
 def _is_model_dir(target: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Imports of large libraries."""
+"""Imports of large libraries, and what they print."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def calm_transformers() -> None:
+    """No bars and no advice of transformers, which speak to others."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    enable_progress_bars()  # the line above turns these off too, and a download takes minutes

@@ -7,18 +7,27 @@ is raised in the main thread wherever it is, but not within ``shielded``, where 
 A second signal ends the process at once. Ctrl-C is not of these: it ends a run without saving (``noting_interrupts``).
 
 Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` gives it to who asks.
+
+Handlers run in the main thread. Where that has an event loop already (a notebook), the work is in a thread of its own, and the
+main thread waits for it and passes on what it hears (``outside_loop``).
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # EX_TEMPFAIL: not done, nothing is wrong, the same command goes on. No supervisor takes it for a crash of its own accord,
 # and each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
@@ -42,6 +51,7 @@ class Stop:
         self._num_shields = 0
         self._is_over = False
         self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
+        self._cancel: Callable[[], object] | None = None  # of a run in another thread than the main one
 
     @property
     def left_s(self) -> float:
@@ -84,9 +94,18 @@ class Stop:
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
         """Within ``asyncio.run``, whose handler of Ctrl-C cancels the task that runs: one that waits in a blocking call does
-        not come to know it, and asks ``is_late``."""
+        not come to know it, and asks ``is_late``. In another thread than the main one, ``pass_on`` cancels it."""
+        if threading.current_thread() is not threading.main_thread():
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None, "called by a task"
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                yield
+            finally:
+                self._cancel = None
+            return
         inner = signal.getsignal(signal.SIGINT)
-        if not callable(inner) or threading.current_thread() is not threading.main_thread():
+        if not callable(inner):
             yield
             return
 
@@ -99,6 +118,16 @@ class Stop:
             yield
         finally:
             signal.signal(signal.SIGINT, inner)
+
+    def pass_on(self, heard: KeyboardInterrupt, *, thread: threading.Thread) -> None:
+        """What the main thread has heard, to the thread that works: the first Ctrl-C cancels a run, as asyncio's handler does,
+        the second ends it wherever it is."""
+        is_first = not self.is_interrupted
+        self.is_interrupted = self.is_interrupted or not isinstance(heard, Stopped)
+        if is_first and (cancel := self._cancel) is not None:
+            cancel()
+        elif thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(type(heard)))
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """The handler of ``SIGNALS``."""
@@ -147,6 +176,55 @@ def heed() -> Iterator[Stop]:
         _heeded = None
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python does not know
+
+
+@contextmanager
+def heed_if_possible() -> Iterator[None]:
+    """The same for a library: only the main thread may install handlers, and those that are installed stay."""
+    if is_heeding() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with heed():
+        yield
+
+
+def outside_loop(work: Callable[[], T]) -> T:
+    """What ``work`` returns. It may call ``asyncio.run``, so in a thread whose event loop runs it gets a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            result.set_exception(error)
+
+    stop = heeded()
+    thread = threading.Thread(target=run, name="rollcall")
+    with _raising_interrupts():
+        thread.start()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as heard:
+                stop.pass_on(heard, thread=thread)
+    return result.result()
+
+
+@contextmanager
+def _raising_interrupts() -> Iterator[None]:
+    """Ctrl-C raises here, where asyncio's handler would cancel a task that waits in a blocking call and never learns of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def heeded() -> Stop:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.run_dir import finished_summary, has_begun, move_aside, unless_begun
+from rollcall.checkpoint.run_dir import RUN_FILE, finished_summary, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, dump_config
@@ -22,10 +22,11 @@ from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError, SizesUnknown
 from rollcall.groups.backend import Backend
 from rollcall.loop.attempts import Budget, closing, headline, run_attempts
+from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
 from rollcall.loop.protocols import Workers
-from rollcall.loop.resume import RUN_FILE, Change, changes_on_resume, notes_on
+from rollcall.loop.resume import Change, changes_on_resume, notes_on
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
@@ -47,6 +48,7 @@ def train(
     quiet: bool = False,
     bounds: Bounds | None = None,
     backend: Backend | None = None,
+    callbacks: Callbacks | None = None,
 ) -> dict[str, Any]:
     """Train, or go on where the run directory stands; returns the summary.
 
@@ -61,10 +63,19 @@ def train(
         if old is not None and not quiet:
             print(f"the run that was in {config.run.dir} is now in {old}", flush=True)
         with unless_begun(config.run.dir, old=old):
-            return _train(config, quiet=quiet, bounds=bounds or Bounds(), lease=lease, backend=backend)
+            return _train(
+                config,
+                quiet=quiet,
+                bounds=bounds or Bounds(),
+                lease=lease,
+                backend=backend,
+                callbacks=callbacks or Callbacks(),
+            )
 
 
-def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease, backend: Backend | None) -> dict[str, Any]:
+def _train(
+    config: Config, *, quiet: bool, bounds: Bounds, lease: Lease, backend: Backend | None, callbacks: Callbacks
+) -> dict[str, Any]:
     started = time.perf_counter()
     run_dir = config.run.dir
     check_loggers(config)
@@ -86,11 +97,18 @@ def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease, backend
     with make_console(
         name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before, quiet=quiet
     ) as console:
+        attempt = partial(
+            _attempt,
+            config,
+            store=store,
+            console=console,
+            bounds=bounds,
+            lease=lease,
+            backend=backend,
+            callbacks=callbacks,
+        )
         controller, number = run_attempts(
-            lambda number: (
-                _attempt(config, store=store, console=console, bounds=bounds, lease=lease, backend=backend),
-                number,
-            ),
+            lambda number: (attempt(), number),
             budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
             say=console.note,
             reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
@@ -117,7 +135,14 @@ def _train(config: Config, *, quiet: bool, bounds: Bounds, lease: Lease, backend
 
 
 def _attempt(
-    config: Config, *, store: CheckpointStore, console: Console, bounds: Bounds, lease: Lease, backend: Backend | None
+    config: Config,
+    *,
+    store: CheckpointStore,
+    console: Console,
+    bounds: Bounds,
+    lease: Lease,
+    backend: Backend | None,
+    callbacks: Callbacks,
 ) -> Controller:
     """Build the workers and train from where the run directory stands to the end."""
     heeded().check()
@@ -155,6 +180,7 @@ def _attempt(
             bounds=bounds,
             lease=lease,
             stop=heeded(),
+            callbacks=callbacks,
         )
         _drive(controller, grace_s=config.trainer.stop_grace_s, say=console.note)
     return controller
@@ -169,6 +195,9 @@ def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]
         return
     except Stopped:
         pass
+    except asyncio.CancelledError:  # by the main thread, which waits for this one
+        if stop.is_interrupted:
+            raise KeyboardInterrupt from None
     except Exception as error:
         if stop.is_interrupted:
             say(f"stopped by Ctrl-C, and then: {headline(error)}")

@@ -13,7 +13,8 @@ from typing import Any
 from rollcall.checkpoint.store import Checkpoint
 
 log = logging.getLogger(__name__)
-_OF_A_RUN = ("run.yaml", "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
+RUN_FILE = "run.yaml"  # what the run was last started with
+_OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
 
 
 def is_run(run_dir: Path) -> bool:

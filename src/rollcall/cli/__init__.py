@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollcall.importing import calm_transformers
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
@@ -70,19 +71,13 @@ def complain(text: str) -> None:
 
 
 def calm_libraries() -> None:
-    """Warnings of ours as plain lines on stderr; transformers' bars and advice, which speak to others, not at all."""
+    """Warnings of ours as plain lines on stderr; transformers' bars and advice not at all."""
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     ours = logging.getLogger("rollcall")
     ours.handlers = [handler]
     ours.propagate = False
-
-    from huggingface_hub.utils import enable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # the line above turns these off too, and a download takes minutes
+    calm_transformers()
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]

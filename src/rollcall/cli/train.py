@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain, say_unused, split_arguments
-from rollcall.importing import uncollected
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
 
@@ -91,21 +90,13 @@ def train(
       rollcall train run.yaml --worker 1 --num-nodes 3 --log-path /share/x
       rollcall train run.yaml --worker 2 --num-nodes 3 --log-path /share/x
     """
-    from rollcall.config import load_config
-    from rollcall.errors import ConfigError
+    from rollcall import api
 
     bounds = Bounds(phase=phase, split=split)
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
-    if path is not None and not path.exists():
-        raise ConfigError(
-            f"{path} does not exist: neither a run file nor a run directory is there; `rollcall init` writes a run file to start "
-            "from"
-        )
-    if path is not None and path.is_dir():
-        path, changes = _in_run_dir(path, changes)
-    config = load_config(path, changes)
+    config = api.read_config(path, overrides=changes)
     run = _on_a_folder(
         master=master,
         worker=worker,
@@ -115,44 +106,23 @@ def train(
         fresh=fresh,
         bounds=bounds,
     )
-    if worker is None:
-        say_unused(config, in_folder=master)
+    if master:
+        say_unused(config, in_folder=True)
     try:
         with heed():
-            if not as_json:
-                print("loading torch and transformers", flush=True)
             calm_libraries()
-            if run is None:
-                with uncollected():
-                    from rollcall.training import train as run
-
-            summary = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
+            if run is not None:
+                result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
+            else:
+                result = api.train(config, fresh=fresh, quiet=as_json, phase=phase, split=split).result
     except Stopped as stopped:
         complain(_standing(config.run.dir, num_steps=config.trainer.steps, by=str(stopped)))
         raise typer.Exit(STOPPED) from None
     except KeyboardInterrupt:
         complain(_standing(config.run.dir, num_steps=config.trainer.steps, by="Ctrl-C"))
         raise typer.Exit(INTERRUPTED) from None
-    if as_json and summary is not None:
-        print(json.dumps(summary, default=str))
-
-
-def _in_run_dir(run_dir: Path, changes: list[str]) -> tuple[Path, list[str]]:
-    """The run file that a run keeps, for that directory, wherever it has been moved to."""
-    from rollcall.errors import ConfigError
-    from rollcall.redact import REDACTED
-
-    path = run_dir / "run.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"{run_dir} is a directory without run.yaml, so it is not a run; give a run file or a run directory"
-        )
-    if REDACTED in path.read_text(errors="replace"):
-        raise ConfigError(
-            f"{path} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
-            "was started with"
-        )
-    return path, [f"run.dir={json.dumps(str(run_dir))}", *changes]
+    if as_json and result is not None:
+        print(json.dumps(result, default=str))
 
 
 def _on_a_folder(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import PurePath
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -46,6 +48,18 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
         node[last] = value
 
 
+def add_key(raw: dict[str, Any], key: str, value: Any, *, root: type[BaseModel]) -> None:
+    """``set_key`` for what Python code gives: a map adds its keys to the section that is there, and a path becomes text."""
+    if isinstance(value, Mapping) and value and get_origin(_annotation(key, root)) is not dict:
+        for name, inner in value.items():
+            add_key(raw, f"{key}.{name}", inner, root=root)
+        return
+    try:
+        set_key(raw, key, str(value) if isinstance(value, PurePath) else value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={shown(value)}: {error}") from None
+
+
 def refuse_secret(override: str) -> None:
     """A command line is in the process list, in the shell's history and, of a driver, in Ray's records."""
     key, _, text = override.partition("=")
@@ -64,16 +78,28 @@ def refuse_secret(override: str) -> None:
 
 def _is_text(key: str, root: type[BaseModel]) -> bool:
     """Whether a key holds text, or text or nothing."""
-    section: Any = root
-    *parents, last = key.split(".")
-    for parent in parents:
-        info = section.model_fields.get(parent)
-        section = info and info.annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            return False
-    info = section.model_fields.get(last)
-    kinds = {info.annotation, *get_args(info.annotation)} if info else set()
+    annotation = _annotation(key, root)
+    kinds = {annotation, *get_args(annotation)}
     return str in kinds and not kinds - {str, NoneType, str | None}
+
+
+def _annotation(key: str, root: type[BaseModel]) -> Any:
+    """Of a key's field; None where there is no such field, or a union decides."""
+    section: Any = root
+    for part in key.split("."):
+        section = _section_of(section)
+        info = section.model_fields.get(part) if section else None
+        if info is None:
+            return None
+        section = info.annotation
+    return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """A section, or a section or nothing."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    found = [kind for kind in kinds if kind is not NoneType and issubclass(kind, BaseModel)]
+    return found[0] if len(found) == 1 else None
 
 
 def _parse_value(text: str, override: str, *, is_text: bool) -> Any:

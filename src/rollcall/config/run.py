@@ -6,6 +6,8 @@ nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``ty
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rollcall.config.base import Section
 from rollcall.config.base import field as _field
 from rollcall.config.checks import check_ruin
 from rollcall.config.errors import explain_all, shown
-from rollcall.config.overrides import apply_override, refuse_secret, set_key
+from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
 from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import ExactReward, Reward
 from rollcall.config.sections import (
@@ -126,32 +128,35 @@ class Config(Section):
 
 
 def load_config(
-    path: Path | str | None = None,
+    path: Path | str | Mapping[str, Any] | None = None,
     overrides: list[str] | None = None,
     *,
     defaults: dict[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     values: dict[str, Any] | None = None,
 ) -> Config:
-    """Run file (or the embedded default) plus ``a.b=value`` overrides, validated.
+    """Run file (or its sections, or the embedded default) plus ``a.b=value`` overrides, validated.
 
-    ``defaults`` and ``values`` are by dotted key, as they are, not as text: the overrides stand above the first and below
-    the second.
+    ``defaults``, ``changes`` and ``values`` are by dotted key, as they are, not as text: the overrides stand above the first and
+    below the others. Of ``changes``, which Python code gives, a map adds to the section that is there.
     """
-    raw = _read_sections(path, what="run file") if path is not None else default_run()
+    raw = _sections_of(path)
     for key, value in (defaults or {}).items():
         set_key(raw, key, value)
     for override in overrides or []:
         refuse_secret(override)
         apply_override(raw, override, root=Config)
+    for key, value in (changes or {}).items():
+        add_key(raw, key, value, root=Config)
     for key, value in (values or {}).items():
         set_key(raw, key, value)
     try:
         config = parse_config(raw)
         check_ruin(config)
     except ConfigError as error:
-        if path is None:
+        if path is None or isinstance(path, Mapping):
             raise
-        rest = " and what the command line sets" if overrides else ""
+        rest = " and what the command line sets" if overrides else " and what the call sets" if changes else ""
         raise ConfigError(f"run file {path}{rest}: {error}") from None
     return config
 
@@ -190,6 +195,12 @@ def default_run() -> dict[str, Any]:
     from importlib.resources import files
 
     return yaml.safe_load((files("rollcall.config") / "default.yaml").read_text())
+
+
+def _sections_of(path: Path | str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if path is None:
+        return default_run()
+    return deepcopy(dict(path)) if isinstance(path, Mapping) else _read_sections(path, what="run file")
 
 
 def _read_sections(path: Path | str, *, what: str) -> dict[str, Any]:

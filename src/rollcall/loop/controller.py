@@ -39,6 +39,7 @@ from rollcall.durable.lease import Lease
 from rollcall.errors import JournalError
 from rollcall.loop.aside import in_thread
 from rollcall.loop.attempts import Regrow, RunError
+from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
@@ -77,6 +78,7 @@ class Controller:
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
         lease: Lease | None = None,
         stop: Stop | None = None,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - frozen
     ):
         self.config = config
         self.workers = workers
@@ -99,7 +101,14 @@ class Controller:
                 f"order of step {self.start_step} is lost; restore it, or start over with --fresh"
             )
         self.record = Record(
-            config, workers, run_dir=run_dir, store=store, sinks=sinks, console=console, data_mark=data_mark
+            config,
+            workers,
+            run_dir=run_dir,
+            store=store,
+            sinks=sinks,
+            console=console,
+            data_mark=data_mark,
+            callbacks=callbacks,
         )
         self.rollouts: Rollouts
         self.maker: GroupMaker
@@ -279,12 +288,10 @@ class Controller:
                 step=step,
             )
             seconds = time.perf_counter() - started
-            await self._call(self.record.log, step, {**result.metrics(), "time/eval_s": seconds})
-            await self._call(self.record.write_samples, step, "val", result.groups[:64])
+            await self._call(partial(self.record.log_evaluation, step, result, seconds=seconds))
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
         self.rollouts.clock.take()  # the numbers of the next step do not include the evaluation
-        self.record.note_evaluation(step, result.metrics())
 
     async def _save(self, batch: StepBatch) -> None:
         saving = time.perf_counter()

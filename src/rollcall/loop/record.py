@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,8 @@ from rollcall.config import Config
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError, NonFiniteError
 from rollcall.loop.attempts import RunError, causes
+from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
+from rollcall.loop.evaluate import Evaluation
 from rollcall.loop.phases import is_due
 from rollcall.loop.protocols import Workers
 from rollcall.loop.rollout import Clock
@@ -51,6 +53,7 @@ class Record:
         sinks: Sequence[Sink],
         console: Console,
         data_mark: str,
+        callbacks: Callbacks,
     ) -> None:
         self._config = config
         self._workers = workers
@@ -59,6 +62,8 @@ class Record:
         self._sinks = sinks
         self._console = console
         self._data_mark = data_mark
+        self._callbacks = callbacks
+        self._num_steps = config.trainer.steps
         self.unsaved: StepBatch | None = None  # trained since the newest checkpoint
         self.update_s = 0.0  # of the last step
         self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
@@ -82,12 +87,20 @@ class Record:
 
     def log_step(self) -> None:
         if self._row is not None and self.unsaved is not None:
-            self.log(self.unsaved.step, self._row())
+            batch, metrics = self.unsaved, self._row()
+            self.log(batch.step, metrics)
             self._row = None
+            done = StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=tuple(batch.groups))
+            self._callbacks.step_done(done)
 
-    def note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_evaluation(self, step: int, result: Evaluation, *, seconds: float) -> None:
+        metrics = {**result.metrics(), "time/eval_s": seconds}
+        self.log(step, metrics)
+        self.write_samples(step, "val", result.groups[:64])
         self._evaluated_step = step
         self._scores = {headline.metric: metrics[headline.metric] for headline in (ACCURACY, REWARD)}
+        done = EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result)
+        self._callbacks.evaluation_done(done)
 
     def write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
         directory = self._run_dir / "samples"
@@ -110,8 +123,9 @@ class Record:
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
             score = ranking["scores"].get(ranking["best_by"])
-            self._store.save(step, write=self._workers.write_checkpoint, state=state, score=score, **ranking)
+            path = self._store.save(step, write=self._workers.write_checkpoint, state=state, score=score, **ranking)
         self.unsaved = None
+        self._callbacks.checkpoint_saved(CheckpointSaved(step=step, num_steps=self._num_steps, path=path))
 
     def add_scores(self, step: int) -> None:
         """Of a checkpoint that was saved before its evaluation."""

@@ -12,14 +12,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.run_dir import newest_step
+from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.words import counted
 
-RUN_FILE = "run.yaml"
 # With another value the journal would not fit, or the checkpoints' optimizer state.
 FIXED = (
     "run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward",

@@ -1,0 +1,142 @@
+"""The Python interface: ``rollcall.train``, ``rollcall.evaluate`` and ``rollcall.load_run`` (docs/python.md).
+
+The command line calls the same functions. Importing this module imports neither torch nor ray; calling one does.
+"""
+
+# pyright: strict
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rollcall.checkpoint.run_dir import RUN_FILE
+from rollcall.config import Config, load_config
+from rollcall.config.checks import unused
+from rollcall.errors import ConfigError
+from rollcall.importing import calm_transformers, uncollected
+from rollcall.inspect.run import Run, load_run
+from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
+from rollcall.loop.phases import Bounds, Phase, Split
+from rollcall.redact import REDACTED
+from rollcall.stop import heed_if_possible, outside_loop
+
+if TYPE_CHECKING:
+    from rollcall.evaluation import EvalReport
+
+__all__ = ["evaluate", "load_run", "read_config", "train"]
+
+_Choice = TypeVar("_Choice", Phase, Split)
+Source = Config | Mapping[str, Any] | str | Path | None
+
+
+def train(
+    config: Source = None,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    phase: Phase | str = Phase.BOTH,
+    split: Split | str = Split.TRAIN,
+    on_step: Callable[[StepDone], None] | None = None,
+    on_evaluation: Callable[[EvaluationDone], None] | None = None,
+    on_save: Callable[[CheckpointSaved], None] | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train, or go on where the run directory stands, until the last step.
+
+    ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; None is the demo.
+    Any other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``.
+    ``fresh`` starts over and moves an old run directory aside. ``quiet`` shows no progress.
+    """
+    bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
+    callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_save=on_save)
+    resolved = read_config(config, changes=overrides)
+    for text in unused(resolved):
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+    def work() -> dict[str, Any]:
+        if not quiet:
+            print("loading torch and transformers", flush=True)
+        with uncollected():
+            from rollcall.training import train as run
+        calm_transformers()
+        return run(resolved, fresh=fresh, quiet=quiet, bounds=bounds, callbacks=callbacks)
+
+    with heed_if_possible():
+        result = outside_loop(work)
+    return Run(resolved.run.dir, result=result)
+
+
+def evaluate(
+    target: Run | str | Path,
+    *,
+    data: str | Path | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    max_prompts: int | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> EvalReport:
+    """Measure a run's newest model, or the model in a directory, on held-out prompts (``data``, else the run's ``data.val``)."""
+    from rollcall.evaluation import plan_evaluation, run_evaluation
+
+    plan = plan_evaluation(
+        target.dir if isinstance(target, Run) else Path(target),
+        overrides=[],
+        changes=overrides,
+        data=None if data is None else str(data),
+        samples=samples,
+        temperature=temperature,
+        max_prompts=max_prompts,
+    )
+    calm_transformers()
+    say: Callable[[str], None] = _nothing if quiet else partial(print, flush=True)
+    with heed_if_possible():
+        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing, say=say))
+
+
+def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
+    """The settings of a run, validated. ``overrides`` are texts of a command line (``trainer.steps=3``), ``changes`` values."""
+    if isinstance(source, Config):
+        if not overrides and not changes:
+            return source
+        source = source.model_dump()
+    if source is None or isinstance(source, Mapping):
+        return load_config(source, list(overrides), changes=changes)
+    path, defaults = _run_file(Path(source))
+    return load_config(path, list(overrides), defaults=defaults, changes=changes)
+
+
+def _run_file(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The run file to read, and what stands in place of its own values: a run directory may have been moved."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist: neither a run file nor a run directory is there; `rollcall init` writes a run file to start "
+            "from"
+        )
+    if not path.is_dir():
+        return path, {}
+    file = path / RUN_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{path} is a directory without {RUN_FILE}, so it is not a run; give a run file or a run directory"
+        )
+    if REDACTED in file.read_text(errors="replace"):
+        raise ConfigError(
+            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
+            "was started with"
+        )
+    return file, {"run.dir": str(path)}
+
+
+def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:
+    try:
+        return kind(given)
+    except ValueError:
+        raise ConfigError(f"{name}={given!r} does not exist; use {', '.join(kind)}") from None
+
+
+def _nothing(*_: object) -> None:
+    return None

@@ -1,0 +1,88 @@
+"""What a run tells the functions that its caller gave: after each step, each evaluation and each checkpoint.
+
+They are called by the thread that trains, which waits for them. One that raises ends the run under its name; what is on disk is
+whole, and the same call goes on. A step that a resumed run trains again is told again.
+"""
+
+# pyright: strict
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rollcall.loop.evaluate import Evaluation
+    from rollcall.types import Group
+
+T = TypeVar("T")
+
+
+class CallbackError(RuntimeError):
+    """A function that the caller gave raised; ``__cause__`` is what it raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    step: int
+    num_steps: int  # trainer.steps
+    metrics: Mapping[str, float]  # the step's row, by the names of docs/metrics.md
+    groups: tuple[Group, ...]  # what the step was trained on
+
+    @property
+    def reward_mean(self) -> float:
+        return self.metrics["train/reward_mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDone:
+    step: int  # 0: before training
+    num_steps: int
+    metrics: Mapping[str, float]
+    evaluation: Evaluation
+
+    @property
+    def accuracy(self) -> float:
+        return self.evaluation.accuracy
+
+    @property
+    def reward_mean(self) -> float:
+        return self.evaluation.reward_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    step: int
+    num_steps: int
+    path: Path  # model/ in it opens with transformers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    on_step: Callable[[StepDone], None] | None = None
+    on_evaluation: Callable[[EvaluationDone], None] | None = None
+    on_save: Callable[[CheckpointSaved], None] | None = None
+
+    def step_done(self, done: StepDone) -> None:
+        _tell("on_step", self.on_step, done)
+
+    def evaluation_done(self, done: EvaluationDone) -> None:
+        _tell("on_evaluation", self.on_evaluation, done)
+
+    def checkpoint_saved(self, saved: CheckpointSaved) -> None:
+        _tell("on_save", self.on_save, saved)
+
+
+def _tell(name: str, callback: Callable[[T], None] | None, what: T) -> None:
+    if callback is None:
+        return
+    try:
+        callback(what)
+    except Exception as error:
+        given = getattr(callback, "__qualname__", repr(callback))
+        step = getattr(what, "step", None)
+        raise CallbackError(
+            f"{name}={given} raised at step {step}: {type(error).__name__}: {error}\nThe run has ended; put the function right, "
+            "then make the same call again: it goes on from the newest checkpoint"
+        ) from error
