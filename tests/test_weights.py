@@ -32,11 +32,12 @@ from rollcall.net import door
 from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, plan_for
 from rollcall.roles.weight_sync import WeightSync
+from rollcall.wait import Wait
 from rollcall.weights import SameProcessReceiver, SameProcessSender, TornUpdateError, delta, open_receiver, open_sender
 from rollcall.weights import checksum as checksums
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
-from rollcall.weights.line import Deadline, Desk, Line, call, decline
+from rollcall.weights.line import Desk, Line, call, decline
 from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.weights.transports import carrying_for
 
@@ -232,7 +233,7 @@ def test_handles_of_gpu_tensors_travel_once_and_open_on_the_receivers_own_device
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild, (tensor.clone(), 0)))
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
     here, there = socket.socketpair()
-    near, far, deadline = Line(here, peer="rollout 0"), Line(there, peer=SENDER), Deadline(TIMEOUT_S)
+    near, far, deadline = Line(here, peer="rollout 0"), Line(there, peer=SENDER), Wait(TIMEOUT_S)
     told: list[Any] = []
     monkeypatch.setattr(
         near, "tell", lambda message, deadline: (told.append(message), Line.tell(near, message, deadline))
@@ -637,16 +638,16 @@ def test_a_sender_does_not_wait_for_a_receiver_that_is_said_to_be_lost() -> None
     ends: list[str] = []
 
     def come() -> None:
-        line = call(desk.invitation, name="one", deadline=Deadline(60), about={})
+        line = call(desk.invitation, name="one", deadline=Wait(60), about={})
         decline(desk.invitation, name="two", timeout_s=60)
         with pytest.raises(MissingPeerError, match="actor rank 0 is gone"):
-            line.hear(Deadline(60))
+            line.hear(Wait(60))
         ends.append("told")
 
     receivers = threading.Thread(target=come)
     receivers.start()
     with pytest.raises(MissingPeerError, match="two is lost"):
-        desk.welcome(Deadline(60))
+        desk.welcome(Wait(60))
     desk.close()
     receivers.join(60)
     assert ends == ["told"]
@@ -656,16 +657,16 @@ def test_a_receiver_does_not_take_weights_from_someone_in_its_senders_place() ->
     desk = Desk(sender="actor rank 0", receivers=["one"], carrying="broadcast", host="127.0.0.1", timeout_s=60)
     other = Desk(sender="actor rank 0", receivers=["one"], carrying="broadcast", host="127.0.0.1", timeout_s=1)
     fooled = replace(desk.invitation, port=other.invitation.port)
-    waiting = threading.Thread(target=lambda: pytest.raises(MissingPeerError, other.welcome, Deadline(1)))
+    waiting = threading.Thread(target=lambda: pytest.raises(MissingPeerError, other.welcome, Wait(1)))
     waiting.start()
     with pytest.raises(MissingPeerError, match="actor rank 0 is gone"):
-        call(fooled, name="one", deadline=Deadline(60), about={})
+        call(fooled, name="one", deadline=Wait(60), about={})
     waiting.join(60)
     other.close()
     with socket.create_server(("127.0.0.1", 0)) as forger:
         answers = threading.Thread(target=lambda: forger.accept()[0].sendall(bytes(2 * door.CHALLENGE)))
         answers.start()
         with pytest.raises(MissingPeerError, match="in the place of actor rank 0 does not know"):
-            call(replace(desk.invitation, port=forger.getsockname()[1]), name="one", deadline=Deadline(60), about={})
+            call(replace(desk.invitation, port=forger.getsockname()[1]), name="one", deadline=Wait(60), about={})
         answers.join(60)
     desk.close()

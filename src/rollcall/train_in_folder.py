@@ -6,7 +6,6 @@ on node 0, an engine on every node.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from rollcall.config import Config, parse_config
 from rollcall.errors import ConfigError
 from rollcall.loop.phases import Bounds
+from rollcall.wait import say
 
 PLACEMENT = {"actor": 0, "rollout": "all"}
 IMPLIED = ("num_nodes", "num_gpus_per_node", "nodes", "component_placement", "node_weights")
@@ -35,7 +35,7 @@ def train_as_master(
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
     with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name) as backend:
-        _tell(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
+        say(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
         return train(config, fresh=fresh, quiet=quiet, bounds=bounds, backend=backend)
 
 
@@ -122,7 +122,3 @@ def read_weights(text: str | None) -> list[float] | None:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--rank-weights {text} are no numbers; write a share for each node, as 2,1,1") from None
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,6 +37,7 @@ from rollcall.plan.memory import element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
+from rollcall.wait import say
 from rollcall.words import all_of, are, counted
 
 
@@ -58,7 +58,7 @@ def train(
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
-    with hold(config.run.dir, say=lambda text: print(text, file=sys.stderr, flush=True)) as lease:
+    with hold(config.run.dir, say=say) as lease:
         old = move_aside(config.run.dir) if fresh else None
         if old is not None and not quiet:
             print(f"the run that was in {config.run.dir} is now in {old}", flush=True)

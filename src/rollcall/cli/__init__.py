@@ -16,6 +16,7 @@ import typer
 
 from rollcall.importing import calm_transformers
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped
+from rollcall.wait import say
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Without one: the demo.")]
@@ -67,7 +68,7 @@ def say_unused(config: Any, *, in_folder: bool = False) -> None:
 
 
 def complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text)
 
 
 def calm_libraries() -> None:

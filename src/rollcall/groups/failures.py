@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
-import time
 import traceback
 
 _CARRIERS = ("rollcall.groups.host", "rollcall.groups.inprocess", "rollcall.groups.pulse")
@@ -60,23 +58,3 @@ class RemoteFailureError(Exception):
             return pickle.loads(self.pickled)
         except Exception:  # its class may not exist here, or refuse its own arguments
             return None
-
-
-class Progress:
-    """Says on stderr what is being waited for: first after ``first_s``, then every ``every_s``."""
-
-    def __init__(self, *, first_s: float = 2, every_s: float = 10) -> None:
-        self._started = time.monotonic()
-        self._next = self._started + first_s
-        self._every_s = every_s
-
-    @property
-    def due_in_s(self) -> float:
-        return max(self._next - time.monotonic(), 0)
-
-    def tell(self, text: str) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + self._every_s
-            waited_s = round(now - self._started)
-            print(f"{text} ({waited_s} s)" if waited_s else text, file=sys.stderr, flush=True)

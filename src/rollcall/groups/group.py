@@ -16,8 +16,8 @@ from rollcall.errors import ClusterError, WorkerError
 from rollcall.groups.backend import GROUP_VARIABLES, Crew, Recipe, Seat, WorkerSpec
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
-from rollcall.groups.failures import Progress
 from rollcall.groups.sharding import NamedSharding
+from rollcall.wait import Wait
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0
@@ -301,7 +301,7 @@ class WorkerGroup:
             try:
                 crew.gather(calls, timeout_s=timeout_s)
             except WorkerError as error:
-                Progress(first_s=0).tell(
+                Wait(first_s=0).tell(
                     f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}"
                 )
                 clean = False

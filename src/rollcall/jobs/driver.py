@@ -23,6 +23,7 @@ from rollcall.config import load_config
 from rollcall.errors import ClusterError, RestartsSpentError
 from rollcall.loop.attempts import Budget
 from rollcall.redact import Redactor
+from rollcall.wait import say
 from rollcall.worker_env.declared import SEALED, open_sealed
 
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -70,9 +71,9 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
         try:
             budget.spend(ControllerKilledError(why))
         except RestartsSpentError as error:
-            print(error, file=sys.stderr, flush=True)
+            say(str(error))
             return 128 - status
-        print(f"{why}; it is started again and goes on from the run directory", file=sys.stderr, flush=True)
+        say(f"{why}; it is started again and goes on from the run directory")
 
 
 def pass_on(child: subprocess.Popen[bytes]) -> None:

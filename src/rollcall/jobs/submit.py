@@ -32,6 +32,7 @@ from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, read_record, read_token, token_path
 from rollcall.redact import Redactor, redact, remember
+from rollcall.wait import Say, Wait
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
 from rollcall.worker_env.node_shell import TOKEN
 
@@ -145,23 +146,20 @@ class Jobs:
         self._learn_secrets(job_id)
         return redact(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs").text)["logs"])
 
-    def wait_started(self, job_id: str, *, say: Callable[[str], None], timeout_s: float = START_S) -> Job:
-        began = told = time.monotonic()
+    def wait_started(self, job_id: str, *, say: Say, timeout_s: float = START_S) -> Job:
+        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S, say=say)
         while (job := self.job(job_id)).status == "PENDING":
-            now = time.monotonic()
-            if now - began >= timeout_s:
+            if wait.is_over:
                 raise ClusterError(
                     f"job {job_id} has not started within {timeout_s:.0f} s. Ray says: {job.message}\nIt waits for the head "
                     "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
                     f"job stop {job_id}`"
                 )
-            if now - told >= TELL_EVERY_S:
-                say(f"waiting for the head node to start the driver ({now - began:.0f} s): {job.message}")
-                told = now
+            wait.tell(f"waiting for the head node to start the driver: {job.message}")
             time.sleep(0.3)
         return job
 
-    def follow(self, job_id: str, *, write: Callable[[str], None], say: Callable[[str], None]) -> Job:
+    def follow(self, job_id: str, *, write: Callable[[str], None], say: Say) -> Job:
         """Write the job's log as it grows, until the job is over; returns the job as it ended."""
         self._learn_secrets(job_id)
         redactor = Redactor()
@@ -193,23 +191,20 @@ class Jobs:
             if lost:
                 time.sleep(2.0)
 
-    def stop(self, job_id: str, *, say: Callable[[str], None], timeout_s: float | None = None) -> Job:
+    def stop(self, job_id: str, *, say: Say, timeout_s: float | None = None) -> Job:
         """Stop it and wait until it has saved and ended; a job that is over stays as it is."""
         job = self.job(job_id)
         if job.is_over:
             return job
         timeout_s = STOP_S + float(self._variables(job_id).get(STOP_WAIT, 0)) if timeout_s is None else timeout_s
-        began = told = time.monotonic()
+        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S, say=say)
         asked = False
         while not job.is_over:
             # A job that Ray has not started yet has nobody to stop: ask again.
             asked = asked or json.loads(self._ask("POST", f"/api/jobs/{job_id}/stop").text)["stopped"]
-            now = time.monotonic()
-            if now - began >= timeout_s:
+            if wait.is_over:
                 raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
-            if now - told >= TELL_EVERY_S:
-                say(f"waiting for {job_id} to save and to end ({now - began:.0f} s)")
-                told = now
+            wait.tell(f"waiting for {job_id} to save and to end")
             time.sleep(0.3)
             job = self.job(job_id)
         return job

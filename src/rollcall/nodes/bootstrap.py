@@ -20,7 +20,6 @@ from rollcall.nodes.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInf
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,
-    Say,
     Start,
     choose_temp_dir,
     find_slots,
@@ -41,6 +40,7 @@ from rollcall.nodes.state import (
     write_token,
 )
 from rollcall.nodes.tls import write_certificates
+from rollcall.wait import Say
 from rollcall.worker_env.node_shell import TOKEN
 
 START_S = 180.0  # for Ray itself, once its head is known

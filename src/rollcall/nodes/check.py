@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
@@ -11,9 +11,9 @@ from rollcall.nodes.address import split_address
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, read_record, require_record
+from rollcall.wait import Say, Wait
 
 ASK_EVERY_S = 1.0
-TELL_EVERY_S = 4.0
 APPEAR_S = 2.0  # for a `rollcall node` that was started just before
 
 
@@ -68,18 +68,16 @@ def roster(record: NodeRecord, answer: Answer) -> Roster:
     )
 
 
-def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Callable[[str], None]) -> Roster:
+def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Say) -> Roster:
     """Return once exactly ``num_slots`` have joined. More is an error at once, fewer when the time is over."""
-    began = time.monotonic()
-    record = _wait_for_record(cluster, timeout_s=timeout_s, say=say)
-    told = -TELL_EVERY_S
+    wait = Wait(timeout_s, first_s=0, every_s=4, say=say)
+    record = _wait_for_record(cluster, wait)
     while True:
         try:
             found = list_nodes(cluster)
             state = describe(found, num_slots=num_slots)
         except HeadUnreachable as error:
             found, state = None, str(error)
-        waited = time.monotonic() - began
         if found is not None and found.num_slots == num_slots:
             return found
         if found is not None and found.num_slots > num_slots:
@@ -87,27 +85,21 @@ def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Calla
                 f"{found.num_slots} accelerators have joined, {num_slots} were expected: {who(found.alive)}; stop what does "
                 f"not belong with `rollcall down` there, or ask for {found.num_slots}"
             )
-        if waited >= timeout_s:
+        if wait.is_over:
             raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(record, found)}")
-        if waited - told >= TELL_EVERY_S:
-            say(f"{state} ({waited:.0f} s)" if waited >= 1 else state)
-            told = waited
+        wait.tell(state)
         time.sleep(ASK_EVERY_S)
 
 
-def _wait_for_record(cluster: str, *, timeout_s: float, say: Callable[[str], None]) -> NodeRecord:
+def _wait_for_record(cluster: str, wait: Wait) -> NodeRecord:
     """This node's, which a `rollcall node` that is at work here is about to write."""
-    began = time.monotonic()
-    told, seen = -TELL_EVERY_S, began
+    seen = time.monotonic()
     while (record := read_record(cluster)) is None:
         now = time.monotonic()
         seen = now if is_coming_up(cluster) else seen
-        if now - began >= timeout_s or now - seen >= APPEAR_S:
+        if wait.is_over or now - seen >= APPEAR_S:
             return require_record(cluster)  # refuses, unless it has come just now
-        if now - began - told >= TELL_EVERY_S:
-            told = now - began
-            waited = f" ({told:.0f} s)" if told >= 1 else ""
-            say(f"waiting for `rollcall node` to make this node part of cluster {cluster!r}{waited}")
+        wait.tell(f"waiting for `rollcall node` to make this node part of cluster {cluster!r}")
         time.sleep(0.2)
     return record
 

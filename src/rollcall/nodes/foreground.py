@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 
 from rollcall.errors import ClusterError
@@ -21,6 +20,7 @@ from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
 from rollcall.process import Process, command_of
 from rollcall.stop import SAME_S, heeded_signals
+from rollcall.wait import Say, Wait
 
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
@@ -48,7 +48,7 @@ class Told:
             self.hurry.set()
 
 
-def hold(record: NodeRecord, *, say: Callable[[str], None], save_s: float = SAVE_S) -> None:
+def hold(record: NodeRecord, *, say: Say, save_s: float = SAVE_S) -> None:
     """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself."""
     told = Told()
     before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
@@ -92,12 +92,12 @@ def has_run(record: NodeRecord) -> bool:
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 
-def _let_save(record: NodeRecord, told: Told, *, say: Callable[[str], None], save_s: float) -> None:
+def _let_save(record: NodeRecord, told: Told, *, say: Say, save_s: float) -> None:
     signal_processes(drivers(record), signal.SIGTERM)
-    deadline = time.monotonic() + save_s
+    wait = Wait(save_s)
     if has_run(record):
         say(f"waiting at most {save_s:g} s for the run on this node to save; a second signal stops Ray at once")
-    while has_run(record) and time.monotonic() < deadline and not told.hurry.wait(0.3):
+    while has_run(record) and not wait.is_over and not told.hurry.wait(0.3):
         continue
 
 

@@ -12,7 +12,6 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -34,10 +33,10 @@ from rollcall.nodes.processes import MARK
 from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import auth_env, state_dir, tls_env
+from rollcall.wait import Say, Wait
 from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
 
 Accelerator = Literal["gpu", "cpu"]
-Say = Callable[[str], None]
 
 COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
 SOCKET_LIMIT = 107  # bytes of a Unix socket's path
@@ -231,21 +230,20 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
     if start.accelerator == "cpu":
         kept |= _logical_ids(start.slots)
     env = {**TUNED, **kept, **start.env, **ours}
-    began = told = time.monotonic()
+    wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5, say=say)
     with log.open("w") as output:
         child = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     while child.poll() is None:
-        now = time.monotonic()
-        if now > deadline:
-            raise ClusterError(f"`ray start` is not done after {now - began:.0f} s (all of it in {log}):\n{_tail(log)}")
-        if now - told > 5.0:
-            say(f"starting Ray on {start.node_ip} ({now - began:.0f} s)")
-            told = now
+        if wait.is_over:
+            raise ClusterError(
+                f"`ray start` is not done after {wait.waited_s:.0f} s (its whole output is in {log}):\n{_tail(log)}"
+            )
+        wait.tell(f"starting Ray on {start.node_ip}")
         time.sleep(0.1)
     if child.returncode:
-        raise ClusterError(f"Ray did not start on {start.node_ip} (all of it in {log}):\n{_tail(log)}")
+        raise ClusterError(f"Ray did not start on {start.node_ip} (its whole output is in {log}):\n{_tail(log)}")
 
 
 def _head_ip(host: str | None, request: NodeRequest) -> str:

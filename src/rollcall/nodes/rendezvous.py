@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from pathlib import Path
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable, ask_head
+from rollcall.wait import Say, Wait
 from rollcall.worker_env.node_shell import TOKEN
 
 ASK_EVERY_S = 1.0
-TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,11 +149,11 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
     return Found(address=head.address, token=held, tls=head.tls, answer=answer)
 
 
-def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float, say: Callable[[str], None]) -> Found:
+def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float, say: Say) -> Found:
     return _poll(lambda: look(rendezvous, token=token), timeout_s=timeout_s, say=say)
 
 
-def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Callable[[str], None]) -> Found:
+def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Say) -> Found:
     """The head at an address that the user gave, once it is up."""
 
     def ask() -> Found | str:
@@ -171,17 +170,13 @@ def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Calla
     return _poll(ask, timeout_s=timeout_s, say=say)
 
 
-def _poll(look: Callable[[], Found | str], *, timeout_s: float, say: Callable[[str], None]) -> Found:
-    began = time.monotonic()
-    told = -TELL_EVERY_S
+def _poll(look: Callable[[], Found | str], *, timeout_s: float, say: Say) -> Found:
+    wait = Wait(timeout_s, first_s=0, every_s=5, say=say)
     while True:
         found = look()
         if isinstance(found, Found):
             return found
-        waited = time.monotonic() - began
-        if waited >= timeout_s:
+        if wait.is_over:
             raise ClusterError(f"rank 0 is missing after {timeout_s:.0f} s (--timeout): still waiting for {found}")
-        if waited - told >= TELL_EVERY_S:
-            say(f"waiting for {found} ({waited:.0f} s)")
-            told = waited
-        time.sleep(min(ASK_EVERY_S, timeout_s - waited))
+        wait.tell(f"waiting for {found}")
+        wait.sleep(ASK_EVERY_S)

@@ -22,6 +22,7 @@ from typing import IO, Literal
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.process import Process
+from rollcall.wait import Wait
 from rollcall.worker_env.node_shell import TOKEN
 
 DEFAULT_CLUSTER = "default"
@@ -156,9 +157,9 @@ def not_here(cluster: str) -> str:
 @contextmanager
 def sole_owner(cluster: str) -> Iterator[None]:
     """One command at a time starts or stops this cluster on this node; a second one waits for it."""
-    deadline = time.monotonic() + OWNER_S
+    wait = Wait(OWNER_S)
     while (file := _lock(cluster)) is None:
-        if time.monotonic() > deadline:
+        if wait.is_over:
             raise ClusterError(
                 f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been at work on this node "
                 f"for {OWNER_S:.0f} s; end it, then try again"

@@ -7,8 +7,9 @@ descriptor and would write across the panel, so it gets a pipe, and a thread her
 from __future__ import annotations
 
 import os
-import sys
 import threading
+
+from rollcall.wait import say
 
 STDERR = 2
 _fd = STDERR
@@ -52,4 +53,4 @@ def _pass_on(read_fd: int) -> None:
 def _print(text: bytes) -> None:
     # Carriage returns are of progress bars, which only work at the left edge of their own line.
     shown = text.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    print(shown, file=sys.stderr, flush=True)
+    say(shown)

@@ -25,12 +25,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
-from rollcall.groups.failures import Progress, RemoteFailureError, is_about_a_peer
+from rollcall.groups.failures import RemoteFailureError, is_about_a_peer
 from rollcall.groups.host import MARK, Host, end_group
 from rollcall.groups.waits import call_words, waits_words
 from rollcall.groups.watch import SILENT_S
 from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
+from rollcall.wait import Wait
 from rollcall.worker_env.declared import for_ray
 
 STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before it is known
@@ -83,7 +84,7 @@ class RayCrew:
 
     def start(self, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        progress = Progress()
+        progress = Wait()
         self._supervisor.start({spec.node.node_id for spec in self._specs})
         (self.master_port,) = self.gather([self._hosts[0].lease_port.remote()], timeout_s=timeout_s, progress=progress)
         pids = [host.find_pid.remote() for host in self._hosts]
@@ -118,7 +119,7 @@ class RayCrew:
         self._rank_of[host._actor_id.hex()] = rank
         self._lost.pop(rank, None)
         deadline = time.monotonic() + timeout_s
-        progress = Progress(first_s=30, every_s=300)
+        progress = Wait(first_s=30, every_s=300)
         (pid,) = self.gather([host.find_pid.remote()], timeout_s=timeout_s, progress=progress)
         node_id = self._actor(rank)["Address"]["NodeID"]
         if node_id != spec.node.node_id:  # another node has taken over the rank
@@ -206,22 +207,22 @@ class RayCrew:
             return []
         return [one for one in futures if (spec := self._spec_of(one)) is not None and spec.rank in self._lost]
 
-    def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
+    def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Wait | None = None) -> list[Any]:
         futures = list(futures)
         with self._waiting_for(futures):
-            return self._gather(futures, timeout_s=timeout_s, progress=progress or Progress(first_s=30, every_s=30))
+            return self._gather(futures, timeout_s=timeout_s, progress=progress or Wait(first_s=30, every_s=30))
 
-    def _gather(self, futures: list[Any], *, timeout_s: float, progress: Progress) -> list[Any]:
+    def _gather(self, futures: list[Any], *, timeout_s: float, progress: Wait) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while True:
             self._check(futures)
             left = deadline - time.monotonic()
             try:
-                return ray.get(futures, timeout=max(min(left, progress.due_in_s, TURN_S), 0.001))
+                return ray.get(futures, timeout=max(min(left, progress.until_word_s, TURN_S), 0.001))
             except RayTaskError as error:
                 self._explain(futures, error)
             except GetTimeoutError:
-                if progress.due_in_s and time.monotonic() < deadline:
+                if not progress.is_word_due and time.monotonic() < deadline:
                     continue
                 missing = self._missing(futures)
                 if missing and time.monotonic() >= deadline:

@@ -25,9 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
-from rollcall.groups.failures import Progress
 from rollcall.nodes.rank import rank_offered
 from rollcall.on_ray.crew import STOP_DEADLINE_S, RayCrew
+from rollcall.wait import Wait
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
 NODE_ID_LABEL = "ray.io/node-id"
@@ -104,7 +104,7 @@ class RayBackend:
         if not ray.is_initialized():
             raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
         deadline = time.monotonic() + timeout_s
-        progress = Progress()
+        progress = Wait()
         while True:
             nodes = ranked_nodes()
             chosen = choose_nodes(ask, nodes)
@@ -120,7 +120,7 @@ class RayBackend:
 
 def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float, say: Callable[[str], None]) -> list[int]:
     """The ranks of the nodes that are there: all, or after ``wait_s`` those that are, if they are enough."""
-    started, progress = time.monotonic(), Progress()
+    started, progress = time.monotonic(), Wait()
     while True:
         here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
         missing = sorted(set(range(num_nodes)) - set(here))

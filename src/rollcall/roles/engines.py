@@ -12,7 +12,6 @@ in a thread of its own. The new one serves once it has the current weights, whic
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +25,7 @@ from rollcall.roles.engine_seat import Progress
 from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
+from rollcall.wait import say
 
 POLL_S = 0.5  # the longest that one look at the engines takes
 HELD_S = 0.02  # between two looks while all engines wait for new weights
@@ -209,7 +209,7 @@ class RemoteEngine:
         self._away.add(worker)
         self._lost.append(worker)
         why = str(error).splitlines()[0]
-        _say(f"{self._name(worker)} is lost, others do its part until it is replaced: {why}")
+        say(f"{self._name(worker)} is lost, others do its part until it is replaced: {why}")
         threading.Thread(target=self._renew, args=(worker,), name=f"replacing {worker}", daemon=True).start()
 
     def _renew(self, worker: int) -> None:
@@ -255,7 +255,7 @@ class RemoteEngine:
         self.version = version
         self._new_ones -= new
         for worker in new:
-            _say(f"{self._name(worker)} has weights of version {version} and serves again")
+            say(f"{self._name(worker)} has weights of version {version} and serves again")
             self._joining.append(worker)
 
     @property
@@ -275,7 +275,3 @@ class RemoteEngine:
         self._weights.settle(lost=dead, timeout_s=SETTLE_S)
         for worker in dead:
             self._lose(worker, error)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

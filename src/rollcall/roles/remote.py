@@ -8,7 +8,6 @@ process run one after the other, so an update never meets a half-decoded step.
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -38,6 +37,7 @@ from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.team import Team
 from rollcall.roles.worker import Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
+from rollcall.wait import say
 from rollcall.words import counted
 from rollcall.worker_env.declared import submitted_env, worker_env
 
@@ -230,7 +230,7 @@ def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteE
             except WorkerLostError as error:
                 loss = error
                 why = headline(loss)
-                print(f"{where} is lost, others do its part until it is replaced: {why}", file=sys.stderr, flush=True)
+                say(f"{where} is lost, others do its part until it is replaced: {why}")
 
     team.group.tolerate(only)
     return RemoteEngine(

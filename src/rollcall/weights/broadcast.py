@@ -20,10 +20,11 @@ from torch import Tensor
 from rollcall.errors import MissingPeerError
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
-from rollcall.weights.line import Deadline, Line
+from rollcall.weights.line import Line
 
 BUCKETS = BucketSize(num_bytes=4 << 20, alone_from=1 << 20)
 IN_FLIGHT = 2
@@ -34,7 +35,7 @@ POLL_S = 0.001
 class _Group:
     """One member's end of a process group whose rank 0 sends."""
 
-    def __init__(self, *, backend: str, place: Place, rank: int, size: int, address: str, deadline: Deadline) -> None:
+    def __init__(self, *, backend: str, place: Place, rank: int, size: int, address: str, deadline: Wait) -> None:
         self.backend = backend
         self._store = store = MeetingStore(place, timeout_s=deadline.left_s)
         timeout = timedelta(seconds=deadline.timeout_s)
@@ -64,7 +65,7 @@ class _Group:
         flat = first if len(parts) == 1 else first.as_strided((sum(map(len, parts)),), (1,))
         return self._group.broadcast([flat], self._options)
 
-    def finish(self, work: Any, lines: Mapping[str, Line], deadline: Deadline) -> None:
+    def finish(self, work: Any, lines: Mapping[str, Line], deadline: Wait) -> None:
         """Wait for a broadcast, with an eye on the lines: a peer that has given up does not always show in the group."""
         while True:
             try:
@@ -78,7 +79,7 @@ class _Group:
             except RuntimeError:
                 if work.is_completed():
                     raise
-            if deadline.has_passed or any(line.is_closed() for line in lines.values()):
+            if deadline.is_over or any(line.is_closed() for line in lines.values()):
                 raise RuntimeError("the broadcast did not end")
             deadline.tell(f"weights: in a broadcast with {', '.join(lines)}")
 
@@ -111,7 +112,7 @@ class BroadcastOutlet:
         hellos: Mapping[str, Mapping[str, Any]],
         *,
         device: torch.device,
-        deadline: Deadline,
+        deadline: Wait,
     ) -> None:
         on_gpus = device.type == "cuda" and all(hello["device"] == "cuda" for hello in hellos.values())
         backend = "nccl" if on_gpus else "gloo"
@@ -128,7 +129,7 @@ class BroadcastOutlet:
                 backend=backend, place=place, rank=0, size=len(lines) + 1, address=address, deadline=deadline
             )
 
-    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         group = self._group
         assert group is not None, "open comes first"
         sums: list[int] = []
@@ -163,7 +164,7 @@ class BroadcastInlet:
         self._group: _Group | None = None
         self._line: Line | None = None
 
-    def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None:
+    def open(self, line: Line, *, device: torch.device, deadline: Wait) -> None:
         told = line.hear(deadline)
         self._line = line
         place = Place(address=_address(line.socket.getpeername()), port=told["port"], secret=told["secret"])
@@ -177,7 +178,7 @@ class BroadcastInlet:
                 deadline=deadline,
             )
 
-    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         group, line = self._group, self._line
         assert group is not None and line is not None, "open comes first"
         sums: list[int] = []
@@ -208,7 +209,7 @@ class BroadcastInlet:
 class _naming:
     """What a collective raises says nothing of who: the lines do."""
 
-    def __init__(self, lines: Mapping[str, Line], deadline: Deadline) -> None:
+    def __init__(self, lines: Mapping[str, Line], deadline: Wait) -> None:
         self._lines = lines
         self._deadline = deadline
 

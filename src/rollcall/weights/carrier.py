@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rollcall.wait import Wait
 from rollcall.weights.layout import BucketSize
-from rollcall.weights.line import Deadline, Line
+from rollcall.weights.line import Line
 
 Bucket = Sequence[Tensor]  # flat uint8 tensors
 
@@ -29,10 +30,10 @@ class Outlet(Protocol):
         hellos: Mapping[str, Mapping[str, Any]],
         *,
         device: torch.device,
-        deadline: Deadline,
+        deadline: Wait,
     ) -> None: ...
 
-    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]: ...
+    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]: ...
 
     def close(self) -> None: ...
 
@@ -42,9 +43,9 @@ class Inlet(Protocol):
 
     bucket_size: BucketSize
 
-    def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None: ...
+    def open(self, line: Line, *, device: torch.device, deadline: Wait) -> None: ...
 
-    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         """Raises TornUpdateError where it can tell by itself, and both ends can go on."""
         ...
 

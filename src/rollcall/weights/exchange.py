@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from rollcall.errors import WeightUpdateError
+from rollcall.wait import Wait
 from rollcall.weights import delta
 from rollcall.weights.carrier import Inlet, Outlet, visible_gpus
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Layout, Views, cut, places
-from rollcall.weights.line import Deadline, Desk, Line, call, hear_all
+from rollcall.weights.line import Desk, Line, call, hear_all
 from rollcall.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
 
 TIMEOUT_S = 300.0
@@ -64,7 +65,7 @@ class StreamSender:
     def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
         if self._is_closed:
             raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
-        deadline = Deadline(self._timeout_s)
+        deadline = Wait(self._timeout_s)
         try:
             views = self._view(tensors)
             if self._lines is None:
@@ -94,7 +95,7 @@ class StreamSender:
         self._views.read()
         return self._views
 
-    def _exchange(self, views: Views, *, version: int, deadline: Deadline) -> Sent:
+    def _exchange(self, views: Views, *, version: int, deadline: Wait) -> Sent:
         first: dict[str, str] = {}
         for attempt in range(1, MOST_ATTEMPTS + 1):
             refused, num_bytes, is_full = self._attempt(
@@ -108,7 +109,7 @@ class StreamSender:
         raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
 
     def _attempt(
-        self, views: Views, *, version: int, deadline: Deadline, in_full: bool, is_last: bool
+        self, views: Views, *, version: int, deadline: Wait, in_full: bool, is_last: bool
     ) -> tuple[dict[str, str], int, bool]:
         """Who refused and why; the bytes that went out; whether they were all of the weights."""
         assert self._lines is not None
@@ -161,12 +162,12 @@ class StreamSender:
             delta.apply(views.layout, changes, flat=self._base)
         self._base_version = version
 
-    def _refusals(self, deadline: Deadline, *, waiting_for: str) -> dict[str, str]:
+    def _refusals(self, deadline: Wait, *, waiting_for: str) -> dict[str, str]:
         assert self._lines is not None
         answers = hear_all(self._lines, deadline, waiting_for=waiting_for)
         return {name: answer["refused"] for name, answer in answers.items() if answer["refused"] is not None}
 
-    def _tell(self, message: Mapping[str, Any], deadline: Deadline) -> None:
+    def _tell(self, message: Mapping[str, Any], deadline: Wait) -> None:
         assert self._lines is not None
         for line in self._lines.values():
             line.tell(message, deadline)
@@ -190,7 +191,7 @@ class StreamReceiver:
         return self._held
 
     def receive(self, *, version: int) -> None:
-        deadline = Deadline(self._invitation.timeout_s)
+        deadline = Wait(self._invitation.timeout_s)
         try:
             line = self._line or self._join(deadline)
             while True:
@@ -210,7 +211,7 @@ class StreamReceiver:
             self._line = None
         self._inlet.close()
 
-    def _join(self, deadline: Deadline) -> Line:
+    def _join(self, deadline: Wait) -> Line:
         device = next(iter(self._tensors.values())).device
         about = {"device": device.type, "gpus": visible_gpus()}
         line = call(self._invitation, name=self.name, deadline=deadline, about=about)
@@ -223,7 +224,7 @@ class StreamReceiver:
         return line
 
     def _attempt(
-        self, line: Line, *, version: int, deadline: Deadline
+        self, line: Line, *, version: int, deadline: Wait
     ) -> tuple[StaleUpdateError | TornUpdateError | None, str]:
         """Why this receiver refuses, if it does, and what the sender does next."""
         line.tell({"version": self._held}, deadline)
@@ -261,7 +262,7 @@ class StreamReceiver:
             layout.check(self._tensors)
             self._views = Views(self._tensors, layout)
 
-    def _apply(self, header: Mapping[str, Any], deadline: Deadline) -> list[int]:
+    def _apply(self, header: Mapping[str, Any], deadline: Wait) -> list[int]:
         views, size = self._views, self._inlet.bucket_size
         assert views is not None
         buckets = views.buckets(size)

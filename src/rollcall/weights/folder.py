@@ -25,9 +25,9 @@ from torch import Tensor
 
 from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
+from rollcall.wait import Wait
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import BucketSize, Entry, Layout, Views, places
-from rollcall.weights.line import Deadline
 from rollcall.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
 from rollcall.weights.safetensors_header import read_metadata, write_header
 
@@ -107,7 +107,7 @@ class FolderReceiver:
     def receive(self, *, version: int) -> None:
         if self._newest is not None and version <= self._newest:
             raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that {self.name} has")
-        deadline = Deadline(self._invitation.timeout_s)
+        deadline = Wait(self._invitation.timeout_s)
         self._held = None
         refusal: TornUpdateError | None = None
         for _ in range(MOST_READS):  # a share may show a file before all of its bytes
@@ -124,7 +124,7 @@ class FolderReceiver:
     def close(self) -> None:
         self._views = None
 
-    def _apply(self, version: int, deadline: Deadline) -> None:
+    def _apply(self, version: int, deadline: Wait) -> None:
         due = self._read_part(version, 0, deadline)
         assert self._views is not None
         for number in range(1, len(_parts_of(self._views.layout))):
@@ -134,7 +134,7 @@ class FolderReceiver:
         if [checksum(bucket) for bucket in self._views.buckets(BUCKETS)] != due:
             raise TornUpdateError(f"the checksums of version {version} differ after it was applied")
 
-    def _read_part(self, version: int, number: int, deadline: Deadline) -> list[int]:
+    def _read_part(self, version: int, number: int, deadline: Wait) -> list[int]:
         """Copy one file into the tensors; returns the checksums of its buckets."""
         path = self._find(version, number, deadline)
         with path.open("rb", buffering=0) as file:
@@ -152,11 +152,11 @@ class FolderReceiver:
             _fill(self._views, number, file, path=path)  # type: ignore[arg-type]
         return sums
 
-    def _find(self, version: int, number: int, deadline: Deadline) -> Path:
+    def _find(self, version: int, number: int, deadline: Wait) -> Path:
         path = _path(self._invitation, version, number)
         # Listed, not asked for by name: NFS remembers for a while that a name does not exist.
         while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
-            if deadline.has_passed:
+            if deadline.is_over:
                 raise MissingPeerError(
                     f"{self.name} does not find {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should "
                     "write; put run.dir on a folder that all nodes share"

@@ -14,47 +14,17 @@ import select
 import selectors
 import socket
 import struct
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollcall.errors import MissingPeerError
 from rollcall.net.door import BACKLOG, CHALLENGE, Door, answer, listen_at, new_secret, watch_peer
+from rollcall.wait import Wait
 from rollcall.weights.protocol import Carrying, Invitation
 
 HELLO_S = 5.0  # who has come through the door says its name within this time
-FIRST_WORD_S, NEXT_WORD_S = 2.0, 10.0  # when a wait is told of
 LONGEST_MESSAGE = 256 << 20
 _LENGTH = struct.Struct("<I")
-
-
-class Deadline:
-    """One for all waits of an update; long waits say what they wait for."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._ends = time.monotonic() + timeout_s
-        self._tell_at = time.monotonic() + FIRST_WORD_S
-
-    @property
-    def left_s(self) -> float:
-        return max(self._ends - time.monotonic(), 0.001)
-
-    @property
-    def has_passed(self) -> bool:
-        return time.monotonic() >= self._ends
-
-    @property
-    def until_word_s(self) -> float:
-        """How long to wait at most before saying so."""
-        return max(min(self._tell_at, self._ends) - time.monotonic(), 0.001)
-
-    def tell(self, what: str) -> None:
-        now = time.monotonic()
-        if now >= self._tell_at:
-            self._tell_at = now + NEXT_WORD_S
-            print(f"{what} ({self.timeout_s - self.left_s:.0f} s)", file=sys.stderr, flush=True)
 
 
 class Line:
@@ -64,17 +34,17 @@ class Line:
         if connection.family != socket.AF_UNIX:
             watch_peer(connection)
 
-    def tell(self, message: Mapping[str, Any], deadline: Deadline) -> None:
+    def tell(self, message: Mapping[str, Any], deadline: Wait) -> None:
         data = json.dumps(message).encode()
         self.write(_LENGTH.pack(len(data)) + data, deadline)
 
-    def hear(self, deadline: Deadline) -> dict[str, Any]:
+    def hear(self, deadline: Wait) -> dict[str, Any]:
         (length,) = _LENGTH.unpack(self.read(_LENGTH.size, deadline))
         if length > LONGEST_MESSAGE:
             raise MissingPeerError(f"{self.peer} says something of {length} bytes, which is no message of ours")
         return json.loads(self.read(length, deadline))
 
-    def write(self, data: bytes, deadline: Deadline) -> None:
+    def write(self, data: bytes, deadline: Wait) -> None:
         try:
             self.socket.settimeout(deadline.left_s)
             self.socket.sendall(data)
@@ -83,7 +53,7 @@ class Line:
         except OSError as error:
             raise self.gone(error) from None
 
-    def read_some(self, most: int, deadline: Deadline) -> bytes:
+    def read_some(self, most: int, deadline: Wait) -> bytes:
         """At least one byte."""
         while True:
             try:
@@ -92,7 +62,7 @@ class Line:
             except TimeoutError as error:
                 if error.errno:  # the kernel's word: nobody answers there
                     raise self.gone(error) from None
-                if deadline.has_passed:
+                if deadline.is_over:
                     raise self._silent(deadline) from None
                 deadline.tell(f"weights: waiting for {self.peer}")
                 continue
@@ -102,14 +72,14 @@ class Line:
                 raise self.gone(None)
             return data
 
-    def send_descriptor(self, descriptor: int, deadline: Deadline) -> None:
+    def send_descriptor(self, descriptor: int, deadline: Wait) -> None:
         try:
             self.socket.settimeout(deadline.left_s)
             socket.send_fds(self.socket, [b"f"], [descriptor])
         except OSError as error:
             raise self.gone(error) from None
 
-    def take_descriptor(self, deadline: Deadline) -> int:
+    def take_descriptor(self, deadline: Wait) -> int:
         try:
             self.socket.settimeout(deadline.left_s)
             _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
@@ -133,10 +103,10 @@ class Line:
     def gone(self, error: OSError | None) -> MissingPeerError:
         return MissingPeerError(f"{self.peer} is gone in the middle of a weight update{f' ({error})' if error else ''}")
 
-    def _silent(self, deadline: Deadline) -> MissingPeerError:
+    def _silent(self, deadline: Wait) -> MissingPeerError:
         return MissingPeerError(f"no word from {self.peer} within {deadline.timeout_s:g} s of a weight update")
 
-    def read(self, count: int, deadline: Deadline) -> bytes:
+    def read(self, count: int, deadline: Wait) -> bytes:
         parts: list[bytes] = []
         while count:
             parts.append(self.read_some(min(count, 1 << 20), deadline))
@@ -144,7 +114,7 @@ class Line:
         return b"".join(parts)
 
 
-def hear_all(lines: Mapping[str, Line], deadline: Deadline, *, waiting_for: str) -> dict[str, dict[str, Any]]:
+def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
     """One message from each; the deadline's error names those that are missing."""
     heard: dict[str, dict[str, Any]] = {}
     with selectors.DefaultSelector() as selector:
@@ -155,7 +125,7 @@ def hear_all(lines: Mapping[str, Line], deadline: Deadline, *, waiting_for: str)
                 heard[key.data] = lines[key.data].hear(deadline)
                 selector.unregister(key.fileobj)
             missing = [name for name in lines if name not in heard]
-            if missing and deadline.has_passed:
+            if missing and deadline.is_over:
                 raise MissingPeerError(f"no {waiting_for} within {deadline.timeout_s:g} s from {', '.join(missing)}")
             if missing:
                 deadline.tell(f"weights: waiting for the {waiting_for} of {', '.join(missing)}")
@@ -183,13 +153,13 @@ class Desk:
         )
         self._door = Door(listener, secret=self.invitation.secret)
 
-    def welcome(self, deadline: Deadline) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
+    def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
         """A line to every receiver, and what each said of itself."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:
             connection = self._door.accept(deadline.until_word_s)
-            if connection is None and not deadline.has_passed:
+            if connection is None and not deadline.is_over:
                 deadline.tell(f"weights: waiting for {', '.join(missing)} to come")
                 continue
             if connection is None:
@@ -200,7 +170,7 @@ class Desk:
                 )
             line = Line(connection, peer="a receiver of weights")
             try:
-                hello = line.hear(Deadline(min(HELLO_S, deadline.left_s)))
+                hello = line.hear(Wait(min(HELLO_S, deadline.left_s)))
             except MissingPeerError:  # it has given up meanwhile
                 hello = {}
             name = line.peer = hello.get("name", "")
@@ -217,7 +187,7 @@ class Desk:
         self._door.close()
 
 
-def call(invitation: Invitation, *, name: str, deadline: Deadline, about: Mapping[str, Any]) -> Line:
+def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[str, Any]) -> Line:
     """A receiver's line to its sender."""
     try:
         if invitation.local:
@@ -241,7 +211,7 @@ def call(invitation: Invitation, *, name: str, deadline: Deadline, about: Mappin
     return line
 
 
-def _prove(line: Line, invitation: Invitation, deadline: Deadline) -> None:
+def _prove(line: Line, invitation: Invitation, deadline: Wait) -> None:
     reply, proof = answer(line.read(CHALLENGE, deadline), secret=invitation.secret)
     line.write(reply, deadline)
     if not secrets.compare_digest(line.read(CHALLENGE, deadline), proof):
@@ -252,7 +222,7 @@ def _prove(line: Line, invitation: Invitation, deadline: Deadline) -> None:
 
 def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
     """Tell a sender that waits for this receiver that it does not come, on the behalf of one that is lost."""
-    call(invitation, name=name, deadline=Deadline(timeout_s), about={"gone": True}).close()
+    call(invitation, name=name, deadline=Wait(timeout_s), about={"gone": True}).close()
 
 
 def _close_all(lines: Mapping[str, Line]) -> None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from rollcall.errors import MissingPeerError
+from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket, visible_gpus
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
-from rollcall.weights.line import Deadline, Line
+from rollcall.weights.line import Line
 
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8
@@ -42,7 +43,7 @@ class SharedMemoryOutlet:
         hellos: Mapping[str, Mapping[str, Any]],
         *,
         device: torch.device,
-        deadline: Deadline,
+        deadline: Wait,
     ) -> None:
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         by_handle = gpu is not None and all(gpu in hello["gpus"] for hello in hellos.values())
@@ -50,7 +51,7 @@ class SharedMemoryOutlet:
             line.tell({"gpu": gpu if by_handle else None}, deadline)
         self._end = _IpcOutlet(lines) if by_handle else _RingOutlet(lines, deadline)
 
-    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         assert self._end is not None, "open comes first"
         return self._end.put(buckets, deadline)
 
@@ -64,11 +65,11 @@ class SharedMemoryInlet:
     def __init__(self) -> None:
         self._end: _RingInlet | _IpcInlet | None = None
 
-    def open(self, line: Line, *, device: torch.device, deadline: Deadline) -> None:
+    def open(self, line: Line, *, device: torch.device, deadline: Wait) -> None:
         gpu = line.hear(deadline)["gpu"]
         self._end = _RingInlet(line, deadline) if gpu is None else _IpcInlet(line, visible_gpus().index(gpu))
 
-    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         assert self._end is not None, "open comes first"
         return self._end.take(buckets, deadline)
 
@@ -77,7 +78,7 @@ class SharedMemoryInlet:
 
 
 class _RingOutlet:
-    def __init__(self, lines: Mapping[str, Line], deadline: Deadline) -> None:
+    def __init__(self, lines: Mapping[str, Line], deadline: Wait) -> None:
         self._lines = lines
         descriptor = os.memfd_create("rollcall-weights")
         try:
@@ -89,7 +90,7 @@ class _RingOutlet:
         finally:
             os.close(descriptor)
 
-    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         sums = []
         taken = dict.fromkeys(self._lines, 0)
         for index, bucket in enumerate(buckets):
@@ -101,7 +102,7 @@ class _RingOutlet:
         self._wait(taken, at_least=len(buckets), deadline=deadline)
         return sums
 
-    def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Deadline) -> None:
+    def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Wait) -> None:
         """Until every receiver has taken so many buckets."""
         late = [name for name, count in taken.items() if count < at_least]
         if len(late) == 1:  # no need to watch several
@@ -119,7 +120,7 @@ class _RingOutlet:
                     if taken[key.data] >= at_least:
                         selector.unregister(key.fileobj)
                 late = [name for name in late if taken[name] < at_least]
-                if late and deadline.has_passed:
+                if late and deadline.is_over:
                     raise MissingPeerError(
                         f"{', '.join(late)} did not take the weights within {deadline.timeout_s:g} s"
                     )
@@ -128,7 +129,7 @@ class _RingOutlet:
 
 
 class _RingInlet:
-    def __init__(self, line: Line, deadline: Deadline) -> None:
+    def __init__(self, line: Line, deadline: Wait) -> None:
         self._line = line
         descriptor = line.take_descriptor(deadline)
         try:
@@ -136,7 +137,7 @@ class _RingInlet:
         finally:
             os.close(descriptor)
 
-    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         sums = []
         there = 0
         for index, bucket in enumerate(buckets):
@@ -169,7 +170,7 @@ class _IpcOutlet:
         self._lines = lines
         self._known: list[int] = []  # addresses whose handles the receivers have
 
-    def put(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         sums = [checksum(bucket) for bucket in buckets]  # brings the sums to the host, so all earlier work is done
@@ -193,7 +194,7 @@ class _IpcInlet:
         self._device = device
         self._spans: list[Tensor] = []
 
-    def take(self, buckets: Sequence[Bucket], deadline: Deadline) -> list[int]:
+    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         handles = self._line.hear(deadline)["handles"]
         if handles is not None:
             self._spans = [self._open(arguments) for arguments in pickle.loads(base64.b64decode(handles))]

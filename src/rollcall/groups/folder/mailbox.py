@@ -22,7 +22,6 @@ import errno
 import json
 import os
 import stat
-import sys
 import threading
 import time
 import uuid
@@ -33,7 +32,7 @@ from typing import Any
 
 from rollcall.durable.atomic import TEMPORARY, write_atomic
 from rollcall.errors import ClusterError
-from rollcall.groups.failures import Progress
+from rollcall.wait import Wait, say
 
 BEAT_S = 1.0  # between two advances of a counter
 SILENT_S = 20.0  # without an advance: gone
@@ -101,7 +100,7 @@ def remove(path: Path) -> None:
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full is waited for."""
-    deadline, progress = time.monotonic() + WRITE_DEADLINE_S, Progress()
+    deadline, progress = time.monotonic() + WRITE_DEADLINE_S, Wait()
     while True:
         try:
             return write_atomic(path, data, durable=durable)
@@ -223,7 +222,7 @@ class Presence:
                 if self._beside is not None:
                     self._beside()
             except OSError as error:  # others see the counter stand still and wait; it goes on when the folder is back
-                print(f"{self._path} cannot be written: {error}", file=sys.stderr, flush=True)
+                say(f"{self._path} cannot be written: {error}")
 
 
 class Peer:

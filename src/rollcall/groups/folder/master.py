@@ -27,7 +27,7 @@ from typing import Any
 from rollcall.errors import ClusterError, NoRoomError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
-from rollcall.groups.failures import Progress, RemoteFailureError
+from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.folder.layout import (
     ANSWERS,
     BROKE_OFF,
@@ -60,6 +60,7 @@ from rollcall.groups.folder.mailbox import (
 )
 from rollcall.groups.host import MARK, end_group
 from rollcall.stop import Stopped
+from rollcall.wait import Wait
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them
 OUTSTANDING = 8  # call files in one inbox
@@ -155,7 +156,7 @@ class FolderBackend:
         """A living worker of each rank."""
         if 0 in ranks:
             self.start_child()
-        deadline, progress = time.monotonic() + timeout_s, Progress(every_s=5)
+        deadline, progress = time.monotonic() + timeout_s, Wait(every_s=5)
         while missing := [rank for rank in ranks if not self._welcome(rank)]:
             self.check()
             listed = ", ".join(map(str, missing))
@@ -382,7 +383,7 @@ class FolderCrew:
         for member in self._members:
             member.number = 0
         started = [self._start(spec.rank) for spec in self._specs]
-        self.pids = self.gather(started, timeout_s=timeout_s, progress=Progress())
+        self.pids = self.gather(started, timeout_s=timeout_s, progress=Wait())
 
     def _start(self, rank: int) -> Call:
         spec, recipe = self._specs[rank], self._recipe
@@ -401,7 +402,7 @@ class FolderCrew:
         self._members[rank] = member
         self._specs[rank] = replace(spec, node=replace(spec.node, node_id=member.host))
         left_s = max(deadline - time.monotonic(), 1.0)
-        new = self.gather([self._start(rank)], timeout_s=left_s, progress=Progress())
+        new = self.gather([self._start(rank)], timeout_s=left_s, progress=Wait())
         self.pids = [*self.pids[:rank], *new, *self.pids[rank + 1 :]]
         return self._specs[rank]
 
@@ -426,9 +427,9 @@ class FolderCrew:
             )
             return [call for call in futures if call.done]
 
-    def gather(self, futures: Sequence[Call], *, timeout_s: float, progress: Progress | None = None) -> list[Any]:
+    def gather(self, futures: Sequence[Call], *, timeout_s: float, progress: Wait | None = None) -> list[Any]:
         deadline = time.monotonic() + timeout_s
-        progress = progress or Progress(first_s=30, every_s=30)
+        progress = progress or Wait(first_s=30, every_s=30)
         changed = self._backend.changed
         with changed:
             while True:
@@ -446,7 +447,7 @@ class FolderCrew:
                         **whom(missing),
                     )
                 progress.tell(f"waiting for {listed}")
-                changed.wait(min(deadline - time.monotonic(), progress.due_in_s + 0.01))
+                changed.wait(min(deadline - time.monotonic(), progress.until_word_s + 0.01))
 
     def _check(self) -> None:
         """Raise if someone is lost without whom nobody can go on."""

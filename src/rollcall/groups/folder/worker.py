@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.errors import ClusterError
-from rollcall.groups.failures import Progress, RemoteFailureError
+from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.folder.layout import (
     ANSWERS,
     BROKE_OFF,
@@ -56,6 +56,7 @@ from rollcall.groups.folder.mailbox import (
 )
 from rollcall.groups.host import MARK, Host, end_group
 from rollcall.stop import heeded_signals
+from rollcall.wait import Wait, say
 
 MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost
 END_S = 10.0  # for processes that a worker started, and that are killed
@@ -125,7 +126,7 @@ class FolderWorker:
             self._presence.end(state=LEFT, why=why)
 
     def _serve(self, *, ended_before: str | None) -> None:
-        rhythm, progress = Rhythm(), Progress(first_s=0, every_s=30)
+        rhythm, progress = Rhythm(), Wait(first_s=0, every_s=30)
         waited_since: float | None = time.monotonic()
         while True:
             state = self._master.facts.get("state")
@@ -134,7 +135,7 @@ class FolderWorker:
                 return
             if not self._master.is_alive or state != RUNNING:
                 if waited_since is None:
-                    waited_since, progress = time.monotonic(), Progress(first_s=0, every_s=30)
+                    waited_since, progress = time.monotonic(), Wait(first_s=0, every_s=30)
                 self._wait_for_master(progress, waited_s=time.monotonic() - waited_since)
                 continue
             if waited_since is not None:
@@ -155,7 +156,7 @@ class FolderWorker:
                 rhythm.slow_down()
                 time.sleep(rhythm.wait_s)
 
-    def _wait_for_master(self, progress: Progress, *, waited_s: float) -> None:
+    def _wait_for_master(self, progress: Wait, *, waited_s: float) -> None:
         facts = self._master.facts
         if not facts or facts.get("state") == ENDED or not self._label:
             what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
@@ -285,7 +286,7 @@ class FolderWorker:
 
     def _say(self, text: str) -> None:
         if self._tells:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,60 @@
+"""One way to wait: at most so long, saying now and then what is waited for."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+SHORTEST_S = 0.001  # as a timeout, 0 means "do not wait" to a socket
+
+
+def say(text: str) -> None:
+    """A line for the user. On stderr, because stdout may be somebody's JSON."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Wait:
+    """Begins when it is made. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds."""
+
+    def __init__(
+        self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0, say: Say = say
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._began = time.monotonic()
+        self._next = self._began + first_s
+        self._every_s = every_s
+        self._say = say
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return max(self.timeout_s - self.waited_s, SHORTEST_S)
+
+    @property
+    def is_over(self) -> bool:
+        return self.waited_s >= self.timeout_s
+
+    @property
+    def is_word_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    @property
+    def until_word_s(self) -> float:
+        """How long to wait at most before ``tell`` has something to say, or the time is over."""
+        return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
+
+    def tell(self, text: str) -> None:
+        """Say what is waited for, if that is due."""
+        if self.is_word_due:
+            self._next = time.monotonic() + self._every_s
+            waited_s = round(self.waited_s)
+            self._say(f"{text} ({waited_s} s)" if waited_s else text)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(min(seconds, self.left_s))
