@@ -86,7 +86,7 @@ def finish(config: Config, *, lean: bool = True, **options: Any) -> dict[str, An
     with ExitStack() as stack:
         if lean:
             stack.enter_context(mock.patch("rollcall.training.learning_curve", return_value=None))
-            stack.enter_context(mock.patch("rollcall.roles.local.NUM_REWARD_WORKERS", 1))
+            stack.enter_context(mock.patch("rollcall.roles.build.NUM_REWARD_WORKERS", 1))
         return train(config, quiet=True, **options)
 
 

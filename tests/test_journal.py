@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -246,6 +247,7 @@ def small_disk(path: Path, *, size: str) -> Path:
 
 def unmount(path: Path) -> None:
     for _ in range(20):
+        gc.collect()  # what torch had open when a write failed is closed with the error
         if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode == 0:
             return
         time.sleep(0.05)
