@@ -24,11 +24,12 @@ demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes
 test: $(DEV)  ## the tests, without the slow ones and those that need vLLM
 	$(BIN)/python -m pytest -q
 
-check: lint test  ## linter, types and tests
+check: lint test  ## linter, imports, types and tests
 
-lint: $(DEV)  ## linter and types alone
+lint: $(DEV)  ## linter, imports and types alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(DEV)  ## let ruff format the tree

@@ -23,7 +23,8 @@ from rollcall.config import Dapo, OptimizerSection
 from rollcall.data.arithmetic import arithmetic
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import fuse_parameters
-from rollcall.model.tiny import ALPHABET, MODEL_DIR, char_tokenizer
+from rollcall.model.files import MODEL_DIR
+from rollcall.model.tiny import ALPHABET, char_tokenizer
 from rollcall.types import Sample
 
 SHAPE: dict[str, Any] = dict(

@@ -36,7 +36,7 @@ from rollcall.jobs.channel import HttpChannel, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import mount_of, resolve_paths
 from rollcall.jobs.submit import Jobs, reach, refuse_busy
-from rollcall.model.tiny import MODEL_DIR
+from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
 from rollcall.on_ray.each_node import NoAnswerError

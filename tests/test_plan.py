@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollcall.config import OptimizerSection, load_config, parse_config
 from rollcall.errors import SizesUnknown
 from rollcall.learner.optimizer import Optimizer
-from rollcall.model.tiny import MODEL_DIR
+from rollcall.model.files import MODEL_DIR
 from rollcall.plan.draw import draw_text, node_runs
 from rollcall.plan.draw_svg import draw_svg
 from rollcall.plan.judge import RunPlan, plan_run

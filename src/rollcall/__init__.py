@@ -13,6 +13,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rollcall.version import __version__
+
 if TYPE_CHECKING:
     from rollcall.api import evaluate, load_run, train
     from rollcall.config import Config
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from rollcall.loop.callbacks import CallbackError, CheckpointSaved, EvaluationDone, StepDone
     from rollcall.types import Completion, Group, Prompt, Score
 
-__version__ = "0.1.0"
 __all__ = [
     "CallbackError",
     "CheckpointSaved",

@@ -25,9 +25,9 @@ from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.rollout import Rollouts
+from rollcall.model.files import resolve_model
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
-from rollcall.model.tiny import resolve_model
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer

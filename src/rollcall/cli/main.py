@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rollcall import __version__
 from rollcall.cli import reported
 from rollcall.cli.cluster import check, down, node, status
 from rollcall.cli.config import config
@@ -23,6 +22,7 @@ from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
 from rollcall.cli.train import train
 from rollcall.redact import guard_streams
+from rollcall.version import __version__
 
 HELP = """Reinforcement learning for language models, from one run file.
 

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import rollcall
 from rollcall.config import Config, FunctionReward
 from rollcall.errors import ClusterError
-from rollcall.model.tiny import resolve_model
+from rollcall.model.files import resolve_model
 
 RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
@@ -61,7 +60,7 @@ class Package:
 
 def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
     """What the run needs on the cluster. ``folder``: where the run file's modules are looked for, before ``sys.path``."""
-    root = Path(rollcall.__file__).parent
+    root = Path(__file__).parents[1]
     files = {f"rollcall/{path.relative_to(root)}": path for path in _code_files(root)}
     if config.model.path.startswith("builtin:"):
         embedded = Path(resolve_model(config.model.path))

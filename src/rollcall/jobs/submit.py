@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rollcall import __version__
 from rollcall.config import Config, dump_config
 from rollcall.durable.lease import read_holder
 from rollcall.errors import ClusterError
@@ -32,6 +31,7 @@ from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, read_record, read_token, token_path
 from rollcall.redact import Redactor, redact, remember
+from rollcall.version import __version__
 from rollcall.wait import Say, Wait
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
 from rollcall.worker_env.node_shell import TOKEN

@@ -14,6 +14,7 @@ from typing import Any
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 
+MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24
 MAX_DEPTH = 50
 # The largest that is taken for a model; known ones stay a factor of eight and more below each.
@@ -30,6 +31,15 @@ LARGEST = {
 }
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 FEWEST_BYTES = 0.25  # a weight; quantised ones have 0.5
+
+
+def resolve_model(path: str) -> str:
+    """The model directory of ``builtin:NAME``; any other path as it is."""
+    if not path.startswith("builtin:"):
+        return path
+    if path != "builtin:arithmetic":
+        raise ValueError(f"model.path={path} is not built in; there is builtin:arithmetic")
+    return str(MODEL_DIR)
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The embedded model: a character-level decoder of about a million parameters, kept in the package.
+"""The tokenizer and the alphabet of the embedded model, a character-level decoder of about a million parameters.
 
 `scripts/make_arithmetic_model.py` makes it. It can add but forgets most carries: those are left to reinforcement
 learning.
@@ -6,12 +6,10 @@ learning.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 SPECIAL = ("<eos>", "<pad>", "<unk>", "<bos>")
 ALPHABET = "0123456789+="
-MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"
 
 
 def char_tokenizer(alphabet: str) -> Any:
@@ -31,12 +29,3 @@ def char_tokenizer(alphabet: str) -> Any:
         bos_token="<bos>",
         clean_up_tokenization_spaces=False,
     )
-
-
-def resolve_model(path: str) -> str:
-    """The model directory of ``builtin:NAME``; any other path as it is."""
-    if not path.startswith("builtin:"):
-        return path
-    if path != "builtin:arithmetic":
-        raise ValueError(f"model.path={path} is not built in; there is builtin:arithmetic")
-    return str(MODEL_DIR)

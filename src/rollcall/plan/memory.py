@@ -18,8 +18,7 @@ from typing import Any
 
 from rollcall.config import Config, OptimizerSection
 from rollcall.errors import ModelFilesError, SizesUnknown
-from rollcall.model.files import read_model_config
-from rollcall.model.tiny import MODEL_DIR
+from rollcall.model.files import MODEL_DIR, read_model_config
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 from rollcall.plan.slots import slot_text
 

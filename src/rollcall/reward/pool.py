@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import rollcall
 from rollcall.observe.prints import child_output
 from rollcall.reward.confine import (
     Confinement,
@@ -67,7 +66,7 @@ _MAX_STACK_BYTES = 4000
 _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
 _OWN_FRAMES = ("rollcall/reward/worker", "runpy")
-_ROOT = Path(rollcall.__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,11 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.decoder import has_compiler
+from rollcall.model.files import resolve_model
 from rollcall.model.load import (
     load_tokenizer,
 )
 from rollcall.model.stop_tokens import check_stop_strings
-from rollcall.model.tiny import resolve_model
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory

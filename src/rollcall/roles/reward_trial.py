@@ -69,8 +69,8 @@ class Trial:
 def try_run(config: Config, *, num_rows: int) -> Trial:
     """Score the first rows of the run's training data."""
     from rollcall.data.load import load_prompts
+    from rollcall.model.files import resolve_model
     from rollcall.model.load import load_tokenizer
-    from rollcall.model.tiny import resolve_model
 
     model, data = config.model, config.data
     path = resolve_model(model.path)

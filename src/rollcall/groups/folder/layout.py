@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import rollcall
 from rollcall.errors import ClusterError
 from rollcall.groups.folder.mailbox import BEAT_S, Peer
+from rollcall.version import __version__
 
 MESSAGES, MASTER, ANSWERS, INBOX = "messages", "master", "answers", "inbox"
 RUNNING, ENDED, BROKE_OFF = "running", "ended", "broke off"  # what a master says of itself
@@ -37,7 +37,7 @@ def about_this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "rollcall": rollcall.__version__,
+        "rollcall": __version__,
         "python": platform.python_version(),
     }
 

@@ -1,0 +1,66 @@
+"""Imports point in one direction: the contracts in pyproject.toml hold, and each of them notices when it is broken."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def lint(source: Path) -> str:
+    """What import-linter says of the package in that folder. It reads the files and imports none of them."""
+    command = [
+        Path(sys.executable).with_name("lint-imports"),
+        "--config",
+        ROOT / "pyproject.toml",
+        "--no-cache",
+        "--no-logo",
+    ]
+    return subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120).stdout
+
+
+def contracts(said: str, state: str) -> set[str]:
+    return set(re.findall(rf"^(.+?) {state}\b", said, re.MULTILINE))
+
+
+def test_every_contract_holds() -> None:
+    said = lint(ROOT / "src")
+    assert contracts(said, "BROKEN") == set(), said
+    assert len(contracts(said, "KEPT")) == 5, said
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__", "embedded")
+    return Path(shutil.copytree(ROOT / "src/rollcall", folder / "rollcall", ignore=ignored))
+
+
+@pytest.mark.parametrize(
+    ("contract", "file", "line"),
+    [
+        ("Imports point downward", "types.py", "from rollcall.kernels import checks"),
+        ("No room, and no file in a room, imports what imports it", "data/load.py", "from rollcall.data import make"),
+        ("Only on_ray imports ray", "groups/backend.py", "def later(): import ray.util"),
+        ("A plan and a run file need neither torch nor ray", "words.py", "def later(): import torch"),
+        (
+            "The loop knows roles only through its protocols",
+            "loop/supply.py",
+            "def later(): import rollcall.roles.local",
+        ),
+    ],
+)
+def test_a_contract_that_is_broken_once_is_named(tmp_path: Path, contract: str, file: str, line: str) -> None:
+    path = copy_of_the_package(tmp_path) / file
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    said = lint(tmp_path)
+    assert contract in contracts(said, "BROKEN"), said
+
+
+def test_a_new_room_must_be_given_its_place(tmp_path: Path) -> None:
+    (copy_of_the_package(tmp_path) / "cellar.py").write_text('"""Nobody knows where this belongs."""\n')
+    assert "rollcall.cellar" in lint(tmp_path)
