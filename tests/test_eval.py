@@ -144,7 +144,7 @@ def test_a_model_directory_without_data_and_a_folder_that_is_neither_are_refused
     with pytest.raises(ConfigError, match="says nothing about data; add --data FILE"):
         plan(save_model(tmp_path / "model"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no run directory and no model directory"):
+    with pytest.raises(ConfigError, match="neither a run directory nor a model directory"):
         plan(tmp_path / "empty")
 
 

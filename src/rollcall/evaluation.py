@@ -205,7 +205,7 @@ def _run_file_of(target: Path) -> tuple[Path, dict[str, Any]]:
         return target, {}
     if not (target / RUN_FILE).exists():
         raise ConfigError(
-            f"{target} has neither {RUN_FILE} nor config.json, so it is no run directory and no model directory"
+            f"{target} has neither {RUN_FILE} nor config.json, so it is neither a run directory nor a model directory"
         )
     return target / RUN_FILE, {"run.dir": str(target)}  # it may have been moved since
 

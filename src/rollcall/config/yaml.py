@@ -1,4 +1,4 @@
-"""Reads YAML that a person, or whoever damaged a file, wrote: bounded in size, depth and aliases, each key once.
+"""Reads YAML from people and from damaged files: bounded in size, depth and aliases, each key once.
 
 Every refusal is a ``ConfigError`` that names the file and the line. Nothing that the text holds makes reading it slow: aliases
 count as what they stand for, so a small file cannot grow into a large one.
