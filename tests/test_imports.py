@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def contracts(said: str, state: str) -> set[str]:
 def test_every_contract_holds() -> None:
     said = lint(ROOT / "src")
     assert contracts(said, "BROKEN") == set(), said
-    assert len(contracts(said, "KEPT")) == 5, said
+    assert len(contracts(said, "KEPT")) == 7, said
 
 
 def copy_of_the_package(folder: Path) -> Path:
@@ -52,6 +53,8 @@ def copy_of_the_package(folder: Path) -> Path:
             "loop/supply.py",
             "def later(): import rollcall.roles.local",
         ),
+        ("What trains knows nothing of clusters", "weights/layout.py", "from rollcall.nodes import rank"),
+        ("Clusters know nothing of training", "groups/pulse.py", "from rollcall.algo import losses"),
     ],
 )
 def test_a_contract_that_is_broken_once_is_named(tmp_path: Path, contract: str, file: str, line: str) -> None:
@@ -64,3 +67,25 @@ def test_a_contract_that_is_broken_once_is_named(tmp_path: Path, contract: str, 
 def test_a_new_room_must_be_given_its_place(tmp_path: Path) -> None:
     (copy_of_the_package(tmp_path) / "cellar.py").write_text('"""Nobody knows where this belongs."""\n')
     assert "rollcall.cellar" in lint(tmp_path)
+
+
+def rooms_on_the_page() -> dict[str, str]:
+    """Room or file to the cell with its files, in the order of the table in docs/architecture.md."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \| .+? \|(.*?)\|$", section, re.MULTILINE)
+    return {name: files for names, files in rows for name in re.findall(r"`([\w./]+)`", names)}
+
+
+def test_the_table_of_rooms_names_files_that_exist_in_the_order_of_the_contract() -> None:
+    found = rooms_on_the_page()
+    package = ROOT / "src/rollcall"
+    named = [*found, *(f"{room}{file}" for room, files in found.items() for file in re.findall(r"`(\w+)`", files))]
+    missing = [path for path in named if not (package / path).exists() and not (package / f"{path}.py").exists()]
+    assert missing == []
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [re.findall(r"\w+", layer) for layer in contracts[0]["layers"]]
+    depth = {name: number for number, names in enumerate(layers) for name in names if name != "__main__"}
+    on_page = [name.removesuffix("/").removesuffix(".py") for name in found]
+    assert set(on_page) == set(depth)
+    assert on_page == sorted(on_page, key=depth.__getitem__)
