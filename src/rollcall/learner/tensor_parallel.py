@@ -16,6 +16,7 @@ vocabulary and tied weights will do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from rollcall.model.decoder import Attend, Layer, project_qkv, rms_norm, silu_mu
 
 BY_ROWS = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
 BY_COLUMNS = ("out", "down")
+Exchange = Callable[[Tensor], Tensor]
 
 # torch 2.13 warns of the names that torch 2.11 has.
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -99,33 +101,49 @@ class TensorGroup:
         return pad_rows(part, size)
 
     def join_parts(self, part: Tensor, count: int) -> Tensor:
-        """Everyone's parts, [count, ...]; what is computed from them is the same on every rank."""
+        """Everyone's parts, [count, ...]. All ranks compute the same from them, so each has the whole gradient of its part."""
         if self.size == 1:
             return part
-        return _JoinParts.apply(part, self)[:count]  # type: ignore[index]
+        own = slice(self.rank * len(part), (self.rank + 1) * len(part))
+        return _Exchange.apply(part, self._gather, lambda grad: grad[own])[:count]  # type: ignore[index]
 
     def enter(self, x: Tensor, count: int) -> Tensor:
         """[count, C] for products that are cut by heads or columns."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
-            return _Gather.apply(x, self)[:count]  # type: ignore[index]
-        return _Copy.apply(x, self.group)  # type: ignore[return-value]
+            return _Exchange.apply(x, self._gather, self._scatter)[:count]  # type: ignore[index]
+        return _Exchange.apply(x, _same, self._add_up)  # type: ignore[return-value]
 
     def with_kv_copies(self, weight: Tensor, *, num_own: int) -> Tensor:
         """A fused q/k/v weight whose rows from ``num_own`` on others have too: their gradients are everyone's."""
         if self.kv_copies == 1:
             return weight
         own, copied = weight.split((num_own, len(weight) - num_own))
-        return torch.cat((own, _Copy.apply(copied, self.kv_group)))  # type: ignore[arg-type]
+        shared = _Exchange.apply(copied, _same, lambda grad: _all_reduce(grad, self.kv_group))
+        return torch.cat((own, shared))  # type: ignore[arg-type]
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over ranks of what such products give: whole, or this rank's part."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
-            return _ReduceScatter.apply(pad_rows(x, self.part_size(len(x)) * self.size), self)  # type: ignore[return-value]
-        return _Reduce.apply(x, self)  # type: ignore[return-value]
+            padded = pad_rows(x, self.part_size(len(x)) * self.size)
+            return _Exchange.apply(padded, self._scatter, self._gather)  # type: ignore[return-value]
+        return _Exchange.apply(x, self._add_up, lambda grad: grad)  # type: ignore[return-value]
+
+    def _add_up(self, x: Tensor) -> Tensor:
+        return _all_reduce(x, self.group)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return all_gather(x, group=self.group, size=self.size)
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        """The sum over ranks, and of that this rank's part."""
+        x = x.contiguous()
+        out = x.new_empty((len(x) // self.size, *x.shape[1:]))
+        _reduce_into(out, x, group=self.group)
+        return out
 
 
 def pad_rows(x: Tensor, count: int) -> Tensor:
@@ -164,65 +182,18 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def _reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:
-    x = x.contiguous()
-    out = x.new_empty((len(x) // group.size, *x.shape[1:]))
-    _reduce_into(out, x, group=group.group)
-    return out
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
+class _Exchange(torch.autograd.Function):
+    """``forward`` of the activations on the way there, ``backward`` of their gradients on the way back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _all_reduce(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
-        return _all_reduce(x, group.group)
+    def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:  # type: ignore[override]
+        ctx.backward_of = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.backward_of(grad), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return all_gather(x, group=group.group, size=group.size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return _reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return all_gather(grad, group=ctx.group.group, size=ctx.group.size), None
-
-
-class _JoinParts(torch.autograd.Function):
-    """What follows is computed alike on every rank, so each already has the whole gradient of its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:  # type: ignore[override]
-        ctx.group, ctx.rows = group, len(x)
-        return all_gather(x, group=group.group, size=group.size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        start = ctx.group.rank * ctx.rows
-        return grad[start : start + ctx.rows], None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

@@ -1,17 +1,17 @@
 """A blocking call beside the event loop, in a thread of its own.
 
-The threads are daemons and nobody joins them: a call that waits for a process which is about to be ended must not keep
-this one from ending. Such a call raises as soon as its process is gone, and whoever awaited it has left by then.
+The threads are daemons, and the end of this process does not wait for them: a call may wait for another process that is
+about to be ended. Such a call raises when that process is gone, and its caller has left by then.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -21,34 +21,24 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What ``function`` returns or raises, while the loop goes on."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
-        else:
-            done.set_exception(error)
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # it has begun: a caller that leaves does not cancel it
 
     def work() -> None:
-        result, failure = None, None
         try:
-            result = function(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever awaits
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
+            done.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
+            done.set_exception(error)
 
     thread = threading.Thread(target=work, name=f"aside: {getattr(function, '__name__', 'call')}", daemon=True)
     _threads.add(thread)
     thread.start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:
-    """Until no call is under way that somebody has left; returns the names of those that still are at the deadline."""
+    """Wait until all calls have ended, also those whose caller has left. Returns the names of those that still run at the
+    deadline."""
     deadline = time.monotonic() + timeout_s
     for thread in list(_threads):
         thread.join(timeout=max(deadline - time.monotonic(), 0))

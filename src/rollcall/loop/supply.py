@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -90,42 +91,42 @@ class Demand:
     has_signal: Callable[[Group], bool]
 
 
-class Supply(Protocol):
+class Supply(ABC):
+    def __init__(self, demand: Demand, *, cursor: Cursor) -> None:
+        self._demand = demand
+        self._cursor = cursor
+        self._version = demand.start_step
+        self._changed = asyncio.Condition()
+
+    async def announce(self, version: int) -> None:
+        """Rollouts that start from now on sample from this version or a later one."""
+        async with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    @abstractmethod
     async def run(self) -> None:
         """Start rollouts as versions allow, until those of the last step are started."""
-        ...
 
+    @abstractmethod
     async def batch(self, step: int) -> StepBatch:
-        """What this step trains on; asked for in order of steps. NothingLeftError: it cannot be had."""
-        ...
-
-    async def announce(self, version: int) -> None:
-        """Rollouts that are started from now on sample from this version or a later one."""
-        ...
+        """What this step trains on; asked for in order of steps. NothingLeftError: this command cannot have it."""
 
 
-class InOrder:
-    def __init__(self, needs: Demand, *, cursor: Cursor) -> None:
-        self._needs = needs
-        self._cursor = cursor
-        self._version = needs.start_step
-        self._new_version = asyncio.Condition()
+class InOrder(Supply):
+    def __init__(self, demand: Demand, *, cursor: Cursor) -> None:
+        super().__init__(demand, cursor=cursor)
         self._fills: asyncio.Queue[asyncio.Task[StepBatch]] = asyncio.Queue()
 
-    async def announce(self, version: int) -> None:
-        async with self._new_version:
-            self._version = version
-            self._new_version.notify_all()
-
     async def run(self) -> None:
-        needs, fills = self._needs, []
+        demand, fills = self._demand, []
         try:
-            for step in range(needs.start_step + 1, needs.steps + 1):
-                await self._reach(step - 1 - needs.staleness)
-                draws = self._take(needs.wanted)
+            for step in range(demand.start_step + 1, demand.steps + 1):
+                await self._reach(step - 1 - demand.staleness)
+                draws = self._take(demand.wanted)
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
-                if needs.max_refills:
+                if demand.max_refills:
                     await asyncio.wait({fills[-1]})  # how many draws it takes is known at its end
             await asyncio.gather(*fills, return_exceptions=True)
         finally:
@@ -140,8 +141,8 @@ class InOrder:
         return batch
 
     async def _reach(self, version: int) -> None:
-        async with self._new_version:
-            await self._new_version.wait_for(lambda: self._version >= version)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._version >= version)
 
     def _take(self, count: int) -> list[int]:
         draws, self._cursor = self._cursor.take(count)
@@ -149,18 +150,18 @@ class InOrder:
 
     async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
         """The step's own draws, ``cursor`` being what follows them; groups without signal are left out and others drawn, round after round."""
-        started, needs = time.perf_counter(), self._needs
+        started, demand = time.perf_counter(), self._demand
         made: list[SuppliedGroup] = []
         kept: list[Group] = []
-        num_refills, filtered = 0, needs.max_refills is not None
+        num_refills, filtered = 0, demand.max_refills is not None
         while True:
-            new = await asyncio.gather(*(needs.make(step, draw) for draw in draws))
+            new = await asyncio.gather(*(demand.make(step, draw) for draw in draws))
             made += new
-            kept += [item.group for item in new if not filtered or needs.has_signal(item.group)]
-            if len(kept) == needs.wanted or num_refills == needs.max_refills:
+            kept += [item.group for item in new if not filtered or demand.has_signal(item.group)]
+            if len(kept) == demand.wanted or num_refills == demand.max_refills:
                 break
             num_refills += 1
-            draws = self._take(needs.wanted - len(kept))
+            draws = self._take(demand.wanted - len(kept))
             cursor = self._cursor
         if not kept:
             kept = [made[0].group]  # nothing to learn from anywhere: train on one group, whose gradient is zero
@@ -170,7 +171,7 @@ class InOrder:
             cursor=cursor,
             num_refills=num_refills,
             num_from_journal=sum(item.from_journal for item in made),
-            zero_variance=float(np.mean([not needs.has_signal(item.group) for item in made])),
+            zero_variance=float(np.mean([not demand.has_signal(item.group) for item in made])),
             wall_s=time.perf_counter() - started,
         )
 
@@ -192,41 +193,33 @@ class Begun:
         return self.made is not None
 
 
-class AsCompleted:
-    """``recorded`` has the draws of steps that were trained before a crash: they are trained on the same again.
+class AsCompleted(Supply):
+    """``recorded`` has the draws of steps that were trained before a crash: these steps get the same draws again.
 
-    With staleness k, at most k steps' worth of groups (and at least two, but for k = 0) is begun and not trained: were it
-    all k + 1, every step would have to wait for exactly the oldest groups, and there would be nothing to choose.
+    With staleness k, at most k steps' worth of groups (at least two, except for k = 0) are begun and not trained. With k + 1
+    every step would have to wait for exactly the oldest groups, and there would be nothing to choose.
     """
 
-    def __init__(self, needs: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
-        self._needs = needs
-        self._cursor = cursor
-        self._recorded = {step: tuple(draws) for step, draws in recorded.items() if step > needs.start_step}
+    def __init__(self, demand: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
+        super().__init__(demand, cursor=cursor)
+        self._recorded = {step: tuple(draws) for step, draws in recorded.items() if step > demand.start_step}
         self._recorded_draws = {draw for draws in self._recorded.values() for draw in draws}
-        self._version = needs.start_step
-        self._num_taken = needs.start_step * needs.wanted
+        self._num_taken = demand.start_step * demand.wanted
         self._begun: dict[int, Begun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[SuppliedGroup] = []  # since the last step was put together
         self._num_finished = 0
         self._num_dropped = 0  # since then too
         self._failure: Exception | None = None
-        self._changed = asyncio.Condition()
         self._asked_s = time.perf_counter()
 
     @property
     def most_begun(self) -> int:
-        needs = self._needs
-        return needs.wanted * steps_ahead(needs.staleness, order="as_completed")
-
-    async def announce(self, version: int) -> None:
-        async with self._changed:
-            self._version = version
-            self._changed.notify_all()
+        demand = self._demand
+        return demand.wanted * steps_ahead(demand.staleness, order="as_completed")
 
     async def run(self) -> None:
-        total = self._needs.steps * self._needs.wanted
+        total = self._demand.steps * self._demand.wanted
         try:
             async with self._changed:
                 while self._num_taken < total:
@@ -239,7 +232,7 @@ class AsCompleted:
                 task.cancel()
 
     async def batch(self, step: int) -> StepBatch:
-        needs = self._needs
+        demand = self._demand
         async with self._changed:
             if step in self._recorded:
                 while not all(draw in self._begun for draw in self._recorded[step]):
@@ -249,7 +242,7 @@ class AsCompleted:
             if chosen is None:
                 raise NothingLeftError
             groups = [made.group for draw in sorted(chosen) if (made := self._begun.pop(draw).made)]
-            self._num_taken += needs.wanted
+            self._num_taken += demand.wanted
             finished, self._finished = self._finished, []
             num_refills, self._num_dropped = self._num_dropped, 0
             asked_s, self._asked_s = self._asked_s, time.perf_counter()
@@ -262,13 +255,13 @@ class AsCompleted:
                 ),
                 num_refills=num_refills,
                 num_from_journal=sum(made.from_journal for made in finished),
-                zero_variance=float(np.mean([not needs.has_signal(made.group) for made in finished] or [0.0])),
+                zero_variance=float(np.mean([not demand.has_signal(made.group) for made in finished] or [0.0])),
                 wall_s=self._asked_s - asked_s,
             )
 
     def _admit(self) -> None:
-        needs = self._needs
-        most = min(self._version * needs.wanted + self.most_begun, needs.steps * needs.wanted)
+        demand = self._demand
+        most = min(self._version * demand.wanted + self.most_begun, demand.steps * demand.wanted)
         while self._num_taken + len(self._begun) < most:
             self._begin()
 
@@ -282,7 +275,7 @@ class AsCompleted:
     async def _make(self, begun: Begun) -> None:
         try:
             # The step that would have this draw if all came in order: its file in the journal, and part of its seeds.
-            made = await self._needs.make(begun.draw // self._needs.wanted + 1, begun.draw)
+            made = await self._demand.make(begun.draw // self._demand.wanted + 1, begun.draw)
         except NothingLeftError:
             begun.missing = True
         except Exception as error:  # noqa: BLE001 - raised again by ``run``, whatever it is
@@ -293,14 +286,14 @@ class AsCompleted:
             self._changed.notify_all()
 
     def _note(self, begun: Begun, made: SuppliedGroup) -> None:
-        needs = self._needs
+        demand = self._demand
         self._num_finished += 1
         begun.made, begun.place = made, self._num_finished
         segments = (segment for completion in made.group.completions for segment in completion.segments)
         begun.version = min((segment.version for segment in segments), default=begun.version)
         self._finished.append(made)
-        may_drop = self._num_dropped < (needs.max_refills or 0) * needs.wanted
-        if may_drop and begun.draw not in self._recorded_draws and not needs.has_signal(made.group):
+        may_drop = self._num_dropped < (demand.max_refills or 0) * demand.wanted
+        if may_drop and begun.draw not in self._recorded_draws and not demand.has_signal(made.group):
             self._num_dropped += 1
             del self._begun[begun.draw]
 
@@ -313,7 +306,7 @@ class AsCompleted:
         if step in self._recorded:
             draws = self._recorded[step]
             return list(draws) if all(self._begun[draw].is_finished for draw in draws) else None
-        return choose(self._begun.values(), step=step, wanted=self._needs.wanted, staleness=self._needs.staleness)
+        return choose(self._begun.values(), step=step, wanted=self._demand.wanted, staleness=self._demand.staleness)
 
 
 def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) -> list[int] | None:
