@@ -239,11 +239,11 @@ def test_a_home_directory_in_a_file_is_the_users() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "line 1: an alias stands inside of what it is an alias for"),
+        ("a: &a [*a]", "line 1: an alias is inside the value that it stands for"),
         ("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)), "more than 100,000 values, counting each alias"),
-        ("a: " + "[" * 5000, "line 1: lists and maps stand more than 40 deep in each other"),
-        ("a: " + "{b: " * 5000, "line 1: lists and maps stand more than 40 deep"),
-        ("- " * 5000, "line 1: lists and maps stand more than 40 deep"),
+        ("a: " + "[" * 5000, "line 1: lists and maps are nested more than 40 deep"),
+        ("a: " + "{b: " * 5000, "line 1: lists and maps are nested more than 40 deep"),
+        ("- " * 5000, "line 1: lists and maps are nested more than 40 deep"),
         ("run: {seed: !!bool maybe}", "line 1: 'maybe' is not a YAML bool"),
         ("run:\n  seed: !!timestamp x", "line 2: 'x' is not a YAML timestamp"),
         ("run: {seed: !!int ''}", "line 1: '' is not a YAML int"),

@@ -143,7 +143,7 @@ def test_groups_as_they_finish_are_each_in_one_step_and_none_too_late(staleness:
             begun_at[draw] = supply._version
             return await make(step, draw)
 
-        object.__setattr__(supply._needs, "make", noted)
+        object.__setattr__(supply._demand, "make", noted)
         return await train_on(supply)
 
     batches = asyncio.run(work())

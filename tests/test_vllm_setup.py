@@ -70,7 +70,7 @@ def test_the_room_of_the_cache_is_what_was_asked_for() -> None:
 
 
 def test_a_model_that_vllm_cannot_run_here_is_refused_before_it_starts() -> None:
-    with pytest.raises(VllmUnavailable, match="heads of 16; on a CPU vLLM has kernels for 32, 64"):
+    with pytest.raises(VllmUnavailable, match="heads of 16; on a CPU vLLM has kernels only for 32, 64"):
         spec_of(make_model())
     with pytest.raises(VllmUnavailable, match="tensor_parallel_size=3 cannot divide 4 attention heads and 2 KV heads"):
         spec_of(make_model(hidden_size=128), tensor_parallel_size=3)
@@ -133,6 +133,8 @@ def test_processes_with_another_tokenizer_are_refused_by_name() -> None:
     ours, same, other = make_tokenizer(), make_tokenizer(), char_tokenizer("0123456789+-*/=() abcdefghijklmnopqs")
     assert tokenizer_mark(ours) == tokenizer_mark(same) != tokenizer_mark(other)
     marks = {"actor on node 0": tokenizer_mark(same), "rollout on node 1": tokenizer_mark(other)}
-    with pytest.raises(ValueError, match="the tokenizer of /models/x is another one for rollout on node 1 than for"):
+    with pytest.raises(
+        ValueError, match="the tokenizer of /models/x differs between rollout on node 1 and the controller"
+    ):
         refuse_other_tokenizers(tokenizer_mark(ours), marks, path="/models/x")
     refuse_other_tokenizers(tokenizer_mark(ours), {"actor on node 0": tokenizer_mark(same)}, path="/models/x")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the collector, which would look again and again through what stays: a quarter of the time of an import."""
+    """Without the garbage collector, which would scan the loaded modules again and again: a quarter of an import's time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

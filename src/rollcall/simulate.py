@@ -53,7 +53,7 @@ class Verdict:
 
 
 def simulate(config: Config, *, say: Say) -> Verdict:
-    """Bring up, run, take down. What is wrong with the run file or the placement is raised, not judged."""
+    """Bring up, run, take down. Errors in the run file or the placement are raised, not part of the verdict."""
     if config.cluster is None:
         raise ConfigError(
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"

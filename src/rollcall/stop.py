@@ -1,4 +1,4 @@
-"""Being told to stop: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends ahead, and
+"""How a run is stopped: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends ahead, and
 SIGHUP, which a closed SSH session sends. Under `nohup` SIGHUP is ignored and stays so.
 
 The first signal asks. Before a run trains there is nothing to save, and it ends the command where it is, as Ctrl-C does.
@@ -6,7 +6,7 @@ While a run trains (``waiting``) the controller stops at the end of its step; wh
 is raised in the main thread wherever it is, but not within ``shielded``, where the weights or a checkpoint are half done.
 A second signal ends the process at once. Ctrl-C is not of these: it ends a run without saving (``noting_interrupts``).
 
-Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` gives it to who asks.
+Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` returns it.
 
 Handlers run in the main thread. Where that has an event loop already (a notebook), the work is in a thread of its own, and the
 main thread waits for it and passes on what it hears (``outside_loop``).
@@ -29,17 +29,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# EX_TEMPFAIL: not done, nothing is wrong, the same command goes on. No supervisor takes it for a crash of its own accord,
-# and each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
+# EX_TEMPFAIL: not done, nothing is wrong, the same command goes on. No supervisor treats it as a crash by default, and
+# each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 2.0  # one request may come twice: sent to all processes of a job, and passed on by their parent
-AGAIN_S = 5.0  # what is raised while an object is being destroyed gets lost
+AGAIN_S = 5.0  # an exception raised while an object is being destroyed gets lost
 
 
 class Stopped(KeyboardInterrupt):
-    """This process was told to stop, by the signal of that name. Treated as Ctrl-C wherever that is treated."""
+    """This process got the signal of that name and has to stop. It is handled wherever Ctrl-C is handled."""
 
 
 class Stop:
@@ -60,7 +60,7 @@ class Stop:
 
     @property
     def is_late(self) -> bool:
-        """Ctrl-C, or a signal whose grace is over: nothing is waited for any more."""
+        """Ctrl-C, or a signal whose grace is over: do not wait for anything."""
         return self.is_interrupted or (self.asked is not None and self.left_s == 0)
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class Stop:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """What must not be left half done. The end of the grace is heeded when it is done."""
+        """A block that must not stop half-way. If the grace ends inside it, the run stops after it."""
         self._num_shields += 1
         try:
             yield
@@ -93,8 +93,8 @@ class Stop:
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
-        """Within ``asyncio.run``, whose handler of Ctrl-C cancels the task that runs: one that waits in a blocking call does
-        not come to know it, and asks ``is_late``. In another thread than the main one, ``pass_on`` cancels it."""
+        """Within ``asyncio.run``, whose handler of Ctrl-C cancels the task that runs: a task in a blocking call does
+        not notice, and asks ``is_late``. In another thread than the main one, ``pass_on`` cancels it."""
         if threading.current_thread() is not threading.main_thread():
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "called by a task"
@@ -146,7 +146,7 @@ class Stop:
         signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
 
     def _leave_terminals(self) -> None:
-        """Nothing can be written to a terminal that is closed, and an error of that must not keep a run from saving."""
+        """Writing to a closed terminal fails, and that must not keep a run from saving."""
         for fd in self._terminals:
             if not os.isatty(fd):
                 null = os.open(os.devnull, os.O_RDWR)
@@ -155,7 +155,7 @@ class Stop:
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
         self._is_over = True
-        # It may be raised between the making of a coroutine and its start, which is nobody's mistake.
+        # It may be raised after a coroutine is made and before it starts, which is not a mistake.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
         if self._num_shields == 0:
             self.check()
@@ -166,7 +166,7 @@ _heeded: Stop | None = None
 
 @contextmanager
 def heed() -> Iterator[Stop]:
-    """Signals to stop are heeded while the block runs."""
+    """Handle the signals while the block runs."""
     global _heeded
     _heeded = stop = Stop()
     before = {number: signal.signal(number, stop.hear) for number in heeded_signals()}
@@ -228,12 +228,12 @@ def _raising_interrupts() -> Iterator[None]:
 
 
 def heeded() -> Stop:
-    """The one that is installed, or one that nobody can ask."""
+    """The installed ``Stop``, or one that no signal reaches."""
     return _heeded or Stop()
 
 
 def is_heeding() -> bool:
-    """Whether this process saves when it is told to stop."""
+    """Whether this process saves before it stops."""
     return _heeded is not None
 
 

@@ -1,4 +1,4 @@
-"""A run on nodes that share a folder and nothing else: what ``rollcall train --master`` and ``--worker R`` do.
+"""A run on nodes that share only a folder: what ``rollcall train --master`` and ``--worker R`` do.
 
 The master trains as on a cluster, with its workers in the folder; the placement is implied: the actor and all that learns
 on node 0, an engine on every node.
@@ -43,7 +43,7 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:
     """Be node ``rank`` until the master's run is over."""
     if not 0 < rank < num_nodes:
         raise ConfigError(
-            f"--worker {rank} with --num-nodes {num_nodes} is no worker; node 0 is the master's, the workers are 1 to "
+            f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
             f"{num_nodes - 1}"
         )
     from rollcall.groups.folder.worker import FolderWorker
@@ -54,20 +54,21 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:
 def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: Sequence[float] | None) -> Config:
     """The run with the cluster that the folder implies; a run file that says something else is refused."""
     if num_nodes < 2:
-        raise ConfigError(f"--num-nodes {num_nodes}: a master alone needs no folder; leave --master out")
+        raise ConfigError(
+            f"--num-nodes {num_nodes}: a master without workers does not need a folder; leave --master out"
+        )
     if rank_weights is not None and len(rank_weights) != num_nodes:
         raise ConfigError(
             f"--rank-weights has {len(rank_weights)} numbers for {num_nodes} nodes; give one each, the master's first"
         )
     if config.rollout.weights not in ("auto", "file"):
         raise ConfigError(
-            f"rollout.weights={config.rollout.weights} needs a network between the nodes, and they share a folder alone; leave "
+            f"rollout.weights={config.rollout.weights} needs a network between the nodes, and they share only a folder; leave "
             "it out, or use file"
         )
     if config.trainer.elastic is not None:
         raise ConfigError(
-            "trainer.elastic is for nodes on Ray; here a node that is gone is waited for while the others do its part: leave "
-            "it out"
+            "trainer.elastic is for nodes on Ray; here the others do the part of a lost node until it is back: leave it out"
         )
     document = config.model_dump(mode="json")
     implied = {
@@ -98,11 +99,11 @@ def _shared_dir(run_dir: Path, folder: Path) -> Path:
     run_dir, folder = run_dir.absolute(), folder.absolute()
     if folder.is_relative_to(run_dir):
         raise ConfigError(
-            f"run.dir={run_dir} holds --log-path {folder}, whose messages are no part of a run; use run.dir={folder / 'run'}"
+            f"run.dir={run_dir} holds --log-path {folder}, whose messages are not part of a run; use run.dir={folder / 'run'}"
         )
     if _device(run_dir) != _device(folder):
         raise ConfigError(
-            f"run.dir={run_dir} is not on the file system of --log-path {folder}, which is all that the nodes share; use "
+            f"run.dir={run_dir} is not on the file system of --log-path {folder}, which is the only thing that the nodes share; use "
             f"run.dir={folder / 'run'}"
         )
     return run_dir
@@ -121,4 +122,6 @@ def read_weights(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--rank-weights {text} are no numbers; write a share for each node, as 2,1,1") from None
+        raise ConfigError(
+            f"--rank-weights {text} is not a list of numbers; write one share for each node, such as 2,1,1"
+        ) from None

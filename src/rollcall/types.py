@@ -1,6 +1,6 @@
 """One type per stage of the flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
 
-Every field is required; where a stage may lack something, the field says ``None`` aloud. Lengths are checked once,
+Every field is required; where a stage may lack something, the field allows ``None``. Lengths are checked once,
 when the object is made, so no later stage checks them again. Arrays are numpy on the host; the learner alone turns
 a MicroBatch into tensors.
 
@@ -139,7 +139,7 @@ class Sample:
 
     @classmethod
     def of(cls, completion: Completion, *, draw: int, prompt_ids: Ints) -> Sample:
-        """A completion as a row that nothing is known about yet: advantages 0, no optional part."""
+        """A completion as a row without advantages (0) and optional parts."""
         return cls(
             draw=draw,
             prompt_ids=prompt_ids,

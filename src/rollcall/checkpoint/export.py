@@ -1,7 +1,7 @@
 """The model directory that ``transformers`` and ``vllm`` open: config, weights, tokenizer, chat template.
 
 Weights are written tensor by tensor, so at most one tensor is copied at a time. That also makes parameters that are
-views into one fused tensor harmless: each is written as if it stood alone.
+views into one fused tensor harmless: each is written like a separate tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _write_configs(
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
     ids = list(stops or stop_token_ids(tokenizer, config, generation))
     config.eos_token_id = generation.eos_token_id = ids[0] if len(ids) == 1 else ids
-    generation._from_model_config = False  # whoever loads it takes these ids as given, not as a config class's guess
+    generation._from_model_config = False  # a loader then takes these ids as given, not as the guess of a config class
     if generation.pad_token_id not in special_ids(tokenizer):
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     config.save_pretrained(dir)

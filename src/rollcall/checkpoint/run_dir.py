@@ -61,8 +61,8 @@ def move_aside(run_dir: Path) -> Path | None:
 
 @contextmanager
 def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
-    """If the block raises before anything was trained or measured, all is as before: a directory that was not there is
-    gone, and the ``old`` run that made room for it is back in its place."""
+    """If the block raises before anything was trained or measured, undo the start: a new directory is removed, and the
+    ``old`` run that was moved aside for it is moved back."""
     was_there = run_dir.exists()
     try:
         yield
@@ -71,7 +71,7 @@ def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
             shutil.rmtree(run_dir, ignore_errors=True)
             if old is not None and not run_dir.exists():
                 old.rename(run_dir)
-                log.warning("nothing was trained, so the old run is back in %s", run_dir)
+                log.warning("nothing was trained, so the old run was moved back to %s", run_dir)
         raise
 
 

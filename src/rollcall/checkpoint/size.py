@@ -1,4 +1,4 @@
-"""How much of the disk a run directory takes, by arithmetic: known before the first step, not after a night."""
+"""How much disk space a run directory will take, computed before the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rollcall.config import Config, OptimizerSection, TrainerSection
 
 GIB = 1 << 30
-LARGE = GIB  # below, nobody needs to be told
+LARGE = GIB  # a smaller run is not worth a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: 
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
-    """Raise, on all ranks alike, where the weights have diverged: what is written must be good to go on from."""
+    """Raise, on all ranks, if the weights have diverged: a run must be able to go on from a checkpoint."""
     if bad := model.body.non_finite():
         first = module_names(bad[0])[0] if name == "actor" else bad[0]
         others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
@@ -68,7 +68,7 @@ class _Stored(Mapping[str, torch.Tensor]):
             self._files |= dict.fromkeys(safe_open(path, "pt").keys(), path)
 
     def refuse_others(self, wanted: Mapping[str, torch.Size]) -> None:
-        """Unless the stored tensors are those of the model, under the names and in the shapes of ``wanted``."""
+        """Refuse stored tensors that do not have the names and shapes of ``wanted``."""
         parts = {part: name for name in wanted for part in module_names(name)}
         known = [part for part in parts if part in self._files]
         shapes = {part: safe_open(self._files[part], "pt").get_slice(part).get_shape() for part in known}
@@ -136,8 +136,8 @@ def _save(state: Any, path: Path) -> None:
 
 
 def _read_state(model: Learner | Critic, path: Path, *, weights: Mapping[str, torch.Tensor]) -> None:
-    """Mapped where a rank needs but its part of it. ``weights`` are the checkpoint's, at the precision they have there."""
+    """Memory-mapped if a rank needs only its part. ``weights`` are the checkpoint's, at their precision there."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=model.body.in_parts)
     if model.optimizer.uses_masters and not state["masters"]:
-        state["masters"] = weights  # written where the weights were trained without: they are what was trained
+        state["masters"] = weights  # saved by a run that trained the weights themselves
     model.body.load_state(model.optimizer, state)

@@ -14,7 +14,7 @@ from rollcall.redact import redact_source, redact_value
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
 LIKELY = 0.5  # a name less alike than this is not worth suggesting
-LONGEST_NAME = 60  # characters; a longer key is nobody's misspelling
+LONGEST_NAME = 60  # characters; a longer key is not a misspelling
 MOST_ERRORS = 10  # told at once
 MOST_SHOWN = 300  # characters of what was given
 

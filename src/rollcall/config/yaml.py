@@ -74,11 +74,11 @@ class _Loader(yaml.SafeLoader):
         alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise ConfigError(f"line {line}: lists and maps stand more than {MAX_DEPTH} deep in each other")
+            raise ConfigError(f"line {line}: lists and maps are nested more than {MAX_DEPTH} deep")
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if alias and id(node) not in self._num_values:
-            raise ConfigError(f"line {line}: an alias stands inside of what it is an alias for")
+            raise ConfigError(f"line {line}: an alias is inside the value that it stands for")
         if not alias:
             self._count(node, line)
         return node

@@ -1,8 +1,8 @@
-"""The values of a row: which can be used, and what those become that JSON has no word for.
+"""The values of a row: which ones can be used, and how values that JSON does not have are written.
 
 A prompt's other columns go to rewards and into the journal as JSON. Dates and times become ISO text, durations seconds,
-decimals their digits as text, bytes base64 text, a NaN (a gap, as pandas writes it) null. What remains is refused, with its
-column.
+decimals their digits as text, bytes base64 text, a NaN (how pandas writes a gap) null. Other values are refused, with the
+column's name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ColumnError(ValueError):
 
 
 def check_texts(value: Any, *, depth: int = 0) -> None:
-    """Refuse what no file or tokenizer takes: half a surrogate pair, which JSON can spell, and lists without an end."""
+    """Refuse what no file or tokenizer accepts: half a surrogate pair, which JSON can spell, and endless nesting."""
     if depth > MAX_DEPTH:
-        raise ColumnError(f"has lists and maps more than {MAX_DEPTH} deep in each other")
+        raise ColumnError(f"has lists and maps nested more than {MAX_DEPTH} deep")
     if isinstance(value, str):
         if not value.isascii():
             try:
@@ -35,7 +35,7 @@ def check_texts(value: Any, *, depth: int = 0) -> None:
             except UnicodeEncodeError as error:
                 half = value[error.start].encode("unicode_escape").decode()
                 raise ColumnError(
-                    f"holds half a surrogate pair ({half}), which is no character; write it whole"
+                    f"holds half a surrogate pair ({half}), which is not a character; write the whole pair"
                 ) from None
     elif isinstance(value, list | tuple):
         for each in value:
@@ -68,11 +68,11 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    raise ColumnError(f"is a {type(value).__name__}, which has no place in JSON; leave the column out")
+    raise ColumnError(f"is a {type(value).__name__}, which JSON cannot hold; leave the column out")
 
 
 def answer_text(value: Any) -> str:
-    """An answer as text; a number that is none at all is refused."""
+    """An answer as text; NaN and infinity are refused."""
     if value is None:
         return ""
     if isinstance(value, float | Decimal) and not math.isfinite(value):
@@ -125,4 +125,4 @@ def _number(value: Any, column: str) -> int | float:
             raise ValueError
         return int(value) if isinstance(value, int) else int(number) if number.is_integer() else number
     except (TypeError, ValueError, OverflowError):
-        raise ColumnError(f"{column} has {str(value)[:60]!r}, which is no number") from None
+        raise ColumnError(f"{column} has {str(value)[:60]!r}, which is not a number") from None

@@ -43,7 +43,7 @@ class TaskRows:
 
     train: Iterable[RowDict]
     test: Iterable[RowDict]
-    num_rows: int | None  # train and test together; None: known when they are read
+    num_rows: int | None  # train and test together; None: not known before they are read
     reward: str  # the reward type that fits
 
 
@@ -86,7 +86,7 @@ def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
     train = list(arithmetic(split="train", seed=seed))
     test = list(arithmetic(split="val", seed=seed))
     if num is not None and num > len(train):
-        raise MakeError(f"--num {num}: arithmetic has {len(train)} training rows in all; ask for at most so many")
+        raise MakeError(f"--num {num}: arithmetic has {len(train)} training rows in all; ask for at most that many")
     train = train[:num]
     return TaskRows(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
 
@@ -152,7 +152,9 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
         problem, solution = _text(row, "problem"), _text(row, "solution")
         answer = last_boxed(solution) or _loosely_boxed(solution)
         if answer is None:
-            raise MakeError(f"{row.where}: the solution has no \\boxed{{...}}; MATH solutions mark their result so")
+            raise MakeError(
+                f"{row.where}: the solution has no \\boxed{{...}}; MATH solutions mark their result with it"
+            )
         prompt = f"{problem}\n\nThink step by step and put the final answer in \\boxed{{}}."
         extra = {key: str(row.columns.get(key) or "") for key in ("level", "type")}
         yield {"prompt": prompt, "answer": answer, "solution": solution, **extra}
@@ -231,7 +233,7 @@ def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
     entries = (dataset[index] for index in range(num_rows))
     first = next(entries)
     if first["answer"] is None:
-        raise MakeError(f"reasoning-gym's {task} has no reference answers; choose a task that has")
+        raise MakeError(f"reasoning-gym's {task} has no reference answers; choose a task that has them")
     if dataset.score_answer(answer=str(first["answer"]), entry=decode_entry(encode_entry(first))) < 1:
         raise MakeError(f"reasoning-gym's {task} does not give its own reference answer the full score; choose another")
     if _scores_nonsense(dataset, first):
@@ -293,6 +295,6 @@ def _make_generated(name: str, rows: Iterator[RowDict], *, num: int | None) -> T
             seen.add(row["prompt"])
             yield row
 
-    # A task with few different questions repeats itself: what was trained on does not test anything.
+    # A task with few different questions repeats itself: a question from training is no test.
     test = (row for row in rows if row["prompt"] not in seen)
     return TaskRows(train=train(), test=test, num_rows=_total(name, num), reward=name.replace("-", "_"))

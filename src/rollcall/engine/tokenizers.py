@@ -1,4 +1,4 @@
-"""Whether the tokenizers of a run's processes are one: each process loads its own, from the files of its own node."""
+"""Whether all processes of a run have the same tokenizer: each loads it from the files of its own node."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def refuse_other_tokenizers(ours: str, marks: Mapping[str, str], *, path: str) -
     """``marks`` is by who has it, in words; prompts are tokenised with ours."""
     if others := [who for who, mark in marks.items() if mark != ours]:
         raise ValueError(
-            f"the tokenizer of {path} is another one for {', '.join(others)} than for the controller, which makes the prompts; "
+            f"the tokenizer of {path} differs between {', '.join(others)} and the controller, which makes the prompts; "
             "put the same files there, or the model on a folder that all nodes share"
         )

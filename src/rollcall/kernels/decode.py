@@ -383,8 +383,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of one query per sequence, ``q`` [B, H, D], over its cached keys. Returns [B, H * D].
 
-    ``lengths`` [B] int32 counts the live keys, this token's own among them; 0 gives zeros. ``window`` keeps the newest
-    so many keys (0: all). ``num_splits`` programs share one sequence's keys; see ``pick_num_splits``.
+    ``lengths`` [B] int32 counts the live keys, this token's own among them; 0 gives zeros. ``window`` keeps only this many of
+    the newest keys (0: all). ``num_splits`` programs share one sequence's keys; see ``pick_num_splits``.
     """
     num_rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape

@@ -1,9 +1,9 @@
 """The processes that train one model together.
 
-Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows; gradients are added up over all
-before the optimizer steps, so all take the same step. A learner on its own is a gang of one. Every member must make the
-same calls in the same order. Members meet at a store that only they can enter, and prove themselves to each other in every
-group before it is used (``net/meeting.py``).
+Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows. Gradients are added up over all
+members before the optimizer steps, so all take the same step. A single learner is a gang of one. Every member must make the
+same calls in the same order. Members meet at a store that only they can enter, and prove who they are to each other in
+every group before it is used (``net/meeting.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Gang:
     gather_bytes: Callable[[bytes], list[bytes]]  # of each member, by rank
     greet: Callable[
         [Any, str], None
-    ]  # the members of a new group prove themselves to each other; the name is new each time
+    ]  # the members of a new group prove who they are to each other; the name is new each time
     close: Callable[[], None]
     meshes: dict[Any, Any] = field(default_factory=dict)  # groups of members, made once for each way to divide a model
     nodes: tuple[str, ...] = ("",)  # where each member runs
@@ -70,7 +70,7 @@ class Gang:
         """Meet the others where rank 0 listens, by its deadline. ``interface`` is the one that torch listens on too."""
         if size == 1:
             return cls.alone()
-        if interface is not None:  # torch makes groups of its own, and takes it from nowhere else
+        if interface is not None:  # torch makes its own groups, and reads it only from here
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # =: this name, not all that begin so
         server = MeetingServer(listener, secret=place.secret) if listener is not None else None
@@ -113,11 +113,11 @@ class Gang:
         return replace(gang, nodes=tuple(gang.gather(node)))
 
     def gather(self, value: Any) -> list[Any]:
-        """A small value of each member, by rank: what JSON can say. Never a pickle, which runs code where it is read."""
+        """A small value of each member, by rank, as JSON. Never a pickle: reading one runs code."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_floats(self, values: Floats) -> list[Floats]:
-        """Float32 numbers of each member, by rank; not everyone has equally many."""
+        """Float32 numbers of each member, by rank; members may have different numbers of them."""
         own = np.ascontiguousarray(values, dtype="<f4").tobytes()
         return [np.frombuffer(data, dtype="<f4").astype(np.float32) for data in self.gather_bytes(own)]
 
@@ -151,12 +151,12 @@ class Gang:
 
 
 def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
-    """As tensors of equal length, the longest one's."""
+    """As tensors that are all as long as the longest."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     counts = [int(length) for length in lengths]
     if not all(0 <= count <= LONGEST_BYTES for count in counts):
-        raise ValueError(f"members of the gang want to say {max(counts)} bytes, and the most is {LONGEST_BYTES}")
+        raise ValueError(f"a member of the gang sends {max(counts)} bytes at once; the limit is {LONGEST_BYTES}")
     most = max(counts)
     if most == 0:
         return [b""] * size
@@ -167,8 +167,8 @@ def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], rank: int, size: int) -> list[int]:
-    """The part of the items that ``rank`` of ``size`` gets, about equal in cost; items with equal keys stay together where
-    there are enough keys for everyone.
+    """The part of the items that ``rank`` of ``size`` gets, about equal in cost. Items with equal keys stay together if
+    there are enough keys for all members.
 
     >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], rank=1, size=2)
     [1, 2, 3]
@@ -183,7 +183,7 @@ def share(costs: Sequence[int], *, keys: Sequence[int], rank: int, size: int) ->
 
 
 def balance(parts: Sequence[list[int]], costs: Sequence[int], *, size: int) -> list[list[int]]:
-    """Parts over ``size`` members: the costliest first, each to whoever has least. The items of a member are in order.
+    """Divide parts over ``size`` members: the costliest first, each to the member with the least. Items of a member are in order.
 
     >>> balance([[0, 1], [2], [3], [4, 5]], [9, 4, 6, 3], size=2)
     [[0, 1, 4, 5], [2, 3]]

@@ -42,8 +42,8 @@ class TokenScores:
 class Learner:
     """The policy and its optimizer.
 
-    In a gang of several every member gets all samples and takes its share of them. Where the model is in parts
-    (``section.sharding``, ``section.tensor_parallel_size``) every call is one of the whole gang, ``score`` too.
+    In a gang of several, every member gets all samples and takes its share of them. If the model is in parts
+    (``section.sharding``, ``section.tensor_parallel_size``), all members must make every call together, ``score`` too.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Learner:
         device: torch.device | None = None,
         mirror: bool = False,
     ):
-        """Where each rank takes but a part of it, ``model`` may lie elsewhere than on ``device``, and stays as it is unless
-        it is to ``mirror`` what is learnt."""
+        """If each rank takes only a part of it, ``model`` may be on another device than ``device``. It then does not change,
+        unless ``mirror`` asks that it follows the trained weights."""
         self.model = model
         self.gang = gang or Gang.alone()
         self.section = section
@@ -97,13 +97,13 @@ class Learner:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring a model that mirrors the weights up to date."""
+        """Copy the trained weights to a model that mirrors them."""
         if self._mirrored:
             for name, tensor in self.body.whole_tensors():
                 self._mirrored[name].copy_(tensor)
 
     def whole_model(self) -> Any:
-        """The module with the weights as they are, on the gang's first rank; None on the others."""
+        """The module with the current weights, on the gang's first rank; None on the others."""
         first = self.gang.rank == 0
         if not self.body.in_parts:
             return self.model if first else None
@@ -132,8 +132,8 @@ class Learner:
         }  # fmt: skip
 
     def _rows_with_gradient(self, samples: Sequence[Sample]) -> list[int]:
-        """Rows that can move the weights. Without KL or entropy in the loss a row of zero advantages cannot, and the
-        loss weights were fixed with it counted: leaving it out is exact, and saves its share of the work."""
+        """Rows that can change the weights. Without KL or entropy in the loss, a row of zero advantages cannot. The loss
+        weights already count it, so leaving it out is exact and saves its share of the work."""
         regularised = self.algorithm.entropy_coef > 0 or (self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss")
         with_loss = [row for row, sample in enumerate(samples) if sample.mask.any()]
         if regularised:
@@ -183,7 +183,7 @@ class Critic:
         device: torch.device | None = None,
     ):
         self.gang = gang or Gang.alone()
-        # A fresh critic knows nothing: values are 0.
+        # A new critic knows nothing: all values are 0.
         heads = {"head": torch.zeros(1, model.config.hidden_size), "head_bias": torch.zeros(1)}
         self.section = section
         self.algorithm = algorithm
@@ -266,18 +266,18 @@ def make_body(
     where = device or decoder.device
     if section.cpu_offload and where.type == "cpu":
         raise ValueError(
-            f"{name}.cpu_offload=true keeps weights off an accelerator, and this run is on the CPU; leave it out"
+            f"{name}.cpu_offload=true keeps weights off the accelerator, and this run has none (it is on the CPU); leave it out"
         )
     return Sharded(decoder, section, gang=gang, split=split, device=where, heads=heads, frozen=frozen)
 
 
 def whole_body(model: Any) -> Body:
-    """All of a model, in this process, for whoever only scores."""
+    """A whole model in this process, for scoring only."""
     return Whole(Decoder.of(model), gang=Gang.alone())
 
 
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
-    """Those of the rows that this member of the gang works on: a fair share of the tokens."""
+    """The rows that this member of the gang works on: an equal share of the tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
     return [rows[index] for index in body.share(costs, keys=[samples[row].draw for row in rows])]
 
@@ -338,8 +338,8 @@ def over_samples(
     *,
     num_outputs: int,
 ) -> list[list[Floats]]:
-    """What ``run`` gives for each loss token, as [T] per sample, once per output. Where the model is in parts, each member
-    runs its share of the samples and everyone gets all."""
+    """What ``run`` gives for each loss token, as [T] per sample, once per output. If the model is in parts, each member
+    runs its share of the samples, and all members get all results."""
     mine = share_rows(samples, range(len(samples)), body) if body.in_parts else list(range(len(samples)))
     own = [samples[index] for index in mine]
     out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
@@ -378,7 +378,7 @@ def scatter(values: Tensor, batch: MicroBatch, samples: Sequence[Sample], out: l
 
 
 def split_by_draw(samples: Sequence[Sample], parts: int) -> Iterator[Sequence[Sample]]:
-    """Consecutive parts with equally many prompts; a group is never split, a part with nothing to learn left out."""
+    """Consecutive parts with the same number of prompts. A group is never split; a part with nothing to learn is left out."""
     draws = list(dict.fromkeys(sample.draw for sample in samples))
     size = -(-len(draws) // parts)
     some = any(sample.mask.any() for sample in samples)

@@ -29,7 +29,7 @@ class Optimizer:
         total_updates: int,
         norm: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     ):
-        """``norm`` is that of all gradients together, where these weights are not all there are."""
+        """``norm`` computes the norm of all gradients together, if these weights are only a part."""
         self.section = section
         self._norm = norm or norm_of
         self.total_updates = total_updates
@@ -44,7 +44,7 @@ class Optimizer:
         }
         self._sums: dict[str, Tensor] = {}
         decays = {name: target.ndim >= 2 for name, target in self.targets.items()}
-        # By position in the groups: how a saved state numbers the weights.
+        # In the order of the groups: a saved state numbers the weights this way.
         self.names = [name for wanted in (True, False) for name in decays if decays[name] is wanted]
         groups = [
             {"params": [self.targets[name] for name in decays if decays[name]], "weight_decay": section.weight_decay},
@@ -64,7 +64,7 @@ class Optimizer:
                 self._sums[name] += gradient
 
     def sum_over(self, gang: Gang) -> None:
-        """Make the sums those of the whole gang; a member that had no rows gives zeros."""
+        """Add up the sums over the whole gang; a member without rows adds zeros."""
         if gang.size == 1:
             return
         for name, weight in self.named.items():
@@ -77,14 +77,14 @@ class Optimizer:
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
-        """Clip, update, clear. A gradient of zero changes nothing; a non-finite one raises before anything is changed."""
+        """Clip, update, clear. A gradient of zero changes nothing; one that is not finite raises before anything changes."""
         grad_norm = float(self._norm(self._sums))
         if not math.isfinite(grad_norm):
             self.discard()
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         lr = self.learning_rate(self.num_updates)
         if grad_norm == 0:
-            # Nothing to learn: momentum and decay alone must not move the weights, nor the schedule go on.
+            # Nothing to learn: momentum and decay must not change the weights, and the schedule must not advance.
             self.discard()
             return {"grad_norm": 0.0, "lr": lr, "skipped_fraction": 1.0}
         clip = self.section.grad_clip
@@ -129,9 +129,9 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Momentum, masters and the number of updates are the saved ones; the settings are those of the section.
+        """Take momentum, masters and the number of updates from the state, and the settings from the section.
 
-        The weights must be loaded before: they stand for masters that the state does not have.
+        Load the weights first: they take the place of masters that the state does not have.
         """
         self.adamw.load_state_dict({**state["adamw"], "param_groups": self._groups_for(state)})
         self._lay_out_states()
@@ -139,12 +139,12 @@ class Optimizer:
         self._take_masters(state["masters"])
 
     def _groups_for(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Our own groups, with what the saved ones count up themselves (no argument of the optimizer)."""
+        """Our own groups, with the counters of the saved ones (keys that are not arguments of the optimizer)."""
         name = self.section.optimizer.name
         saved, own = state["adamw"]["param_groups"], self.adamw.state_dict()["param_groups"]
         if (before := state.get("optimizer", name)) != name:
             raise ValueError(
-                f"the checkpoint has the state of {before}, and optimizer.name is {name}, which cannot go on with it; set "
+                f"the checkpoint has the state of {before}, which {name} (optimizer.name) cannot use; set "
                 f"optimizer.name={before}, or start over with --fresh"
             )
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
@@ -163,7 +163,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """What the optimizer steps on: saved masters at the precision kept here, else the parameters as they are."""
+        """The optimizer steps on saved masters at the precision kept here, else on the parameters as they are."""
         for name, target in self.targets.items():
             target.copy_(masters.get(name, self.named[name]))
         if self.uses_masters:
@@ -171,7 +171,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _lay_out_states(self) -> None:
-        """As the weights lie in memory: a state from another world may lie otherwise, which makes every step slow."""
+        """Give the state the memory layout of the weights: a state saved by other ranks may differ, and every step is then slow."""
         for weight, entry in self.adamw.state.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
@@ -189,9 +189,9 @@ def _count(groups: Sequence[Mapping[str, Any]]) -> int:
 def _refuse_missing_state(
     optimizer: torch.optim.Optimizer, *, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> None:
-    """Refuse settings that need state which an optimizer of the settings before does not keep, such as ``amsgrad``.
+    """Refuse settings, such as ``amsgrad``, that need state which the optimizer did not keep before.
 
-    Tried on one small weight: no list says which arguments of an optimizer do.
+    This is tried on one small weight: there is no list of such arguments.
     """
     known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
     arguments = sorted(key for key in known if key in before and key in after)
@@ -216,7 +216,7 @@ def _refuse_missing_state(
     except KeyError as error:
         shown = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in changed)
         raise ValueError(
-            f"the checkpoint's optimizer state lacks {error}, which the optimizer needs with {shown}; keep what it was, or "
+            f"the checkpoint's optimizer state lacks {error}, which the optimizer needs with {shown}; keep the old value, or "
             "start over with --fresh"
         ) from error
 
@@ -225,7 +225,7 @@ def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors.values()))))
 
 
-# Each number of a weight is updated from its own gradient and state alone, so parts of a weight can be updated apart.
+# Each number of a weight is updated only from its own gradient and state, so parts of a weight can be updated separately.
 ELEMENTWISE = (
     "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD", "torch.optim.RMSprop", "torch.optim.Adagrad",
     "torch.optim.Adadelta", "torch.optim.Adamax", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.ASGD",
@@ -248,7 +248,7 @@ def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts:
         raise ValueError(f"{where} is not an optimizer of torch's kind; write for example torch.optim.AdamW")
     if path in ("torch.optim.LBFGS", "torch.optim.SparseAdam"):
         raise ValueError(
-            f"{where} needs a closure or sparse gradients, which an update here does not have; write torch.optim.AdamW"
+            f"{where} needs a closure or sparse gradients, which are not available here; write torch.optim.AdamW"
         )
     if in_parts and path not in ELEMENTWISE:
         raise ValueError(
@@ -269,7 +269,7 @@ def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, o
     kind = optimizer_class(section)
     accepted = inspect.signature(kind).parameters
     adam = kind in (torch.optim.AdamW, torch.optim.Adam)
-    # The section's defaults are Adam's; another optimizer has its own, unless the run file says otherwise.
+    # The section's defaults are Adam's; another optimizer keeps its own, unless the run file sets them.
     own = ["lr", *(key for key in ("betas", "eps") if adam or key in section.model_fields_set)]
     settings = {key: getattr(section, key) for key in own if key in accepted}
     kwargs = section.optimizer.kwargs

@@ -1,11 +1,11 @@
-"""A model whose weights lie in parts on the ranks of a gang: FSDP2 over the data ranks, tensor parallel inside.
+"""A model whose weights are in parts on the ranks of a gang: FSDP2 over the data ranks, tensor parallel inside.
 
-Each decoder layer is a module that owns its fused weights, and so is what stands around them (embeddings, final norm,
-output head). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves each rank
-its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
+Each decoder layer is a module that owns its fused weights; so is the root with embeddings, final norm and output head
+(``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves
+each rank its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
 
-Every forward and backward is a meeting of the whole gang: all ranks run equally many. ``passes`` agrees on the number,
-and a rank with fewer micro-batches runs idle ones, whose gradient is zero.
+All ranks must run every forward and backward together, the same number of them. ``passes`` agrees on the number, and a
+rank with fewer micro-batches runs idle ones, whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollcall.types import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Where one weight of the whole model lies."""
+    """Where one weight of the whole model is stored."""
 
     module: nn.Module
     field: str
@@ -73,8 +73,8 @@ class Sharded:
         heads: Mapping[str, Tensor] | None = None,
         frozen: bool = False,
     ):
-        """``decoder`` has the whole weights, on any device (on the meta device: the first rank's), and is not kept; ``heads`` are a critic's, which take the
-        output head's place."""
+        """``decoder`` has the whole weights, on any device, and is not kept. On the meta device the first rank sends the weights.
+        ``heads`` are a critic's, which replace the output head."""
         self.gang, self.split, self.device, self.dtype = gang, split, device, decoder.dtype
         self.section = section
         self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
@@ -92,8 +92,8 @@ class Sharded:
         self._first_gives = any(gang.gather(decoder.device.type == "meta"))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
             raise ValueError(
-                "the processes of this model do not agree on its weights: its config.json says that the output head is that of "
-                "the embeddings, and its file has another; set tie_word_embeddings to false there"
+                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, "
+                "and the weight file has a different head; set tie_word_embeddings to false in config.json"
             )
         self.cos = self.sin = torch.empty(0)
         group = TensorGroup(
@@ -179,7 +179,7 @@ class Sharded:
         sharded: Any = fully_shard(
             module,
             mesh=mesh,
-            # The root's backward follows its forward at once.
+            # The root's backward follows directly after its forward.
             reshard_after_forward=not is_root,
             mp_policy=policy or MixedPrecisionPolicy(),
             offload_policy=CPUOffloadPolicy() if self.section.cpu_offload else OffloadPolicy(),
@@ -205,7 +205,7 @@ class Sharded:
         return values
 
     def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """These micro-batches, and behind them idle ones until every rank has equally many."""
+        """These micro-batches, then idle ones, until every rank has the same number."""
         return [*batches, *[_idle_batch()] * (max(self.gang.gather(len(batches))) - len(batches))]
 
     def _forward(self, batch: MicroBatch, *, temperature: float, recompute: bool) -> tuple[Tensor, ...]:
@@ -234,7 +234,7 @@ class Sharded:
             )
         )
         if not torch.is_grad_enabled():
-            self.root.reshard()  # no backward comes to do it, and gathered weights would outlive an update
+            self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
         return out
 
     def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
@@ -244,7 +244,7 @@ class Sharded:
     def accumulate(
         self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
     ) -> list[dict[str, Tensor]]:
-        """Backward through every micro-batch, and as many idle passes as others have more."""
+        """Backward through every micro-batch, and idle passes until all ranks have run the same number."""
         rows: list[dict[str, Tensor]] = []
         for place, batch in enumerate(self.passes(batches)):
             if place < len(batches):
@@ -257,7 +257,7 @@ class Sharded:
         return rows
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
-        """FSDP has done it, in every backward."""
+        """FSDP does it in every backward."""
 
     def _take_gradients(self) -> list[Tensor | None]:
         """This rank's part of what the last backward gave, in the order of ``named``."""
@@ -269,7 +269,7 @@ class Sharded:
         return gradients
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Of all weights' tensors together; each rank has parts, and some parts are on several."""
+        """The norm of all tensors together; each rank has parts, and some parts are on several ranks."""
         own = {name: self._once(name, tensor) for name, tensor in tensors.items() if tensor.numel()}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
@@ -283,7 +283,7 @@ class Sharded:
         return self.split.replicate * (1 if piece.is_root or piece.dim is not None else self.split.tensor)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Rows of shared key/value heads made smaller, so that all their copies together count as one."""
+        """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
         order = self.pieces[name].order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias")):
             return tensor
@@ -291,7 +291,7 @@ class Sharded:
         own = self.cut(name, factors)
         return tensor * (own if tensor.ndim == 1 else own[:, None])
 
-    # Whole weights, and anything shaped like them
+    # Whole weights, and other tensors of the same shapes
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor that everyone's parts make, on the device."""
@@ -351,7 +351,7 @@ class Sharded:
         return {**state, "adamw": {**state["adamw"], "state": whole}, "masters": masters}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """From a whole model's state, or from that of any other number of ranks: they are the same."""
+        """From the state of a whole model. The state saved by any number of ranks is the same."""
         parts = {
             index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
             for index, entry in state["adamw"]["state"].items()
@@ -368,7 +368,7 @@ class Sharded:
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
 
     def _own(self, name: str, value: Any) -> Any:
-        """Copied, all of it: the state may be mapped from a file that somebody removes."""
+        """A copy: the state may be mapped from a file that is removed later."""
         if not isinstance(value, Tensor):
             return value
         return (self.cut(name, value) if value.ndim > 0 and value.shape == self.pieces[name].shape else value).clone()
@@ -391,7 +391,7 @@ class Sharded:
 
 
 def own_rotary(decoder: Decoder) -> nn.Module:
-    """Apart from the model, whose weights may be let go; its angles follow from the config where there are none yet."""
+    """A copy, because the model's weights may be freed; on the meta device its angles are computed from the config."""
     rotary: Any = decoder.rotary
     return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
 

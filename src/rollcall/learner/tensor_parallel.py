@@ -52,7 +52,7 @@ def refuse_indivisible(*, heads: int, kv_heads: int, intermediate: int, tensor: 
 
 
 def fits(count: int, tensor: int, *, shared: bool) -> bool:
-    """Whether so many parts can be dealt out; ``shared`` ones may also be on several ranks each."""
+    """Whether ``count`` parts can be divided over the ranks; a ``shared`` part may also be on several ranks."""
     return count % tensor == 0 or (shared and tensor % count == 0)
 
 
@@ -62,7 +62,7 @@ def cut_dim(field: str) -> int | None:
 
 
 def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
-    """Which row of the fused weight stands where, so that equal slices are what the ranks need; None: all stay.
+    """The order of the fused weight's rows in which equal slices are what the ranks need; None: no change.
 
     >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]

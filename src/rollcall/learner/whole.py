@@ -1,4 +1,4 @@
-"""A model that is whole in this process: what a learner asks of its weights, beside ``sharded.Sharded``, which has parts."""
+"""A model that is whole in this process. ``sharded.Sharded`` has the same methods for a model in parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Body(Protocol):
     gang: Gang
     named: dict[str, Tensor]  # what the optimizer steps on
     in_parts: bool  # whether every forward and backward is one of all ranks
-    counts: bool  # whether what this rank computes is its own, and not what another rank computes too
+    counts: bool  # whether no other rank computes the same as this one
 
     @property
     def device(self) -> torch.device: ...
@@ -95,7 +95,7 @@ class Whole:
     def accumulate(
         self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
     ) -> list[dict[str, Tensor]]:
-        """Backward through every micro-batch; what each loss says of itself."""
+        """Backward through every micro-batch; returns the metrics of each."""
         weights = list(self.named.values())
 
         def gradients_of(batch: MicroBatch) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
@@ -137,5 +137,5 @@ class Whole:
 
 
 def everyones(gang: Gang, names: list[str]) -> list[str]:
-    """The names that any member of the gang has, the same on all, so that all of them go on or none."""
+    """The names that any member of the gang has. All members get the same list, so that all go on or none."""
     return list(dict.fromkeys(name for own in gang.gather(names) for name in own))

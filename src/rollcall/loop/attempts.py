@@ -1,9 +1,9 @@
 """A run is a sequence of attempts: each builds its workers and goes on from the newest checkpoint and the journal.
 
-An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. What a worker's own code
-raises would come again, so it ends the run, unless it is the complaint of one whose peer is gone. More losses than the
-budget allows end the run too, with the reason and what the first loss looked like. In one process nothing can be lost
-that leaves this code running, so there the first attempt is the only one.
+An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own
+code would come again, so it ends the run, unless it only says that another worker is gone. More losses than the budget
+allows end the run too; the message has the last reason and the first traceback. In one process nothing can be lost while
+this code runs, so the first attempt is the only one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RunError(RuntimeError):
     """The run cannot go on. The files on disk are whole, and the message says what to change."""
 
 
-class Regrow(Exception):  # noqa: N818 - no error: the attempt has ended well, at a checkpoint
+class Regrow(Exception):  # noqa: N818 - not an error: the attempt has ended well, at a checkpoint
     """A node is back: the next attempt uses it."""
 
 
@@ -36,8 +36,8 @@ class Closable(Protocol):
 
 
 class Budget:
-    """How many losses a run goes on after, in a window that moves along. Losses between which the run has come no further
-    add up however far apart they are: a loop that takes long for each turn is one too."""
+    """How many losses a run survives within a moving window of time. Losses without a new checkpoint between them always add
+    up, however far apart they are: a slow loop of failures is also a loop."""
 
     def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -48,7 +48,7 @@ class Budget:
         self._reached: object = None
 
     def spend(self, loss: BaseException, *, reached: object = None) -> None:
-        """Count a loss; raises when it is one too many. ``reached`` is how far the run has come, in any terms."""
+        """Count a loss; raises if it is one too many. ``reached`` is any value that changes when the run makes progress."""
         self._first = self._first or loss
         if reached is None or reached != self._reached:
             while self._losses and self._clock() - self._losses[0] > self.window_s:
@@ -57,7 +57,7 @@ class Budget:
         if len(self._losses) >= self.most:
             raise RestartsSpentError(
                 f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
-                f"checkpoint between them, and trainer.max_restarts is {self.most}. What is on disk is whole: see to the reason, then run the same command again. The first "
+                f"checkpoint between them, and trainer.max_restarts is {self.most}. The files on disk are whole: remove the cause, then run the same command again. The first "
                 f"loss was:\n{_shown(self._first)}"
             ) from loss
         self._losses.append(self._clock())
@@ -70,7 +70,7 @@ def run_attempts(
     say: Callable[[str], None],
     reached: Callable[[], object] = lambda: None,
 ) -> T:
-    """What the first attempt that ends well returns; attempts are told their number, from 1."""
+    """Returns the result of the first attempt that ends well. Each attempt gets its number, from 1."""
     number = 1
     while True:
         try:
@@ -88,7 +88,7 @@ def run_attempts(
 
 @contextmanager
 def closing(workers: Closable, *, say: Callable[[str], None]) -> Iterator[None]:
-    """Close the workers at the end; after a failure, what goes wrong with that is told and the failure stays the reason."""
+    """Close the workers at the end. After a failure, an error while closing is only reported: the failure stays the reason."""
     try:
         yield
     except BaseException:
@@ -96,20 +96,20 @@ def closing(workers: Closable, *, say: Callable[[str], None]) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
-        # A call that was left, such as a checkpoint half written, must not go on beside the next attempt.
+        # A call whose caller has left, such as a half-written checkpoint, must not run beside the next attempt.
         if left := wait_for_threads(timeout_s=LEFT_S):
-            say(f"still under way from before: {', '.join(left)}")
+            say(f"still running from before: {', '.join(left)}")
         raise
     workers.close()
 
 
 def loss_of(error: BaseException) -> BaseException | None:
-    """The loss that this error tells of, alone or among others; None: it is no loss, and trying again would not help."""
+    """The loss that caused this error; None: nothing was lost, and another attempt would not help."""
     return next((one for one in causes(error) if isinstance(one, WorkerLostError | NoRoomError)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from, those of a group too."""
+    """An error and its causes, also those inside an exception group."""
     while error is not None:
         if isinstance(error, BaseExceptionGroup):
             for one in error.exceptions:
@@ -119,7 +119,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def headline(loss: BaseException) -> str:
-    """Who is lost and why, in one line.
+    """What is lost and why, in one line.
 
     >>> headline(NoRoomError("no room for node 1\\nmore of it"))
     'no room for node 1'

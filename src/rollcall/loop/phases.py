@@ -62,5 +62,5 @@ def steps_ahead(staleness: int, *, order: str) -> int:
 
 
 def is_due(step: int, *, every: int, last: int) -> bool:
-    """Whether something that happens every so many steps, and after the last one, happens after this step; 0: never before."""
+    """Whether something that is done every ``every`` steps (0: never) and after the last step is done after this step."""
     return step == last or (every > 0 and step % every == 0)

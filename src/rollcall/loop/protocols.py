@@ -38,7 +38,7 @@ class Repairs(Protocol):
 
     @property
     def regrow(self) -> str | None:
-        """Why another attempt could use more nodes than this one; None: it could not."""
+        """Why a new attempt could use more nodes than this one; None: it could not."""
         ...
 
     def admit(self, version: int) -> None:
@@ -51,7 +51,7 @@ class Workers(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """Calls only wait for other processes, so they may run beside the loop."""
+        """Calls only wait for other processes, so they may run in threads beside the loop."""
         ...
 
     @property

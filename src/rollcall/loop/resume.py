@@ -1,7 +1,7 @@
 """What a resume may change: the run file of the run directory compared with the one given, key by key.
 
-What would contradict the journal or the checkpoints is refused by its key, with both values. Everything else is applied,
-and told in one list.
+A change that would contradict the journal or the checkpoints is refused by its key, with both values. All others are
+applied and shown in one list.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.words import counted
 
-# With another value the journal would not fit, or the checkpoints' optimizer state.
+# With another value the journal or the optimizer state of the checkpoints would not fit.
 FIXED = (
     "run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward",
     "actor.optimizer.name", "critic.optimizer.name",
 )  # fmt: skip
-# Of a reward: how it runs, and not what it says.
+# Of a reward: how it runs, not what it scores.
 FREE_OF_REWARDS = ("timeout_s", "env", "network", "memory_mb", "file_mb", "processes")
 NOT_SET = "not set"
 MAX_TOLD = 3
@@ -50,7 +50,7 @@ class Change:
 def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
     """The keys that a resume changes, in the order of the run file; empty if nothing changes, or if nothing is there yet.
 
-    Refuses a directory that is no run, and what cannot change.
+    Refuses a directory that is not a run, and changes that are not possible.
     """
     path = run_dir / RUN_FILE
     if not path.exists():
@@ -74,7 +74,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
 
 
 def notes_on(changes: list[Change], config: Config) -> list[str]:
-    """What follows from the changes that is not plain from the keys alone."""
+    """Consequences of the changes that the keys do not show."""
     keys = {change.key for change in changes}
     notes = []
     for role in ("actor", "critic"):
@@ -82,8 +82,8 @@ def notes_on(changes: list[Change], config: Config) -> list[str]:
         length = {"trainer.steps", f"{role}.minibatches", f"{role}.epochs", f"{role}.warmup_steps", f"{role}.decay"}
         if section.decay != "constant" and keys & length:
             notes.append(
-                f"{role}.decay={section.decay} reaches its end at step {config.trainer.steps}: the learning rate is another "
-                "from here on, in steps that are trained again since the last checkpoint too"
+                f"{role}.decay={section.decay} ends at step {config.trainer.steps}: the learning rate differs from here on, also in "
+                "the steps since the last checkpoint, which are trained again"
             )
     if any(key.startswith("rollout.") for key in keys):
         notes.append("groups that the journal already has were sampled with the old values of rollout")
@@ -91,8 +91,8 @@ def notes_on(changes: list[Change], config: Config) -> list[str]:
 
 
 def _differences(key: str, before: Any, after: Any) -> Iterator[Change]:
-    """The leaves that differ; items of lists of sections by their place, other lists as wholes."""
-    if key == "run.dir":  # it is this one, however it is written
+    """The leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
+    if key == "run.dir":  # it is this directory, however it is written
         return
     pairs = _pairs(before, after)
     if pairs is None:

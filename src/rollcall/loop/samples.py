@@ -43,7 +43,7 @@ def make_samples(
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Floats:
     """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
 
-    A group that dynamic sampling leaves out is not punished either: where nothing else is left, it stands in for a step.
+    A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal.
     """
     rewards = group.rewards
     if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
@@ -63,8 +63,8 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the completions of a group differ in reward, before any punishment of their length: only then does the group
-    tell right from wrong (DAPO, arXiv:2503.14476, equation 11)."""
+    """Whether the completions of a group differ in reward, before any punishment of their length. Only then can the group
+    teach anything (DAPO, arXiv:2503.14476, equation 11)."""
     return bool(np.ptp(group.rewards) > 0)
 
 

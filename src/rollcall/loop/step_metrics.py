@@ -1,4 +1,4 @@
-"""What a step's row in the metrics says of the groups that it was trained on."""
+"""The metrics of the groups that a step trained on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def batch_metrics(
 
 
 def _staleness(batch: StepBatch) -> Counter[int]:
-    """Tokens by how many versions they are older than the policy they train."""
+    """Number of tokens by how many versions older they are than the policy that they train."""
     lags: Counter[int] = Counter()
     for completion in (completion for group in batch.groups for completion in group.completions):
         for segment in completion.segments:

@@ -1,8 +1,8 @@
 """Which groups a training step gets, and when their rollout may begin.
 
-A supply hands draws of the data order to ``make``, which returns the finished group (from the journal or from the
-engine), and puts finished groups together to steps. It never runs further ahead of training than ``staleness`` allows,
-so every token of a group that step n trains on was sampled from version n - 1 - staleness or a later one.
+A supply gives draws of the data order to ``make``, which returns the finished group (from the journal or from the
+engine), and puts finished groups together into steps. It never runs further ahead of training than ``staleness`` allows,
+so every token that step n trains on was sampled from version n - 1 - staleness or a later one.
 
 - ``InOrder``: step n has the n-th ``wanted`` draws. Its rollout begins at version n - 1 - staleness.
 - ``AsCompleted``: step n has the groups that finished first; the others count for a later step. A group whose rollout
@@ -10,7 +10,7 @@ so every token of a group that step n trains on was sampled from version n - 1 -
 
 Who waits for whom: ``run`` waits for versions (``announce``) and starts rollouts; ``batch`` waits for groups.
 
-No draw is skipped or used twice: what a step leaves behind is its ``Cursor``, which a checkpoint keeps.
+No draw is skipped or used twice: a checkpoint keeps the ``Cursor`` of its step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cursor:
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
-                f"{where}: its state does not say which draw comes next; move it away to go on from an earlier checkpoint"
+                f"{where}: its state does not say which draw comes next; move this checkpoint away to go on from an earlier one"
             )
         return cls(pending=tuple(pending), next_draw=int(next_draw))
 
@@ -127,7 +127,7 @@ class InOrder(Supply):
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
                 if demand.max_refills:
-                    await asyncio.wait({fills[-1]})  # how many draws it takes is known at its end
+                    await asyncio.wait({fills[-1]})  # only then it is known how many draws it took
             await asyncio.gather(*fills, return_exceptions=True)
         finally:
             for fill in fills:
@@ -164,7 +164,7 @@ class InOrder(Supply):
             draws = self._take(demand.wanted - len(kept))
             cursor = self._cursor
         if not kept:
-            kept = [made[0].group]  # nothing to learn from anywhere: train on one group, whose gradient is zero
+            kept = [made[0].group]  # no group has a signal: train on one of them, whose gradient is zero
         return StepBatch(
             step=step,
             groups=sorted(kept, key=lambda group: group.draw),
@@ -182,7 +182,7 @@ class Begun:
 
     draw: int
     version: (
-        int  # no token of it is older: what the engines had when it began; once it has finished, that of its oldest
+        int  # no token is older: the engines' version when it began; once finished, the version of its oldest token
     )
     made: SuppliedGroup | None = None
     place: int = 0  # among all that finished
@@ -326,7 +326,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     due = {item.draw: item.version + 1 + staleness for item in begun}
     chosen: list[int] = []
     for last in sorted(set(due.values())):
-        # Of all that are due by step ``last``, the steps between have room for so many.
+        # Of all groups that are due by step ``last``, the steps until then have room for (last - step) * wanted.
         left = sum(due[item.draw] <= last for item in begun) - sum(due[draw] <= last for draw in chosen)
         must = left - max(last - step, 0) * wanted
         if must > 0:

@@ -4,7 +4,7 @@ In half precision on CUDA it is one variable-length flash call; elsewhere (flash
 are batched into one call each. Neither pads.
 
 A CPU has two ways to attend, with the same result: batched products with the scores in memory, and torch's fused kernel.
-``cpu_way`` says which of them is the fast one on this machine, for the learner here and for the native engine.
+``cpu_way`` says which one is faster on this machine; the learner and the native engine both use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cpu_way() -> Way:
     """Products where torch has MKL, which multiplies a batch of small matrices in one call and is a third faster than the
     fused kernel. Without it, as on ARM, ``bmm`` is one product per matrix: there the fused kernel is several times faster.
 
-    A fact of the build and not a measurement, so that a run that is started again computes the same numbers.
+    Decided by the build of torch, not by a measurement, so that a restarted run computes the same numbers.
     """
     return "products" if torch.backends.mkl.is_available() else "fused"
 
@@ -148,8 +148,8 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: floa
 
 
 class _GroupedAttention(torch.autograd.Function):
-    """All buckets on a CPU, in float32. The query heads of one KV head stand in the query axis, so keys are never repeated;
-    every token is a query once, so its gradient is put in its place and not added up."""
+    """All buckets on a CPU, in float32. The query heads of one KV head are on the query axis, so keys are never repeated.
+    Every token is a query once, so its gradient is stored and not added up."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:  # type: ignore[override]

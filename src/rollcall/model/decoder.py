@@ -6,7 +6,7 @@ and larger products, and an optimizer step is visible to the next decoded token 
 is kept transposed, the faster operand order there.
 
 ``Decoder.of(model)`` collects those tensors, or refuses an architecture that it cannot run exactly, by name. A layer
-is two pure functions around attention, ``before_attention`` and ``after_attention``; who calls ``forward`` brings the
+is two pure functions around attention, ``before_attention`` and ``after_attention``. The caller of ``forward`` gives the
 attention: over a cache, or over packed rows.
 """
 
@@ -32,7 +32,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def has_compiler() -> bool:
-    """Whether torch finds what it compiles with for a CPU."""
+    """Whether there is a C++ compiler, which torch needs to compile for a CPU."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
@@ -129,8 +129,8 @@ class Decoder:
         return named
 
     def compile(self) -> None:
-        """One graph for all layers. Only the number of tokens is left open (``forward`` marks it): sizes that a kernel
-        knows make it faster by a quarter."""
+        """One graph for all layers. Only the number of tokens may change (``forward`` marks it): a kernel with known sizes is
+        a quarter faster."""
         self.before = torch.compile(before_attention)
         self.after = torch.compile(after_attention)
 
@@ -139,7 +139,7 @@ class Decoder:
         if positions <= len(self.cos):
             return
         cos, sin = rope_tables(self.rotary, positions, like=self.embed[:1])
-        # cos last: its length is what another thread goes by.
+        # cos last: another thread reads its length.
         self.sin = sin
         self.cos = cos
 
@@ -247,11 +247,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether a plain formula is used: a compiler makes one pass of it and of its derivative, or its steps are rounded."""
+    """Whether to use the plain formula: a compiler turns it and its derivative into one pass, or its steps must be rounded."""
     return x.is_cuda or torch.compiler.is_compiling() or x.dtype != torch.float32
 
 
-# On a CPU torch runs the derivatives of these as a dozen passes over memory each; written out they are a few. In float32.
+# On a CPU torch runs each of these derivatives as a dozen passes over memory; written out it is a few. In float32.
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -261,7 +261,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 @cache
 def _scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Made once: making one takes longer than the addition it is for."""
+    """Made once: making it takes longer than the addition that uses it."""
     return torch.tensor(value, dtype=dtype)
 
 
@@ -300,7 +300,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        # Swapping the halves is its own inverse, so the other half's sine comes with it.
+        # Swapping the halves is its own inverse, so the sines are swapped too.
         return _rotated(grad, cos, torch.roll(sin, sin.shape[-1] // 2, -1)), None, None
 
 

@@ -1,7 +1,7 @@
-"""A model directory's config.json, read before anything is built by it: sizes that no model has are refused by key.
+"""A model directory's config.json, checked before a model is built from it: sizes that no model has are refused by key.
 
-transformers takes whatever stands there: a million layers are built one by one, a negative size ends in a traceback, a size
-far beyond the weights on the disk in all of the machine's memory. No torch here: `rollcall plan` reads these files too.
+transformers accepts any value: it builds a million layers one by one, fails with a traceback on a negative size, and takes
+all of the machine's memory for a size far beyond the weights on disk. No torch here: `rollcall plan` reads these files too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollcall.errors import ModelFilesError
 MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24
 MAX_DEPTH = 50
-# The largest that is taken for a model; known ones stay a factor of eight and more below each.
+# The largest values that are accepted; known models stay at least a factor of eight below.
 LARGEST = {
     "num_hidden_layers": 1000,
     "hidden_size": 1 << 20,
@@ -30,7 +30,7 @@ LARGEST = {
     "sliding_window": 1 << 31,
 }
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-FEWEST_BYTES = 0.25  # a weight; quantised ones have 0.5
+FEWEST_BYTES = 0.25  # of one weight; quantised weights have 0.5
 
 
 def resolve_model(path: str) -> str:
@@ -47,7 +47,9 @@ def read_model_config(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(read_small(path, most=MAX_CONFIG_BYTES))
     except RecursionError:
-        raise ModelFilesError(f"{path} is not a model's config.json: its lists and maps stand too deep") from None
+        raise ModelFilesError(
+            f"{path} is not a model's config.json: its lists and maps are nested too deeply"
+        ) from None
     except json.JSONDecodeError as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from None
     except (OSError, ValueError) as error:
@@ -60,12 +62,12 @@ def read_model_config(path: Path) -> dict[str, Any]:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (whole and 1 <= value <= most):
             raise ModelFilesError(
-                f"{path}: {key}={_shown(value)} is no model's; it is a whole number from 1 to {most}; restore the file"
+                f"{path}: {key}={_shown(value)} is not possible for a model: it must be a whole number from 1 to {most}; restore the file"
             )
     heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise ModelFilesError(
-            f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; restore the file"
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; restore the file"
         )
     return fields
 
@@ -78,7 +80,7 @@ def check_model_dir(folder: Path) -> None:
     if size and smallest * FEWEST_BYTES > size:
         raise ModelFilesError(
             f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and the weight files beside it have "
-            f"{size:,} bytes: one of them is damaged or of another model; restore it"
+            f"{size:,} bytes: one of them is damaged or belongs to another model; restore it"
         )
 
 
@@ -91,7 +93,7 @@ def _fewest_parameters(fields: dict[str, Any]) -> int:
 
 def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> None:
     if depth > MAX_DEPTH:
-        raise ModelFilesError(f"{path}: {where} has lists and maps more than {MAX_DEPTH} deep in each other")
+        raise ModelFilesError(f"{path}: {where} has lists and maps nested more than {MAX_DEPTH} deep")
     if isinstance(value, float) and not math.isfinite(value):
         raise ModelFilesError(f"{path}: {where}={value} is not a finite number; restore the file")
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Whether a hub name can be loaded: from the hub, from the local cache, or not at all; known within seconds.
 
-transformers asks the hub again and again for a minute before it gives up, once for each file. One request with a short
-limit comes first; where it fails, files come from the cache alone, and a name that is not there is refused.
+transformers asks the hub for a minute before it gives up, and does so for each file. So one request with a short limit
+comes first. If it fails, only the cache is used, and a name that is not in the cache is refused.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
         return {"local_files_only": True}
     raise HubError(
         f"{key}={path} is not a directory here and not in the hub's cache ({constants.HF_HUB_CACHE}), and {why}; give a model "
-        "directory, look to the network, or name a mirror in HF_ENDPOINT"
+        "directory, check the network, or name a mirror in HF_ENDPOINT"
     )
 
 
 def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model") -> str | None:
-    """Why the hub cannot be asked for a model or dataset; None: it answers, be it that there is no such thing."""
+    """Why the hub cannot be asked for a model or dataset; None: it answers, even if it says that there is no such model or dataset."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -63,7 +63,7 @@ def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model"
             lines = str(error).strip().splitlines()
             found[0] = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
-    # Looking a name up has no limit of its own.
+    # Looking up a host name has no time limit of its own.
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(2 * LIMIT_S)

@@ -43,7 +43,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16() -> bool:
-    """Whether torch has matrix products in bfloat16 for this CPU; without AMX or the like they may not be faster."""
+    """Whether torch has matrix products in bfloat16 for this CPU; without AMX or similar they may not be faster."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -79,7 +79,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
 
 
 def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """What ``load_causal_lm`` gives, without the weights: they are on the meta device."""
+    """The model of ``load_causal_lm`` without its weights, which are on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     check_model_path(path)
@@ -105,8 +105,8 @@ def loading(what: str, *, part: str = "it") -> Iterator[None]:
             raise ModelError(f"{what} {whole}: {_first_line(error)}") from error
         wanted = ", ".join(own_code(what.partition("=")[2])) or "see its files on the hub"
         raise ModelError(
-            f"{what} wants to run code that comes with it ({wanted}), and nothing of it was run. Read that code; if you trust "
-            "it, set model.trust_remote_code=true. Else use a model of an architecture that transformers has"
+            f"{what} needs to run code that comes with it ({wanted}); none of it was run. Read that code; if you trust "
+            "it, set model.trust_remote_code=true. Otherwise use a model of an architecture that transformers has"
         ) from error
 
 
@@ -114,7 +114,7 @@ def own_code(path: str) -> list[str]:
     """The Python files of a model directory that its configs ask to be run."""
     files: set[str] = set()
     for name in ("config.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError):  # transformers has said what is wrong with it
+        with suppress(OSError, ValueError):  # transformers reports what is wrong with it
             text = (Path(path) / name).read_text()
             classes = json.loads(text).get("auto_map", {}).values()
             flat = [one for entry in classes for one in (entry if isinstance(entry, list) else [entry]) if one]
@@ -129,7 +129,7 @@ def refuse_other_tensors(
     unexpected: Iterable[str],
     misshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
 ) -> None:
-    """Refuse weights that are not those of the model: what is missing would be random, and what is left over is lost.
+    """Refuse weights that do not match the model: missing ones would be random, and extra ones would be lost.
 
     >>> refuse_other_tensors("model.path=m", missing=["norm"], unexpected=[], misshaped={"head": ((7,), (9,))})
     Traceback (most recent call last):
@@ -138,7 +138,7 @@ def refuse_other_tensors(
     shapes = [f"{name} is {list(stored)}, not {list(wanted)}" for name, (stored, wanted) in sorted(misshaped.items())]
     faults = [
         ("missing", sorted(missing)),
-        ("left over, with no place in the model", sorted(unexpected)),
+        ("not part of the model", sorted(unexpected)),
         ("of another shape", shapes),
     ]
     told = [f"{_tensors(len(names))} {fault} ({_first_few(names)})" for fault, names in faults if names]
@@ -151,7 +151,7 @@ def refuse_other_tensors(
 
 @torch.no_grad()
 def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[str]:
-    """Names of those that would not be finite in ``dtype``: one reduction each, and one wait for the device.
+    """Names of the tensors that would not be finite in ``dtype``: one reduction each, and one wait for the device.
 
     >>> non_finite_of({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, dtype=torch.float32)
     ['b']

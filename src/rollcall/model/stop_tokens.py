@@ -52,8 +52,8 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
         name = next((name for name in tokenizer.convert_ids_to_tokens(sorted(special)) if name in text), None)
         if name is not None:
             raise ConfigError(
-                f"rollout.stop has {text!r}, in which {name!r} is a special token of the model: a completion's text does not "
-                f"show those, so this would never be found; write {name!r} as a stop of its own, or leave it out of this one"
+                f"rollout.stop has {text!r}, and {name!r} in it is a special token of the model: a completion's text does not "
+                f"show special tokens, so this would never be found; write {name!r} as a separate stop, or leave it out here"
             )
 
 

@@ -1,7 +1,7 @@
 """What `rollcall train` shows while it runs: a live panel on a terminal, plain lines in a log, nothing with `--json`.
 
-A console takes metrics like any other sink, and is told what the run does. It holds no signal handlers: an interrupt passes
-through, and ``close`` (or leaving the ``with`` block) gives the terminal back. Any thread may call it.
+A console takes metrics like any other sink, and is told what the run does. It has no signal handlers: an interrupt passes
+through, and ``close`` (or leaving the ``with`` block) restores the terminal. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_console(
 
 
 class LiveConsole(Console):
-    """One panel that redraws itself in place. What anyone prints meanwhile, children too, stands above it."""
+    """One panel that redraws itself in place. Other output, also of child processes, appears above it."""
 
     def __init__(self, progress: Progress, *, rich: RichConsole) -> None:
         self.progress = progress
@@ -111,7 +111,9 @@ class LiveConsole(Console):
 
     def __exit__(self, kind: object = None, *exc: object) -> None:
         if kind is not None:
-            self._live.transient = True  # what follows says how the run stands; a panel half-way would say it otherwise
+            self._live.transient = (
+                True  # the messages that follow say how far the run is; an old panel would contradict them
+            )
         self.close()
 
     def _draw(self) -> Panel:

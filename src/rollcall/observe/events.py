@@ -24,7 +24,7 @@ from rollcall.durable.patience import disk_fault, persist
 
 log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
-LATEST_S = 1e11  # unix time; a later one is nobody's clock
+LATEST_S = 1e11  # unix time; no clock shows a later one
 
 
 class StepPhase(StrEnum):
@@ -54,14 +54,14 @@ class PhaseEvent:
     phase: str
     step: int
     start_s: float  # unix time
-    end_s: float | None  # None: it is under way, or its process was killed
+    end_s: float | None  # None: it still runs, or its process was killed
     duration_s: float | None
     waited_for: str | None
     result: str | None
 
 
 class Events:
-    """The controller's side. Any thread may write. ``show`` is told what begins, and None when it has ended."""
+    """The controller's side. Any thread may write. ``show`` gets the name of a phase when it begins, and None when it ends."""
 
     def __init__(self, run_dir: Path, *, show: Callable[[str | None], None] = lambda text: None) -> None:
         self.path = Path(run_dir) / EVENTS
@@ -74,7 +74,7 @@ class Events:
 
     @contextmanager
     def phase(self, phase: StepPhase, step: int) -> Iterator[Outcome]:
-        """A phase that ends with the block; one that raises says with what."""
+        """A phase that lasts as long as the block; if the block raises, the phase says with which error."""
         begun = {"phase": phase.value, "step": step, "start_s": round(time.time(), 3)}
         started, outcome = time.perf_counter(), Outcome()
         self.write(begun)
@@ -90,7 +90,7 @@ class Events:
             self.write(begun | end | {"waited_for": outcome.waited_for, "result": outcome.result})
 
     def write(self, event: dict[str, Any]) -> None:
-        """Returns at once: what a full disk refuses is kept and written later, by a thread."""
+        """Returns at once: on a full disk the event is kept, and a thread writes it later."""
         with self._lock:
             self._backlog.append((json.dumps(event) + "\n").encode())
             if self._waiter is not None:
@@ -131,7 +131,7 @@ class Events:
 
 
 def read_phases(run_dir: Path) -> list[PhaseEvent]:
-    """All phases in the order in which they began, each once; lines that are no phase are left out."""
+    """All phases in the order in which they began, each once; other lines are left out."""
     phases: dict[tuple[str, int, float], PhaseEvent] = {}
     for row in read_events(run_dir):
         event = _phase_event(row)

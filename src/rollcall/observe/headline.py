@@ -1,6 +1,6 @@
 """The one number that says how good a run is: held-out accuracy, or the mean held-out reward.
 
-Accuracy counts the completions whose first reward reaches ``eval.threshold``, which says it all only where a reward is
+Accuracy counts the completions whose first reward reaches ``eval.threshold``, which is enough only if a reward is
 right or wrong. Once an evaluation of a run has given a reward other than 0 or 1, the run's headline is the mean reward.
 The rows of metrics.jsonl decide, so console, curve, summary, ``keep_best`` and `rollcall status` agree, also after a resume.
 """
@@ -48,6 +48,6 @@ def headline_of(rows: Iterable[Mapping[str, Any]]) -> Headline:
 
 
 def is_graded(score: Score) -> bool:
-    """Whether a completion's reward is neither 0 nor 1. The weight of a reward that stands alone does not count."""
+    """Whether a completion's reward is neither 0 nor 1. The weight of a single reward does not count."""
     value = next(iter(score.parts.values())) if len(score.parts) == 1 else score.value
     return value not in (0.0, 1.0)

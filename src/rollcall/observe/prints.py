@@ -27,7 +27,7 @@ class ChildPrints:
         global _fd
         read_fd, self._write_fd = os.pipe()
         _fd = self._write_fd
-        # A daemon that ends with the last child: one that outlives the panel is still heard.
+        # A daemon that ends with the last child, so that the output of a child that outlives the panel is still printed.
         self._thread = threading.Thread(target=_pass_on, args=(read_fd,), name="child prints", daemon=True)
         self._thread.start()
 
@@ -36,7 +36,7 @@ class ChildPrints:
         if _fd == self._write_fd:
             _fd = STDERR
         os.close(self._write_fd)
-        self._thread.join(timeout=0.5)  # where no child is left, its last words come before what follows
+        self._thread.join(timeout=0.5)  # if no child is left, its last output comes before what follows
 
 
 def _pass_on(read_fd: int) -> None:

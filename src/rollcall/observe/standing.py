@@ -1,4 +1,4 @@
-"""How a run stands, from its directory alone: step of steps, reward, headline, time left."""
+"""How far a run is, read from its directory: step, reward, headline, time left."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Standing:
 
 
 def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> Standing:
-    """``holder`` is who has the run directory; a run that nobody has is not on its way to an end."""
+    """``holder`` is the process that has the run directory; without one the run makes no progress."""
     rows = read_rows(run_dir / "metrics.jsonl")
     steps = [row for row in rows if row.get("time/step_s") is not None]
     headline = headline_of(rows)

@@ -15,7 +15,7 @@ except ImportError:  # no such terminal here
 
 class QuietKeys:
     """Until ``close``, Ctrl-C does not write ``^C``: at the right edge of a panel it would begin a line, and what then
-    erases the panel would miss one. Does nothing where stdin is no terminal or this process is in the background."""
+    erases the panel would miss one. Does nothing if stdin is not a terminal or this process is in the background."""
 
     def __init__(self) -> None:
         self._before: list[Any] | None = None

@@ -149,7 +149,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
 
 
 def limit_cpu(seconds: float) -> None:
-    """This process may use so many more CPU seconds; then the kernel ends it, though nobody watches it."""
+    """This process may use ``seconds`` more CPU seconds; then the kernel ends it, even without a parent that watches."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]

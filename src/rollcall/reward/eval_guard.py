@@ -35,7 +35,7 @@ class _State:
 
 @contextmanager
 def guarded(*, trusted: frozenset[str] = frozenset()) -> Iterator[None]:
-    """While this is open, text that becomes code in this process is checked first, but for the ``trusted`` texts."""
+    """Inside this block, text that becomes code in this process is checked first, except the ``trusted`` texts."""
     if not _State.installed:
         sys.addaudithook(_hook)
         _State.installed = True
@@ -88,7 +88,7 @@ def is_plain(text: str) -> bool:
         return False
     try:
         return _is_plain(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what Python cannot read, nobody evaluates
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # text that Python cannot read is never evaluated
         return False
 
 

@@ -31,7 +31,7 @@ def version() -> int:
 
 
 def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> str:
-    """Leave these files and folders alone open to this process; why it could not be done, or ""."""
+    """Let this process open only these files and folders. Returns why this failed, or ""."""
     known = version()
     if not known:
         return "the kernel has no landlock" if sys.platform == "linux" else f"{sys.platform} has no landlock"

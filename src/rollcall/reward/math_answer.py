@@ -16,7 +16,7 @@ from typing import Any
 
 from rollcall.reward.eval_guard import guarded
 
-_MAX_ANSWER_CHARS = 1000  # more is no answer, and costs minutes to parse
+_MAX_ANSWER_CHARS = 1000  # a longer text is not an answer, and takes minutes to parse
 _MAX_SEARCH_CHARS = 2000  # of the end of a text without a mark
 _TAG_OPEN, _TAG_CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"

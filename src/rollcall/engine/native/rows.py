@@ -52,7 +52,7 @@ class RowRunner:
         self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
         self._next = np.zeros(max_running, dtype=np.int64)  # token to feed
-        self._position = np.zeros(max_running, dtype=np.int64)  # its position; the row starts so many columns back
+        self._position = np.zeros(max_running, dtype=np.int64)  # its position; the row starts this many columns back
         self._limit = np.zeros(max_running, dtype=np.int64)
         self._drawn = np.zeros(max_running, dtype=np.int64)  # index into the row's uniforms
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)
@@ -127,8 +127,8 @@ class RowRunner:
         return self.kv_tokens is None or rows * length <= self.kv_tokens
 
     def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
-        """Room for every row's past and so many more columns. ``live``: the rows and columns whose KV is to be kept,
-        which end at the column of the next token."""
+        """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
+        the column of the next token."""
         num_rows, num_columns = self._capacity
         lead = int(self._position[: self.num_rows].max())
         if self.num_rows <= num_rows and lead <= self._column and self._column + steps <= num_columns:

@@ -48,7 +48,7 @@ class UpdateRefused(VllmError):
 
 class Child:
     def __init__(self, python: str, *, num_threads: int):
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, so nothing stays behind whoever is killed
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, so that a kill leaves nothing behind
         self.memory = SharedMemory()
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(ANSWER_S), 0))

@@ -24,7 +24,7 @@ from rollcall.engine.vllm.setup import make_spec
 from rollcall.types import FinishReason
 
 STEPS = 8  # tokens of each completion between two looks
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, but for 0
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, except 0
 
 
 class VllmEngine:
@@ -102,7 +102,7 @@ class VllmEngine:
         self._drop(rows)
 
     def update_weights(self, version: int) -> None:
-        """Send the model's parameters. What is under way goes on with them, its context computed again."""
+        """Send the model's parameters. Running completions go on with them; their context is computed again."""
         self._take_in()
         self._wake("weights")
         self._ship(version)

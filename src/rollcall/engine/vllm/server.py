@@ -1,8 +1,8 @@
 """The vLLM process: one file, run by the Python of vLLM's own environment.
 
-It imports the standard library, torch and vLLM, and nothing of this package. Whoever started it (``child.py``) sends one
-JSON message at a time over an inherited socket and waits for the one answer; between two messages this process waits, and
-when its starter is gone it ends. A message names what to ``do``:
+It imports the standard library, torch and vLLM, and nothing of this package. The process that started it (``child.py``) sends one
+JSON message at a time over an inherited socket and waits for the answer. Between two messages this process waits; when its
+parent is gone it ends. A message names what to ``do``:
 
     load     make an engine from a model's config, with weights that mean nothing until the first update
     advance  take completions in, decode a few steps, answer with the new tokens of every completion
@@ -10,7 +10,7 @@ when its starter is gone it ends. A message names what to ``do``:
     update   take the weights that lie in shared memory, unless they are stale or torn
     sleep, wake, quit
 
-An update may come while completions are under way. vLLM then puts them back into its queue and drops all keys and values
+An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
 that the old weights made, so every token is sampled under one version of the weights, context included.
 """
 
@@ -44,7 +44,7 @@ class Server:
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
         self.version = -1
-        self._preemptions: dict[str, int] = {}  # of the completions under way
+        self._preemptions: dict[str, int] = {}  # of the running completions
 
     def serve(self) -> None:
         import vllm  # type: ignore[import-not-found]
@@ -165,7 +165,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         enable_sleep_mode=spec["sleep"],
         tensor_parallel_size=size,
         distributed_executor_backend="uni" if size == 1 else "mp",
-        async_scheduling=False,  # no token is under way between two steps, so an update falls between two tokens
+        async_scheduling=False,  # no token is computed between two steps, so an update falls between two tokens
         disable_log_stats=True,
         seed=0,
     )
@@ -220,8 +220,8 @@ def verify(path: str, size: int, tensors: list[list[Any]]) -> None:
 def apply_weights(worker: Any, path: str, size: int, tensors: list[list[Any]]) -> None:
     """In a process of the engine: load in place by vLLM's reload, which knows fused, sharded and repacked layouts.
 
-    Two things that the reload of vLLM 0.32 leaves undone are mended: a parameter that no tensor was sent for is only
-    logged, and on a CPU an output layer tied to the embeddings keeps a repacked copy of the old ones.
+    This corrects two things in the reload of vLLM 0.32: it only logs a parameter that no tensor was sent for, and on a CPU
+    an output layer tied to the embeddings keeps a repacked copy of the old ones.
     """
     import torch
 

@@ -29,7 +29,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0
 
 
 class VllmUnavailable(ValueError):
-    """There is no vLLM where the run file says, or it cannot run this; the message says what to do."""
+    """vLLM is not installed where the run file says, or it cannot run this model; the message says what to do."""
 
 
 def find_python(given: str | None) -> str:
@@ -110,7 +110,7 @@ def _refuse(config: Any, section: VllmSection, *, device: torch.device) -> None:
     size, head_dim = section.tensor_parallel_size, _head_dim(config)
     if device.type == "cpu" and head_dim not in CPU_HEAD_DIMS:
         raise VllmUnavailable(
-            f"this model has heads of {head_dim}; on a CPU vLLM has kernels for {', '.join(map(str, CPU_HEAD_DIMS))} alone; "
+            f"this model has heads of {head_dim}; on a CPU vLLM has kernels only for {', '.join(map(str, CPU_HEAD_DIMS))}; "
             "use rollout.engine=native"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
