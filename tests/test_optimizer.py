@@ -355,7 +355,9 @@ def test_a_state_of_another_optimizer_is_refused_by_both_names() -> None:
     other = Optimizer(
         weights(), section(optimizer={"name": "torch.optim.SGD", "kwargs": {"momentum": 0.9}}), total_updates=10
     )
-    with pytest.raises(ValueError, match=r"state of torch\.optim\.AdamW, which torch\.optim\.SGD \(optimizer\.name\) cannot use"):
+    with pytest.raises(
+        ValueError, match=r"state of torch\.optim\.AdamW, which torch\.optim\.SGD \(optimizer\.name\) cannot use"
+    ):
         other.load_state_dict(saved(before))
 
 
