@@ -2,7 +2,7 @@
 
 One probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage until its
 deadline; a node that has not answered by then is a finding, and the examination goes on without it. What is wrong is
-judged by the pure functions of ``doctor_checks``.
+judged by the pure functions of ``checks``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from rollcall.config import Config
 from rollcall.doctor import checks
-from rollcall.doctor import probe as doctor_facts
+from rollcall.doctor import probe as probing
 from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder
 from rollcall.doctor.ports import firewall_rule, judge_exposure
 from rollcall.errors import ClusterError, PlacementError, SizesUnknown
@@ -115,7 +115,7 @@ class _Examination:
 
     def _start_probes(self) -> None:
         self.say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
-        self.probes = {rank: Pinned(rank, doctor_facts.Probe, by_value=doctor_facts) for rank in self.infos}
+        self.probes = {rank: Pinned(rank, probing.Probe, by_value=probing) for rank in self.infos}
 
     def _facts(self) -> list[NodeFacts]:
         folder = None if self.config is None else str(self.config.run.dir.absolute())
@@ -201,7 +201,7 @@ class _Examination:
         self.say(f"writing, reading and renaming in {folder}")
         token = uuid.uuid4().hex[:8]
         names = {rank: f"rollcall-doctor-{token}-{rank}" for rank in self.probes}
-        text = "0" * doctor_facts.BODY * doctor_facts.COUNT
+        text = "0" * probing.BODY * probing.COUNT
         try:
             wrote = self._collect(
                 f"write to {folder}",

@@ -1,5 +1,5 @@
 """What a worker group asks of the place its workers run in: Ray (``on_ray``), this process (``inprocess``) or nodes that
-share a folder alone (``in_folder``).
+share a folder alone (``folder``).
 
 A virtual cluster reserves slots through a Backend and gets a Reservation; a worker group launches its processes on it and
 gets a Crew, which it calls.

@@ -1,6 +1,6 @@
 """Jobs over Ray's job API: the driver runs on the cluster's head, and whoever submitted it may leave.
 
-``ray job ...`` sees the same jobs; job_channel.py says how the API is reached. ``follow`` waits for the job, reading its log as it grows, and
+``ray job ...`` sees the same jobs; channel.py says how the API is reached. ``follow`` waits for the job, reading its log as it grows, and
 takes it up again where it was when the connection breaks; nothing waits for whoever follows.
 """
 

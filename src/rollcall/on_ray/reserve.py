@@ -5,7 +5,7 @@ node, and a task in each tells which accelerator Ray gave it: slots are then in 
 order Ray chose. A worker is an actor in its slot's bundle.
 
 Who waits for whom: ``reserve`` waits for nodes with room; ``launch`` for rank 0's process, which leases the group's port,
-and then for every worker to be made (``ray_crew``). Each wait has a deadline and says who is missing.
+and then for every worker to be made (``crew``). Each wait has a deadline and says who is missing.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from whoever submits) and
 ``cluster.node_env`` (one node's own). Of one name, the node's value goes before the run file's, and that before the
-submitter's. Nothing else travels; what a worker has beyond it is its node's own (node_env.py), Rollcall's or Ray's.
+submitter's. Nothing else travels; what a worker has beyond it is its node's own (node_shell.py), Rollcall's or Ray's.
 
 A value goes to Ray as a variable of the job or of a worker, where its logs show it; secrets go in one sealed variable
-(seal.py), which is opened where it is needed: by job_driver.py for a job's controller, in Ray's workers by ``SETUP_HOOK``.
+(seal.py), which is opened where it is needed: by jobs/driver.py for a job's controller, in Ray's workers by ``SETUP_HOOK``.
 """
 
 from __future__ import annotations

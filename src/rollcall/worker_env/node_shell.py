@@ -2,7 +2,7 @@
 
 Where programs, libraries and folders are, and how the machine's devices, threads and network are used: that is the node's
 own, and may differ from node to node. Nothing else of that shell reaches a worker, and no secret; what a run needs beyond it,
-its run file declares (environment.py). Raylets are started from this, so a worker cannot see more.
+its run file declares (declared.py). Raylets are started from this, so a worker cannot see more.
 """
 
 from __future__ import annotations
