@@ -21,7 +21,8 @@ from safetensors.numpy import load_file
 from tiny import save_model
 
 from rollcall.config import Config, dump_config, load_config
-from rollcall.durable.journal import MAGIC, Journal
+from rollcall.durable.group_record import MAGIC
+from rollcall.durable.journal import Journal
 from rollcall.observe.sinks import read_rows
 from rollcall.training import train
 from rollcall.types import Group

@@ -309,7 +309,7 @@ def test_the_head_withdraws_what_it_published_when_it_goes_down(head: Node, fold
     assert head.rollcall("down").returncode == 0
     assert list((folder / "shared" / "default").iterdir()) == []
     gone = head.rollcall("status")
-    assert gone.returncode == 1 and "part of no cluster 'default'" in gone.stderr
+    assert gone.returncode == 1 and "not part of a cluster 'default'" in gone.stderr
 
 
 def identity(*, rank=None, master=False, worker=None, num_nodes=None, **environ: str):
@@ -679,4 +679,4 @@ def test_a_node_counts_as_running_while_its_head_lists_it_as_alive(
     said: list[str] = []
     request = NodeRequest(cluster="default", rank=1, num_nodes=2, rendezvous=tmp_path)
     assert bootstrap._running(request, say=said.append) == (record if alive else None)
-    assert ("holds it for dead" in "".join(said)) == (not alive)
+    assert ("takes it for dead" in "".join(said)) == (not alive)

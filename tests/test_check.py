@@ -105,7 +105,7 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
 def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
     forget("default")
     monkeypatch.setattr(check, "APPEAR_S", 0.0)
-    with pytest.raises(ClusterError, match="part of no cluster 'default'"):
+    with pytest.raises(ClusterError, match="not part of a cluster 'default'"):
         wait(32)
 
 
@@ -185,7 +185,7 @@ def test_a_head_of_another_bring_up_is_not_taken_for_this_one(head: list) -> Non
 
 
 def test_a_node_without_a_cluster_is_told_how_to_join_and_which_it_has(head: list) -> None:
-    with pytest.raises(ClusterError, match="part of no cluster 'mine'; it is part of default"):
+    with pytest.raises(ClusterError, match="not part of a cluster 'mine'; it is part of default"):
         list_nodes("mine")
 
 

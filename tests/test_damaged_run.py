@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.main import app
 from rollcall.config import Config, load_config
-from rollcall.durable.journal import MAGIC, Journal, inspect
+from rollcall.durable.group_record import MAGIC
+from rollcall.durable.journal import Journal, inspect
 from rollcall.durable.lease import read_holder
 from rollcall.errors import CheckpointError, ConfigError, JournalError
 from rollcall.evaluation import plan_evaluation
@@ -110,7 +111,7 @@ def test_a_forged_record_whose_checksum_holds_is_skipped_and_named(run: Path, ca
             record = struct.pack("<8sQI", MAGIC, len(payload), zlib.crc32(payload)) + payload
             path.write_bytes(path.read_bytes() + record)
         assert [group.draw for group in journal.read(1)] == before
-    assert "000001.groups: a record is no group" in caplog.text
+    assert "000001.groups: a record is not a group" in caplog.text
     assert inspect(run / "journal")[0].num_bad_bytes
 
 

@@ -291,7 +291,7 @@ def test_without_an_id_a_job_that_runs_goes_before_a_newer_one_that_is_over(head
 def test_a_run_directory_that_is_in_use_is_refused_before_anything_is_sent(head: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     head.rows = {"rollcall-a": row("rollcall-a", metadata={"run_dir": str(run_dir)})}
-    with pytest.raises(ClusterError, match=r"is that of job rollcall-a, which is RUNNING; .*job stop rollcall-a"):
+    with pytest.raises(ClusterError, match=r"belongs to job rollcall-a, which is RUNNING; .*job stop rollcall-a"):
         refuse_busy(run_dir, jobs_of(head).jobs())
     head.rows["rollcall-a"]["status"] = "SUCCEEDED"
     refuse_busy(run_dir, jobs_of(head).jobs())
@@ -454,7 +454,7 @@ def test_a_dashboard_on_the_heads_loopback_is_not_looked_for_elsewhere(
     monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
     publish(tmp_path / "meet", dashboard="127.0.0.1:8265")
     with pytest.raises(
-        ClusterError, match=r"listens on the loopback of its head \(node0\) alone; run this command on a node"
+        ClusterError, match=r"listens only on the loopback of its head \(node0\); run this command on a node"
     ):
         reach("default", address=None, rendezvous=tmp_path / "meet")
 

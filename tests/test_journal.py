@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcall.durable.journal import MAGIC, Journal, TrainedStep
+from rollcall.durable.group_record import MAGIC
+from rollcall.durable.journal import Journal, TrainedStep
 from rollcall.errors import JournalError
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 

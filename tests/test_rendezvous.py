@@ -193,7 +193,7 @@ def test_an_address_or_interface_that_this_node_lacks_is_refused_with_those_it_h
         own_address(toward=None, node_ip="203.0.113.9", interface=None)
     with pytest.raises(ClusterError, match="--interface eth99 does not exist on this node; it has .*lo"):
         own_address(toward=None, node_ip=None, interface="eth99")
-    with pytest.raises(ClusterError, match="--node-ip head is no IP address"):
+    with pytest.raises(ClusterError, match="--node-ip head is not an IP address"):
         own_address(toward=None, node_ip="head", interface=None)
 
 

@@ -35,7 +35,8 @@ from runs import (
 )
 
 from rollcall.config import Config
-from rollcall.durable.journal import MAGIC, Journal
+from rollcall.durable.group_record import MAGIC
+from rollcall.durable.journal import Journal
 from rollcall.observe.sinks import read_rows
 from rollcall.types import Completion, Group
 

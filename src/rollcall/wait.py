@@ -1,4 +1,4 @@
-"""One way to wait: at most so long, saying now and then what is waited for."""
+"""One way to wait: up to a time limit, saying now and then what is waited for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Facts judged into findings. Pure: each function takes what nodes said and returns what is wrong with it.
 
-A finding names the node, what is wrong, why it matters and the command that mends it. It ``breaks`` the run or ``warns``.
+A finding names the node, what is wrong, why it matters and the command that fixes it. It ``breaks`` the run or ``warns``.
 Where nodes differ, the odd one out is the one that differs from most of the others; in a tie, from the head.
 """
 
@@ -92,7 +92,7 @@ def find(node: NodeFacts, severity: Severity, what: str, *, why: str, fix: str) 
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
-    """All that can be told from facts alone."""
+    """Everything that the facts of the nodes show."""
     findings = [*judge_python(nodes), *judge_packages(nodes), *judge_gpu_software(nodes), *judge_links(nodes)]
     for node in nodes:
         findings += judge_disks(node, checkpoint_bytes=checkpoint_bytes)
@@ -173,7 +173,7 @@ def judge_gpu_software(nodes: Sequence[NodeFacts]) -> list[Finding]:
                 node,
                 "warns",
                 f"{what} {value(node)}, the others have {usual}",
-                why="the slowest card sets the pace, and unlike drivers fail in unlike ways",
+                why="the slowest card sets the pace, and different drivers fail in different ways",
                 fix="nvidia-smi on both nodes shows them; install the driver that the others have",
             )
             for node in with_gpus
@@ -284,7 +284,7 @@ def judge_gpus(node: NodeFacts) -> list[Finding]:
         found.append(
             find(
                 node, "breaks", f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards",
-                why="workers would be placed on cards that are not there",
+                why="workers would be placed on cards that do not exist",
                 fix="nvidia-smi -L; sudo dmesg | grep -i xid; then rollcall down and rollcall node again",
             )
         )  # fmt: skip
@@ -367,7 +367,7 @@ def judge_reach(nodes: Sequence[NodeFacts], *, failed: Mapping[int, Sequence[tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFolder:
-    """What came of writing here and reading there."""
+    """The result of writing on some nodes and reading on the others."""
 
     path: str
     unwritable: Mapping[int, str]  # rank to why
@@ -382,15 +382,15 @@ def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> list[Findi
     found = []
     for rank, why_not in shared.unwritable.items():
         node = by_rank[rank]
-        mend = f"sudo mount -o remount,rw $(findmnt -nT {shared.path} -o TARGET)"
+        fix = f"sudo mount -o remount,rw $(findmnt -nT {shared.path} -o TARGET)"
         if "EROFS" not in why_not:
-            mend = (
+            fix = (
                 f"ls -ld {shared.path}; findmnt -T {shared.path}; then chown or mount it so that {node.host} may write"
             )
         found.append(
             find(
                 node, "breaks", f"cannot write to the shared folder {shared.path}: {why_not}",
-                why="checkpoints and weights are written there by every node", fix=mend,
+                why="checkpoints and weights are written there by every node", fix=fix,
             )
         )  # fmt: skip
     for rank, writers in shared.unseen.items():
@@ -407,7 +407,7 @@ def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> list[Findi
         found.append(
             find(
                 by_rank[rank], "breaks", f"saw a rename in {shared.path} half done: {what}",
-                why="whoever reads a checkpoint or a published address must find the old or the new one, whole",
+                why="a reader of a checkpoint or of a published address must find the old or the new one, whole",
                 fix="use a file system with atomic rename (NFS 4, Lustre, GPFS, CephFS) for run.dir; object-store mounts lack it",
             )
         )  # fmt: skip

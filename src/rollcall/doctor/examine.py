@@ -1,4 +1,4 @@
-"""`rollcall doctor`: examine the nodes of a cluster and say what would break a run, and how to mend it.
+"""`rollcall doctor`: examine the nodes of a cluster and say what would break a run, and how to fix it.
 
 One probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage until its
 deadline; a node that has not answered by then is a finding, and the examination goes on without it. What is wrong is
@@ -56,7 +56,7 @@ class Report:
     shared: SharedFolder | None
     backend: str | None  # of the all-reduce
     bytes_per_s: float | None
-    firewall: str | None = None  # lets in the nodes alone; None: not needed
+    firewall: str | None = None  # lets in only the nodes; None: not needed
     rewards: Mapping[str, str] = field(default_factory=available)  # how built-in ones are confined on this machine
 
     @property
@@ -313,7 +313,7 @@ class _Examination:
         self.findings.append(
             Finding(
                 node=rank, host=info.host, severity="breaks", what=f"could not {what}: {why_not}",
-                why="a worker placed there would fare no better",
+                why="a worker placed there would fail too",
                 fix=f"on {info.host}: rollcall down, then rollcall node --rank {rank} ... ; logs are in {info.temp_dir}/session_latest/logs",
             )
         )  # fmt: skip
@@ -351,7 +351,7 @@ def judge_slots(config: Config, roster: Roster) -> list[Finding]:
             node=node.rank, host=node.host, severity="breaks",
             what=f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}",
             why="the placement numbers slots node by node",
-            fix=f"set cluster.nodes to what is there, or on {node.host}: rollcall down, then rollcall node ... --slots {wanted[node.rank]}",
+            fix=f"set cluster.nodes to what the node offers, or on {node.host}: rollcall down, then rollcall node ... --slots {wanted[node.rank]}",
         )
         for node in roster.alive
         if node.rank is not None and node.rank < len(wanted) and node.slots != wanted[node.rank]

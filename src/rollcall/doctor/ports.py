@@ -2,7 +2,7 @@
 
 Ray (2.60) listens on every interface of a node, whatever address it is given, and ends its head or a raylet on one malformed
 call (``RaySyncer/StartSync`` without metadata) before it asks for the token. With TLS such a call does not get through;
-without it a firewall must keep it out. Nothing here sends that call: a connection that is opened and closed is all.
+without it a firewall must keep it out. Nothing here sends that call: a connection is opened and closed, no more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LAST_PORT = 65535
 
 
 def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
-    """For each node, as root: new connections to Ray's and the run's ports from these nodes alone."""
+    """For each node, as root: allow new connections to the ports of Ray and the run only from these nodes."""
     ports = f"{FIRST_PORT}-{LAST_PORT}"
     if not FIRST_PORT <= head_port <= LAST_PORT:
         ports = f"{{ {head_port}, {ports} }}"

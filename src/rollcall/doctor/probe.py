@@ -1,6 +1,6 @@
 """What a node says of itself, and the small experiments nodes make with each other.
 
-This file travels to the nodes by value and uses the standard library alone: a node with a wrong rollcall, or none, must
+This file is sent to the nodes as code and uses only the standard library: a node with a wrong rollcall, or none, must
 still be able to say so. Answers are plain dictionaries. Each experiment is one method of ``Probe``, one probe per node;
 every method returns by the deadline it is given.
 """
@@ -32,7 +32,7 @@ GPU_FIELDS = (
 )  # fmt: skip
 SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 PORTS = (10_000, 32_000)  # what clusters listen on, beside the kernel's own choice
-BODY, COUNT = 8, 8192  # a file of the rename experiment is one number, so many times
+BODY, COUNT = 8, 8192  # a file of the rename experiment is one number of 8 digits, 8192 times
 
 
 class Probe:
@@ -131,7 +131,7 @@ class Probe:
             try:
                 os.remove(os.path.join(folder, name))
             except OSError:
-                continue  # never written, or not to be written here; the findings say so
+                continue  # never written, or the folder is read-only here; the findings say so
 
     def see(self, folder: str, expected: dict[str, str], timeout_s: float) -> dict[str, Any]:
         """How long until all files are seen with their text; ``missing``: those that are not in time, and why."""

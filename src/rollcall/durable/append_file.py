@@ -1,7 +1,7 @@
 """A file that grows by whole records: the journal's, the events, the metrics.
 
 A failed write leaves no part of a record behind, a torn tail inherited from a killed process is set aside in ``torn/``.
-Errors are OSErrors; who writes decides whether to wait (``durable/patience.py``).
+Errors are OSErrors; the caller decides whether to wait (``durable/patience.py``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AppendFile:
             log.warning("%s: half a record stays after offset %d: %s", self.path, self._end, error.strerror)
 
     def sync(self) -> None:
-        """Raises with all of it still to be synced when the disk refuses."""
+        """When the disk refuses, it raises, and everything is still to be synced."""
         kept_records, kept_new = self._unsynced, self._new
         try:
             with ExitStack() as kept:
@@ -69,8 +69,8 @@ class AppendFile:
             raise
 
     def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
-        """What to call to have on the disk all that was appended so far; it may be called again when it raises. It needs
-        nothing of this object, which may be closed by then: ``kept`` holds a descriptor of its own open."""
+        """A function that brings everything appended so far to the disk; call it again if it raises. This object may be
+        closed by then: ``kept`` holds a descriptor open for it."""
         records, self._unsynced = self._unsynced, []
         new, self._new = self._new, False
         fd = os.dup(self._fd) if records else None
@@ -83,7 +83,7 @@ class AppendFile:
             if fd is not None:
                 try:
                     if failed:
-                        # A kernel that could not write a page out forgets that it was to be written, and may drop it.
+                        # A kernel that failed to write a page takes it for written, and may drop it.
                         for offset, record in records:
                             _write_at(fd, record, offset)
                     os.fsync(fd)
@@ -109,10 +109,10 @@ def lines_end(data: bytes) -> int:
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:
-    """A line of a file of JSON objects; None if it is none, whatever else it is."""
+    """A line of a file of JSON objects; None if the line is not one."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or deeper than any writer of ours goes
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested deeper than anything we write
         return None
     return row if isinstance(row, dict) else None
 

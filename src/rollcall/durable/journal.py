@@ -1,18 +1,13 @@
 """Finished groups on disk, before anything trains on them: what resume, the rollout and update phases and the viewer
 read.
 
-One file per step, ``<step:06d>.groups``, of framed records in the order in which groups finished::
-
-    magic (8 bytes) | payload length (u64) | crc32 of payload (u32) | payload
-    payload = header length (u32) | JSON header | prompt ids (i4) | token ids (i4) | log-probs (f4) | masks (u1)
-
-All numbers are little-endian and arrays are raw, so what is read is bit for bit what was sampled. ``append`` hands the
-record to the operating system before it returns, so killing the process loses no appended group; ``sync`` makes it
-safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
+One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished.
+``append`` hands the record to the operating system before it returns, so killing the process loses no appended group;
+``sync`` makes it safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
 
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
-A write that a full or unwritable disk refuses waits and is tried again (``durable/patience.py``), with the lock free meanwhile, so
-that other threads' writes wait for themselves only.
+A write that a full or unwritable disk refuses is tried again until it succeeds (``durable/patience.py``). The lock is free
+meanwhile, so other threads can write.
 """
 
 from __future__ import annotations
@@ -20,45 +15,24 @@ from __future__ import annotations
 import json
 import logging
 import re
-import struct
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, decode, draw_of, encode, header_of, records
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import JournalError
-from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
+from rollcall.types import Group
 
 log = logging.getLogger(__name__)
 
-# Bytes above 0x7f cannot occur in the ASCII header, which makes a false match while resynchronising unlikely; the
-# checksum makes it harmless.
-MAGIC = b"\x93RCGRP\x01\x9a"
-_HEAD = struct.Struct("<8sQI")
-_HEADER_LENGTH = struct.Struct("<I")
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
 _MAX_OPEN = 8  # steps that rollout fills at the same time; older files are closed and reopened on need
-
-
-# What reading a record raises whose bytes are as they were written, but not by this program.
-_NO_GROUP = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    RecursionError,
-    struct.error,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +79,8 @@ class _Ledger:
 class _Scan:
     payloads: list[memoryview]
     good_end: int  # where the next record goes
-    damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are no valid record
-    torn: bool  # bytes after good_end are no valid record
+    damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are not a valid record
+    torn: bool  # bytes after good_end are not a valid record
 
 
 class Journal:
@@ -130,10 +104,9 @@ class Journal:
             ) from error
 
     def append(self, group: Group, *, again: bool = False) -> None:
-        """Write a finished group; when this returns, the group outlives the process. ``again``: it is there already, and
-        only its scores are new; from now on this record counts."""
-        payload = _encode(group, again=again)
-        record = b"".join((_HEAD.pack(MAGIC, _total(payload), _crc(payload)), *payload))
+        """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
+        already and only its scores are new; from now on this record counts."""
+        record = encode(group, again=again)
 
         def write() -> None:
             with self._lock:
@@ -152,7 +125,7 @@ class Journal:
         self._guard()
 
     def _sync(self, pick: Callable[[], Iterable[AppendFile | None]]) -> None:
-        with self._syncing, ExitStack() as kept:  # what another thread is about to have on the disk is not there yet
+        with self._syncing, ExitStack() as kept:  # what another thread is syncing is not on the disk yet
             with self._lock:
                 flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
             for path, flush in flushes:
@@ -182,14 +155,14 @@ class Journal:
         groups: dict[int, Group] = {}
         for payload in scan.payloads:
             try:
-                group = _decode(payload)
-            except _NO_GROUP as error:
+                group = decode(payload)
+            except NOT_A_GROUP as error:
                 log.warning(
-                    "journal %s: a record is no group (%s: %.80s) and is skipped; it is generated again",
+                    "journal %s: a record is not a group (%s: %.80s) and is skipped; its group is generated again",
                     path, type(error).__name__, error,
                 )  # fmt: skip
                 continue
-            if group.draw in groups and not _header(payload).get("scored_again"):
+            if group.draw in groups and not header_of(payload).get("scored_again"):
                 log.warning(
                     "journal %s: draw %d is recorded more than once; the first record is used", path, group.draw
                 )
@@ -284,149 +257,25 @@ class Journal:
         return self._files[step]
 
 
-def _encode(group: Group, *, again: bool = False) -> list[bytes]:
-    completions = group.completions
-    header = {
-        "step": int(group.step),
-        "draw": int(group.draw),
-        "started_s": float(group.started_s),
-        "finished_s": float(group.finished_s),
-        "worker": group.worker,
-        "prompt": {
-            "id": group.prompt.id,
-            "text": group.prompt.text,
-            "answer": group.prompt.answer,
-            "metadata": group.prompt.metadata,
-            "num_tokens": len(group.prompt.token_ids),
-        },
-        "completions": [
-            {
-                "num_tokens": len(completion.token_ids),
-                "segments": [[int(segment.version), int(segment.num_tokens)] for segment in completion.segments],
-                "finish": completion.finish.value,
-                "seed": int(completion.seed),
-                "text": completion.text,
-            }
-            for completion in completions
-        ],
-        # repr of a float64 reads back as the same float64, so JSON keeps scores exact.
-        "scores": [
-            {
-                "value": float(score.value),
-                "parts": {name: float(part) for name, part in score.parts.items()},
-                "errors": score.errors,
-            }
-            for score in group.scores
-        ],
-        **({"scored_again": True} if again else {}),
-    }
-    try:
-        text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
-    except (TypeError, ValueError) as error:
-        raise JournalError(
-            f"prompt {group.prompt.id!r} cannot be journaled: {error}; keep only text, numbers, lists and maps in its "
-            f"columns (it has {', '.join(map(repr, group.prompt.metadata)) or 'no metadata'})"
-        ) from None
-    return [
-        _HEADER_LENGTH.pack(len(text)),
-        text,
-        _raw([group.prompt.token_ids], np.int32, "<i4"),
-        _raw([completion.token_ids for completion in completions], np.int32, "<i4"),
-        _raw([completion.logprobs for completion in completions], np.float32, "<f4"),
-        _raw([completion.mask for completion in completions], np.bool_, "|b1"),
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """Columns of a Parquet row are often numpy."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
-
-
-def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
-    for array in arrays:
-        assert array.dtype == dtype, f"expected {np.dtype(dtype)}, not {array.dtype}: a cast here could change values"
-    return np.concatenate(arrays).astype(stored, copy=False).tobytes() if arrays else b""
-
-
-def _decode(payload: memoryview) -> Group:
-    (length,) = _HEADER_LENGTH.unpack_from(payload)
-    start, header = _HEADER_LENGTH.size, _header(payload)
-    prompt, rows = header["prompt"], header["completions"]
-    counts = [row["num_tokens"] for row in rows]
-    arrays, offset = [], start + length
-    total = sum(counts)
-    for stored, native, count in (
-        ("<i4", np.int32, prompt["num_tokens"]), ("<i4", np.int32, total), ("<f4", np.float32, total),
-        ("|b1", np.bool_, total),
-    ):  # fmt: skip
-        # A copy, because a view of the file's bytes would be read-only and keep the whole file alive.
-        arrays.append(np.frombuffer(payload, dtype=stored, count=count, offset=offset).astype(native))
-        offset += arrays[-1].nbytes
-    assert offset == len(payload), "record and header differ in length"
-    cuts = np.cumsum(counts)[:-1]
-    prompt_ids, (ids, logprobs, masks) = arrays[0], (np.split(array, cuts) for array in arrays[1:])
-    return Group(
-        step=header["step"],
-        draw=header["draw"],
-        prompt=Prompt(
-            id=prompt["id"],
-            token_ids=prompt_ids,
-            text=prompt["text"],
-            answer=prompt["answer"],
-            metadata=prompt["metadata"],
-        ),
-        completions=tuple(
-            Completion(
-                token_ids=ids[index],
-                logprobs=logprobs[index],
-                mask=masks[index],
-                segments=tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"]),
-                finish=FinishReason(row["finish"]),
-                seed=row["seed"],
-                text=row["text"],
-            )
-            for index, row in enumerate(rows)
-        ),
-        scores=tuple(Score(**score) for score in header["scores"]),
-        started_s=header["started_s"],
-        finished_s=header["finished_s"],
-        worker=header["worker"],
-    )
-
-
 def _scan_groups(data: bytes) -> _Scan:
-    """Find the valid records. Bytes that are none are damage if a valid record follows, else a torn tail."""
+    """Find the valid records. Other bytes are damage if a valid record follows, else a torn tail."""
     payloads, damage, end = [], [], 0
-    for start, payload in _records(data):
+    for start, payload in records(data):
         if start > end:
             damage.append((end, start))
         payloads.append(payload)
-        end = start + _HEAD.size + len(payload)
+        end = start + HEAD_BYTES + len(payload)
     return _Scan(payloads=payloads, good_end=end, damage=damage, torn=end < len(data))
-
-
-def _records(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    view, start = memoryview(data), 0
-    while 0 <= start <= len(data) - _HEAD.size:
-        magic, length, crc = _HEAD.unpack_from(data, start)
-        payload = view[start + _HEAD.size : start + _HEAD.size + length]
-        if magic == MAGIC and len(payload) == length and zlib.crc32(payload) == crc:
-            yield start, payload
-            start += _HEAD.size + length
-        else:
-            start = data.find(MAGIC, start + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """A step's file as it lies on the disk, with nothing put right."""
+    """A step's file as it is on the disk, with nothing repaired."""
 
     path: Path
     step: int
     draws: tuple[int, ...]  # of all whole records, in order, repeats included, but for groups that were scored again
-    whole: bytes  # the whole records alone
+    whole: bytes  # only the whole records
     num_bad_bytes: int  # torn or damaged
 
 
@@ -437,14 +286,14 @@ def inspect(dir: Path) -> list[StepFile]:
         match = _STEP_FILE.fullmatch(path.name)
         if match:
             data = _read_bytes(path)
-            read = [(start, payload, _draw_of(payload)) for start, payload in _records(data)]
-            records = [(start, payload, draw) for start, payload, draw in read if draw is not None]
-            whole = b"".join(data[start : start + _HEAD.size + len(payload)] for start, payload, _ in records)
+            read = [(start, payload, draw_of(payload)) for start, payload in records(data)]
+            groups = [(start, payload, draw) for start, payload, draw in read if draw is not None]
+            whole = b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload, _ in groups)
             found.append(
                 StepFile(
                     path=path,
                     step=int(match.group(1)),
-                    draws=tuple(draw for _, payload, draw in records if not _header(payload).get("scored_again")),
+                    draws=tuple(draw for _, payload, draw in groups if not header_of(payload).get("scored_again")),
                     whole=whole,
                     num_bad_bytes=len(data) - len(whole),
                 )
@@ -461,31 +310,6 @@ def is_trained_row(row: dict[str, Any]) -> bool:
         and isinstance(draws, list)
         and all(map(is_count, draws))
     )
-
-
-def _draw_of(payload: memoryview) -> int | None:
-    """None: the record is no group's, whatever its checksum says."""
-    try:
-        draw = _header(payload)["draw"]
-    except _NO_GROUP:
-        return None
-    return draw if is_count(draw) else None
-
-
-def _header(payload: memoryview) -> dict[str, Any]:
-    (length,) = _HEADER_LENGTH.unpack_from(payload)
-    return json.loads(bytes(payload[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]))
-
-
-def _total(parts: list[bytes]) -> int:
-    return sum(len(part) for part in parts)
-
-
-def _crc(parts: list[bytes]) -> int:
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return crc
 
 
 def _read_bytes(path: Path) -> bytes:

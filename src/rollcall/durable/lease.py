@@ -1,16 +1,16 @@
 """Who may write a run directory: one controller at a time, on whichever host.
 
 The lease is a file beside the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
-who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. Whoever takes the lease
-makes the file of the next number with ``link``, which one of several takers succeeds in, on NFS too; numbers never go
-back, since a lease that is given up stays, marked as free. Nobody looks at the clock of another host or at a file's time.
+who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the
+lease by making the file of the next number with ``link``: if several try, one succeeds, on NFS too. Numbers never go back,
+because a lease that is given up stays, marked as free. No clock of another host and no file time is ever compared.
 
-A second controller takes over when the first is provably gone: at once where it ran on this host and its process is not
-there any more (process id, start time and boot are compared); otherwise when the counter stood still for ``WATCH_S`` of the
-second's own clock. Else it refuses and names the holder.
+A second controller takes over when the first is provably gone: at once where it ran on this host and its process has ended
+(process id, start time and boot are compared); otherwise when the counter has not moved for ``WATCH_S`` by the second's own
+clock. Else it refuses and names the holder.
 
-A holder that was frozen for so long that another took over finds the next number and stops: ``check`` is called before each
-write of the journal and each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
+A holder that was frozen until another took over finds the next number and stops: ``check`` is called before each write of
+the journal and before each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
 
 The counter is written in place, into a field of fixed width: a full disk must not make a holder look dead.
 """
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 BEAT_S = 2.0
 WATCH_S = 20.0
 LOOK_S = 0.5  # between two looks at another's counter
-AGAIN_S = 0.02  # between two lists of files of which none is there any more
-SURE_S = WATCH_S / 2  # so long after a beat nobody else can have taken over
+AGAIN_S = 0.02  # between two lists of files that are all gone when they are read
+SURE_S = WATCH_S / 2  # nobody else can have taken over this soon after a beat
 _WIDTH = 16  # digits of the counter
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool}
 
@@ -75,7 +75,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Provably: it gave the lease back, or its process was on this host and is not any more."""
+        """Provably: it gave the lease back, or its process was on this host and has ended."""
         return self.released or (self.is_here and not Process(pid=self.pid, started=self.process_start).is_alive())
 
     def __str__(self) -> str:
@@ -111,7 +111,9 @@ class Lease:
             if self._lost is None:
                 self._write(released=True)
         except OSError as error:
-            log.warning("%s: cannot be given back: %s; the next controller waits %g s", self._path, error, WATCH_S)
+            log.warning(
+                "%s: the lease cannot be given back: %s; the next controller waits %g s", self._path, error, WATCH_S
+            )
         finally:
             os.close(self._fd)
 
@@ -136,17 +138,17 @@ class Lease:
         os.fsync(self._fd)  # on a shared folder: what other hosts read
 
     def _look(self) -> None:
-        """Whether another has taken over: it removes this file, which a shared folder shows at once to who opens it, while
-        a list of files may be remembered for a minute."""
+        """Whether another has taken over: it removes this file. A shared folder shows that at once when the file is opened,
+        while a list of files may be a minute old."""
         try:
             os.close(os.open(self._path, os.O_RDONLY))
             newest = _newest(self.run_dir)
             if newest is not None and newest.number == self.me.number:
                 return
-            by = f"by {newest}" if newest is not None else "(its lease is not there any more)"
+            by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         except FileNotFoundError:
             newest = _newest(self.run_dir)
-            by = f"by {newest}" if newest is not None else "(its lease is not there any more)"
+            by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         except OSError as error:
             log.warning("%s: the lease cannot be read: %s", self._path, error.strerror)
             return
@@ -181,13 +183,13 @@ def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
         if holder is not None and not holder.is_gone:
             if holder.is_here:
                 _refuse(run_dir, holder)
-            say(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it lives")
+            say(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it is alive")
             _watch(run_dir, holder)
         if holder is not None and not holder.released:
             say(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
-        # A folder that takes nothing is refused at once where nobody has written yet, and waited for where a run goes on.
+        # A folder that cannot be written is refused at once for a new run, and waited for where a run goes on.
         if holder is None:
             with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
                 made = create_atomic(path, data)
@@ -202,7 +204,7 @@ def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
 
 
 def _watch(run_dir: Path, holder: Holder) -> None:
-    """Returns when the holder's counter stood still for as long as it takes."""
+    """Returns when the holder's counter has not moved for ``WATCH_S``."""
     until = time.monotonic() + WATCH_S
     while time.monotonic() < until:
         time.sleep(LOOK_S)
@@ -228,7 +230,7 @@ def _newest(run_dir: Path) -> Holder | None:
                 return _read(path, number)
             except FileNotFoundError:
                 continue  # replaced by a newer one since the folder was listed
-        time.sleep(AGAIN_S)  # nobody has it only where nothing is listed
+        time.sleep(AGAIN_S)  # only an empty list means that nobody has it
     return None
 
 
@@ -240,7 +242,7 @@ def _read(path: Path, number: int) -> Holder:
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Of another version of this program, or cut by a power loss: whether it changes is all that can be told.
+        # Of another version of this program, or cut by a power loss: we can only see whether it changes.
         return Holder(
             owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
             counter=0, released=False,

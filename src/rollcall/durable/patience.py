@@ -2,8 +2,8 @@
 
 ``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``), tries again every
 ``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, after Ctrl-C, or when a process that was
-told to stop has no time left. The caller waits, in the thread it calls from; whoever must not wait calls it beside the event loop. A write is
-a function that can be done again: it leaves nothing half-done behind when it raises.
+told to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
+can be repeated: it leaves nothing half-done behind when it raises.
 
 A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
 own words.
@@ -66,7 +66,7 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             time.sleep(RETRY_S)
         else:
             if started is not None:
-                log.warning("%s: %s is written after %.0f s; going on", path, what, time.monotonic() - started)
+                log.warning("%s: %s was written after %.0f s; going on", path, what, time.monotonic() - started)
             return result
 
 
@@ -109,7 +109,7 @@ def refusing(run_dir: Path, *, folder: Path, refuse: Callable[[str], Exception] 
 
 @contextmanager
 def plain_disk_errors(path: Path) -> Iterator[None]:
-    """Whatever a serialiser makes of a fault of the disk leaves here as the OSError it was, which travels between
+    """A fault of the disk leaves here as the OSError it was, whatever a serialiser made of it: that travels between
     processes."""
     try:
         yield
@@ -163,7 +163,7 @@ def _advice(fault: OSError) -> str:
         return "mount the file system writable"
     if fault.errno in (errno.EACCES, errno.EPERM):
         return f"make the folder writable for {_user()}"
-    return "look after the disk or the mount"
+    return "check the disk or the mount"
 
 
 def _user() -> str:

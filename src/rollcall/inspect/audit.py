@@ -104,7 +104,7 @@ def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[Checkpo
 
 
 def bad_lines(path: Path) -> int:
-    """Lines that are no JSON, a last one without its end included."""
+    """Lines that are not JSON; a last line without its end counts too."""
     if not path.is_file():
         return 0
     return sum(not good for _, good in judge_file(path))
@@ -128,7 +128,7 @@ def _is_trained(line: bytes) -> bool:
 
 
 def _is_superseded(path: Path) -> bool:
-    """What a replacement was about to remove; alone, it is the checkpoint itself."""
+    """The old checkpoint that a replacement was about to remove. Without the new one it is the checkpoint itself."""
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
@@ -143,7 +143,7 @@ def read_trained(run_dir: Path) -> list[tuple[int, list[int]]]:
 
 
 def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: list[CheckpointEntry]) -> set[int]:
-    """Draws below the highest that was trained, of which nothing came.
+    """Draws below the highest that was trained, which were not trained themselves.
 
     Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one
     that the newest checkpoint knows to be under way, or that came up after it.

@@ -139,12 +139,12 @@ def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:
 
 
 def describe(holder: Holder | None) -> str:
-    """Who has the run directory, as far as can be told from here at once."""
+    """Who has the run directory, as far as this host can see at once."""
     if holder is None or holder.released:
         return "nobody"
     if holder.is_here:
         return f"{holder}, which {'is gone' if holder.is_gone else 'runs'}"
-    return f"{holder}; whether it lives cannot be told from this host at once"
+    return f"{holder}; this host cannot see at once whether it is alive"
 
 
 def _about(holder: Holder | None) -> str:
@@ -152,7 +152,7 @@ def _about(holder: Holder | None) -> str:
         return "take the run directory at once: nobody has it"
     if holder.is_here:
         return f"refuse: {holder} has the run directory and runs"
-    return f"watch {holder} for {WATCH_S:g} s, take over if its counter stands still, refuse if not"
+    return f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"
 
 
 def _span(steps: tuple[int, ...]) -> str:

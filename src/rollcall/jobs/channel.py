@@ -98,7 +98,7 @@ class HttpChannel:
                     try:
                         message = await socket.receive(timeout=ANSWER_S)
                     except TimeoutError:
-                        # A quiet job, or nobody there. Ray's side (2.60) answers no pings, so the head is asked instead.
+                        # The job is quiet, or the head is gone. Ray's side (2.60) does not answer pings, so the head is asked.
                         reply = await asyncio.to_thread(self.ask, "GET", f"/api/jobs/{job_id}")
                         if reply.status == 200 and _is_over(reply.text):
                             return ""
@@ -126,7 +126,7 @@ class RelayChannel:
         self._record = record
         bound = ask_own_head(record.cluster, head_address=record.head_address).dashboard
         if not bound:
-            raise ClusterError(f"the head at {record.head_address} has no dashboard, and so no jobs")
+            raise ClusterError(f"the head at {record.head_address} has no dashboard, so it cannot run jobs")
         connect(record.cluster, log_to_driver=False)
         self._relay = Pinned(0, AtHead, f"http://{bound}")
 

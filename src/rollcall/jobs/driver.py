@@ -1,9 +1,9 @@
 """What a submitted job runs: the controller, and again when it was killed.
 
 A controller that ends by itself, well or with an error, has said why, and its status is the job's. One that a signal ended
-(out of memory, a crash of a library, someone's `kill -9`) is started again, and goes on from the run directory alone;
-`trainer.max_restarts` in `trainer.restart_window_s` bound how often. Being told to stop is no such end: the signal goes to
-the controller, which saves.
+(out of memory, a crash of a library, someone's `kill -9`) is started again, and goes on from the run directory;
+`trainer.max_restarts` in `trainer.restart_window_s` limits how often. A signal to stop is different: it goes to the
+controller, which saves and ends.
 
 The job's secrets are opened here and are the controller's variables. What it and its children print is passed on redacted,
 since Ray keeps it in a file.
@@ -87,7 +87,7 @@ def pass_on(child: subprocess.Popen[bytes]) -> None:
             piece = os.read(pipe, 2**16) if ready else b""
             text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
             os.write(1, text.encode())
-            # Whoever the controller left behind may hold the pipe open.
+            # A process that the controller left behind may hold the pipe open.
             if not piece and (ready or child.poll() is not None):
                 return
 

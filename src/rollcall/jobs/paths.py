@@ -1,7 +1,7 @@
 """The paths of a run file that is submitted: they mean the cluster's side.
 
-An absolute path, a built-in task and a hub name stay as they are. A relative path is taken from the folder of whoever submits,
-and made absolute, if the nodes see that folder at the same place: the submitter is a node, and the folder is on the same
+An absolute path, a built-in task and a hub name stay as they are. A relative path is relative to the folder of the submitter. It
+is made absolute if the nodes see that folder at the same place: the submitter is a node, and the folder is on the same
 mount as the cluster's rendezvous folder (or there is only this node). Elsewhere it is refused: what it names is not there,
 and a run directory inside Ray's own folders would be lost with the cluster.
 """

@@ -1,7 +1,7 @@
-"""Jobs over Ray's job API: the driver runs on the cluster's head, and whoever submitted it may leave.
+"""Jobs over Ray's job API: the driver runs on the cluster's head, so the submitter may leave.
 
-``ray job ...`` sees the same jobs; channel.py says how the API is reached. ``follow`` waits for the job, reading its log as it grows, and
-takes it up again where it was when the connection breaks; nothing waits for whoever follows.
+``ray job ...`` sees the same jobs; channel.py says how the API is reached. ``follow`` waits for the job and reads its log as
+it grows. When the connection breaks, it goes on where it was. A job never waits for a follower.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ START_S = 180.0  # a submitted job starts within this
 STOP_S = 60.0  # a stopped one has ended, once it has saved
 SAVE_S = 300  # for that, after trainer.stop_grace_s; then Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
-LOST_S = 120.0  # while following: the head has not answered for so long
+LOST_S = 120.0  # while following: how long the head may be silent
 TELL_EVERY_S = 5.0
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
 ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
@@ -192,7 +192,7 @@ class Jobs:
                 time.sleep(2.0)
 
     def stop(self, job_id: str, *, say: Say, timeout_s: float | None = None) -> Job:
-        """Stop it and wait until it has saved and ended; a job that is over stays as it is."""
+        """Stop it and wait until it has saved and ended; a job that is over is not changed."""
         job = self.job(job_id)
         if job.is_over:
             return job
@@ -200,7 +200,7 @@ class Jobs:
         wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S, say=say)
         asked = False
         while not job.is_over:
-            # A job that Ray has not started yet has nobody to stop: ask again.
+            # A job that Ray has not started yet has no process to stop: ask again.
             asked = asked or json.loads(self._ask("POST", f"/api/jobs/{job_id}/stop").text)["stopped"]
             if wait.is_over:
                 raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
@@ -283,7 +283,7 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
     for job in jobs:
         if job.run_dir == str(run_dir) and not job.is_over:
             raise ClusterError(
-                f"run.dir={run_dir} is that of job {job.id}, which is {job.status}; follow it with `rollcall job logs --follow "
+                f"run.dir={run_dir} belongs to job {job.id}, which is {job.status}; follow it with `rollcall job logs --follow "
                 f"{job.id}`, stop it with `rollcall job stop {job.id}`, or choose another run.dir"
             )
     holder = read_holder(run_dir)
@@ -305,7 +305,7 @@ def _published(head: Head | None) -> str:
     host, port = split_address(head.dashboard) if head.dashboard else ("localhost", 0)
     if is_loopback(host):
         raise ClusterError(
-            f"the dashboard of cluster {head.cluster!r} listens on the loopback of its head ({head.host}) alone; run this "
+            f"the dashboard of cluster {head.cluster!r} listens only on the loopback of its head ({head.host}); run this "
             "command on a node, or bring the cluster up with `rollcall node --dashboard-host`"
         )
     return _url(join_address(split_address(head.address)[0] if is_wildcard(host) else host, port))

@@ -5,9 +5,9 @@ caller   -> listener   a challenge of its own, and the proof that it knows the s
 listener -> caller     its own proof
 
 The secret itself never travels, and a proof is good for one connection. Before the proof a caller gets 32 random bytes, has
-64 bytes to say and ``PROOF_S`` to say them; nothing of it is parsed. Many callers are heard at once, so one that is silent
-holds up nobody. What follows on the connection is plain TCP: the door keeps strangers out, it does not hide what is said
-from someone who can read or change the packets of others.
+64 bytes to say and ``PROOF_S`` to say them; nothing of it is parsed. Many callers are heard at once, so a silent
+one delays nobody. What follows on the connection is plain TCP: the door keeps strangers out, but someone who can read or
+change the packets of others can still do so.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 CHALLENGE = 32  # bytes, of a proof too
 PROOF_S = 5.0  # from connecting to the proof
-MOST_WAITING = 128  # callers without a proof; one more, and the one that has waited longest goes
+MOST_WAITING = 128  # callers without a proof; one more, and the one that waited longest is dropped
 BACKLOG = 1024
 PROBE_S = 2  # between two questions to the peer's kernel, while nothing is said
-SILENT_S = 8  # without an answer of it the peer is gone
+SILENT_S = 8  # after this long without an answer the peer is gone
 
 
 def new_secret() -> str:

@@ -1,11 +1,11 @@
 """Where the processes of a torch group meet: a store of keys for those who know the group's secret.
 
-torch's own store listens on every interface and serves whoever connects; a key in it says where a peer listens, or is what
-NCCL tells its members by. This one listens on one address, behind a door (``net/door.py``), in a thread of the first process.
+torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and hold the
+number by which NCCL knows its members. This one listens on one address, behind a door (``net/door.py``), in a thread of the first process.
 
-gloo's own connections are plain TCP, and whoever connects first takes a member's place: ``greet`` makes the members of a
-group prove themselves to each other over those very connections, before anything else is said there. NCCL turns away whoever
-does not know the number that its members have from the store.
+gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members
+of a group prove themselves to each other over those connections before anything else is sent. NCCL rejects a caller that
+does not know the number from the store.
 
 Who waits for whom: a ``get`` waits for the ``set`` of its key, at most for the store's timeout.
 """
@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from rollcall.net.door import CHALLENGE, PROOF_S, Door, answer, watch_peer
 
-GREET_S = 60.0  # members that greet have all met: who is silent that long is no member
+GREET_S = 60.0  # members that greet have all met: one that is silent this long is not a member
 LONGEST_MESSAGE = 64 << 20
-SLICE_S = 1.0  # of a wait; in between, other threads of the same process get their turn
+SLICE_S = 1.0  # the longest piece of a wait; between two, other threads of the process get their turn
 ACCEPT_S = 0.5
 _LENGTH = struct.Struct("<I")
 
@@ -48,7 +48,7 @@ class Place:
 
 
 class MeetingServer:
-    """Serves the keys; the listener is bound by whoever told the others its port."""
+    """Serves the keys; the caller has bound the listener and told the others its port."""
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._door = Door(listener, secret=secret)
@@ -115,7 +115,7 @@ class MeetingServer:
 class MeetingStore(dist.Store):
     """A member's view of the keys. torch calls it from threads of its own too.
 
-    torch keeps no Python reference to it: whoever makes a group of it keeps it for as long as the group lives.
+    torch keeps no Python reference to it: the code that makes a group of it must keep it while the group lives.
     """
 
     def __init__(self, place: Place, *, timeout_s: float) -> None:
@@ -186,7 +186,7 @@ class MeetingStore(dist.Store):
                 return _read(self._socket)
             except OSError as error:
                 raise dist.DistStoreError(
-                    f"Connection closed by peer: where the group meets ({self._where}) nobody answers ({error})"
+                    f"Connection closed by peer: nobody answers where the group meets, at {self._where} ({error})"
                 ) from None
 
 
@@ -249,7 +249,7 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() + SLICE_S >= ends:
                 raise dist.DistNetworkError(
-                    f"no group meets at {place.address} port {place.port}, {timeout_s:g} s being the longest wait ({error})"
+                    f"no group meets at {place.address} port {place.port}; waited {timeout_s:g} s ({error})"
                 ) from None
         time.sleep(min(0.1, left_s))
 

@@ -25,7 +25,7 @@ def split_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or (":" in host and not bracketed):
-        raise ClusterError(f"{text!r} is no address; write HOST:PORT, and [ADDRESS]:PORT for IPv6")
+        raise ClusterError(f"{text!r} is not an address; write HOST:PORT, and [ADDRESS]:PORT for IPv6")
     if not 0 < int(port) < 65536:
         raise ClusterError(f"{text!r}: port {port} is not between 1 and 65535")
     return host.strip("[]"), int(port)
@@ -71,7 +71,7 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
         try:
             given = str(ipaddress.ip_address(node_ip.strip("[]")))
         except ValueError:
-            raise ClusterError(f"--node-ip {node_ip} is no IP address") from None
+            raise ClusterError(f"--node-ip {node_ip} is not an IP address") from None
         if not is_own(given):
             raise ClusterError(f"--node-ip {node_ip} is not an address of this node; it has {_listed()}")
         return given
@@ -114,7 +114,7 @@ def free_ports(count: int) -> list[int]:
             return taken
         if is_free(port):
             taken.append(port)
-    raise ClusterError(f"of the ports {FIRST_PORT} to {LAST_PORT}, fewer than {count} are free on this node")
+    raise ClusterError(f"fewer than {count} of the ports {FIRST_PORT} to {LAST_PORT} are free on this node")
 
 
 def is_free(port: int) -> bool:

@@ -58,7 +58,7 @@ def start_node(request: NodeRequest, *, say: Say) -> Started:
     """Make this node part of the cluster, or find that it is."""
     if (request.rendezvous is None) == (request.head_address is None):
         raise ClusterError(
-            "how do nodes find each other? give --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
+            "give the way in which nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
         )
     slots, accelerator = find_slots(request.slots)
     temp_dir = choose_temp_dir(request)
@@ -134,7 +134,7 @@ def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
 
 
 def _wait_for_rank(request: NodeRequest, found: Found, *, say: Say) -> Found:
-    """A node that died is listed as alive for some seconds; one that accepts connections, or is listed after that, lives."""
+    """A node that died stays listed as alive for some seconds. One that accepts connections, or is still listed later, is alive."""
     give_up = time.monotonic() + TAKEN_S
     answer = found.answer
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
@@ -159,7 +159,7 @@ def _taken(holder: NodeInfo) -> str:
 
 
 def _running(request: NodeRequest, *, say: Say) -> NodeRecord | None:
-    """The record of this node if it is part of the cluster now; what is left of an earlier one does not count."""
+    """The record of this node if it is part of the cluster now; the remains of an earlier one do not count."""
     record = read_record(request.cluster)
     if record is None or not is_running(record):
         return None
@@ -171,14 +171,14 @@ def _running(request: NodeRequest, *, say: Say) -> NodeRecord | None:
     try:
         answer = ask_own_head(request.cluster, head_address=record.head_address)
     except (HeadUnreachable, HeadRefuses) as error:
-        say(f"this node runs Ray, but {error}; it will be started anew")
+        say(f"this node runs Ray, but {error}; it will be started again")
         return None
     if answer.cluster_id != record.cluster_id:
-        say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started anew")
+        say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started again")
         return None
     if not any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
-        # Cut off for a while, say: Ray here ends as soon as it hears of it, and does not come back by itself.
-        say(f"this node runs Ray, but the head at {record.head_address} holds it for dead; it will be started anew")
+        # For example after a network cut: Ray here ends as soon as it learns of it, and does not come back by itself.
+        say(f"this node runs Ray, but the head at {record.head_address} takes it for dead; it will be started again")
         return None
     return record
 
@@ -271,7 +271,7 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
 
 
 def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:
-    """A published head that answers as itself is alive, wherever it is. One that does not is replaced."""
+    """A published head that answers with its own id is alive. One that does not is replaced."""
     if request.rendezvous is None:
         return
     rendezvous = Rendezvous(request.rendezvous, request.cluster)

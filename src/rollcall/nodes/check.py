@@ -1,4 +1,4 @@
-"""Who is there: waiting for N accelerators, and the list of nodes. The head is asked anew each time."""
+"""Which nodes have joined: waiting for N accelerators, and the list of nodes. Every answer comes from the head."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def list_nodes(cluster: str) -> Roster:
     answer = ask_own_head(cluster, head_address=record.head_address)
     if answer.head is not None and answer.cluster_id != record.cluster_id:
         raise ClusterError(
-            f"the head at {record.head_address} is of another bring-up than this node; run `rollcall node` here again"
+            f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
         )
     return roster(record, answer)
 
@@ -92,7 +92,7 @@ def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Say) 
 
 
 def _wait_for_record(cluster: str, wait: Wait) -> NodeRecord:
-    """This node's, which a `rollcall node` that is at work here is about to write."""
+    """This node's record, which a running `rollcall node` is about to write."""
     seen = time.monotonic()
     while (record := read_record(cluster)) is None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""`rollcall node --block`: stay for as long as Ray runs on this node, and take it along when told to end.
+"""`rollcall node --block`: stay while Ray runs on this node, and stop Ray when told to end.
 
-A supervisor that ends a job (Slurm, Kubernetes) tells this command and often nobody else. So it passes the word on to the
-drivers of the runs here, and keeps Ray up until no run is left on this node, for ``save_s`` seconds at most: a run
+A supervisor that ends a job (Slurm, Kubernetes) often tells only this command. So it passes the signal on to the drivers
+of the runs here, and keeps Ray up until no run is left on this node, for ``save_s`` seconds at most: a run
 saves through the processes that Ray has. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends ahead,
 goes to the drivers, and Ray stays.
 """
@@ -25,7 +25,7 @@ from rollcall.wait import Say, Wait
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
 DRIVER = "rollcall.jobs.driver"
-# Titles of Ray's processes that work for nobody: a worker that nobody uses, and the two helpers that each raylet has (2.60).
+# Titles of Ray's processes that serve no run: an idle worker, and the two helpers that each raylet has (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
@@ -86,7 +86,7 @@ def drivers(record: NodeRecord) -> list[Process]:
 
 
 def has_run(record: NodeRecord) -> bool:
-    """Whether some process of Ray's works here for somebody."""
+    """Whether a process of Ray's works for a run here."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     titles = (command_of(entry.process.pid) for entry in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)

@@ -29,7 +29,7 @@ class HeadUnreachable(ClusterError):
 
 
 class HeadRefuses(ClusterError):
-    """A head answers, and does not take the token."""
+    """A head answers and does not accept the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def _ask(
     script = Path(__file__).parents[1] / "on_ray" / "gcs.py"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
     env |= certificates
-    # -P: the script's own folder is no place to import from.
+    # -P: nothing is imported from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
     try:
         done = subprocess.run(command, input=token, env=env, capture_output=True, text=True, timeout=timeout_s)
@@ -134,7 +134,9 @@ def _ask(
         raise HeadUnreachable(f"what listens at {address} does not answer as a Ray head does: {last}")
     found = json.loads(done.stdout)
     if found.get("refused"):
-        raise HeadRefuses(f"the head at {address} does not accept the token; it belongs to another bring-up, or user")
+        raise HeadRefuses(
+            f"the head at {address} does not accept the token; it belongs to an earlier start of the cluster, or to another user"
+        )
     nodes = sorted(map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms))
     return Answer(nodes=tuple(nodes), dashboard=found["dashboard"], holder=found.get("holder"))
 

@@ -40,7 +40,7 @@ def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Ro
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
     """Stop them all and return how many there were. The raylet first, so that its head learns of it at once."""
     recorded = tuple(recorded)
-    known: dict[int, Process] = {}  # whoever was seen stays known: orphans lose the parent they are recognised by
+    known: dict[int, Process] = {}  # a process once seen stays known: an orphan loses the parent that shows whose it is
 
     def remaining() -> list[Process]:
         known.update(
@@ -72,7 +72,7 @@ def command_names(processes: Iterable[Process]) -> set[str]:
 
 
 def is_coming_up(cluster: str) -> bool:
-    """Whether a `rollcall node` of this user, for this cluster, is at work on this node."""
+    """Whether a `rollcall node` of this user, for this cluster, is running on this node."""
     root = os.environ.get(STATE_DIR, "")
     for path in Path("/proc").glob("[0-9]*"):
         if int(path.name) == os.getpid():

@@ -26,7 +26,7 @@ class Identity:
     """A node's place in its cluster."""
 
     rank: int
-    num_nodes: int | None  # None: whatever the head says
+    num_nodes: int | None  # None: as the head says
 
     def __post_init__(self) -> None:
         if self.num_nodes is not None and not 0 <= self.rank < self.num_nodes:
@@ -59,7 +59,9 @@ def find_identity(
         if found is not None:
             return Identity(rank=found, num_nodes=num_nodes or _first(counts, environ))
     names = ", ".join(name for name, _ in LAUNCHERS)
-    raise ClusterError(f"which node is this? give --rank R (or --master, or --worker R), or set one of {names}")
+    raise ClusterError(
+        f"the rank of this node is not known; give --rank R (or --master, or --worker R), or set one of {names}"
+    )
 
 
 def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
@@ -71,7 +73,7 @@ def _integer(name: str, environ: Mapping[str, str]) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdigit():
-        raise ClusterError(f"{name}={text!r} in the environment is no rank or number of nodes")
+        raise ClusterError(f"{name}={text!r} in the environment is not a rank or a number of nodes")
     return int(text)
 
 

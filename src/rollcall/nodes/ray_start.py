@@ -1,4 +1,4 @@
-"""One `ray start`: what it is told, in which environment, and what it says when it fails.
+"""One `ray start`: its arguments, its environment, and what it prints when it fails.
 
 It runs in a session of its own and returns; Ray's processes live on.
 """
@@ -85,7 +85,7 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One `ray start`: what it is told, and what is known of the cluster before it runs."""
+    """One `ray start`: its arguments, and what is known of the cluster before it runs."""
 
     arguments: list[str]
     env: dict[str, str]
@@ -125,7 +125,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
     room = SOCKET_LIMIT - len(LONGEST_SOCKET)
     if len(os.fsencode(folder)) > room:
         raise ClusterError(
-            f"{folder} has {len(os.fsencode(folder))} characters, and Ray's sockets in it leave room for {room}; "
+            f"{folder} has {len(os.fsencode(folder))} characters, and with Ray's sockets in it at most {room} are possible; "
             "give a shorter --temp-dir"
         )
     return folder
@@ -152,7 +152,7 @@ def plan_head(
         f"--dashboard-host={request.dashboard_host}",
         f"--dashboard-port={dashboard}",
         "--disable-usage-stats",
-        "--no-monitor",  # it would start nodes, which nobody asks of this cluster, and listen on every interface
+        "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
     ]
     return Start(
         arguments=arguments,
@@ -208,12 +208,12 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
         *(sys.executable, "-m", _launcher(start.node_ip), "start", *start.arguments),
         f"--node-ip-address={start.node_ip}",
         f"--num-gpus={start.slots}",
-        # Logical slots may be more than cores; whoever sits on one needs a CPU in Ray's books.
+        # There may be more logical slots than cores, and each worker on one takes a CPU in Ray's accounting.
         f"--num-cpus={max(cores, start.slots) if start.accelerator == 'cpu' else cores}",
         f"--temp-dir={start.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
         f"--resources={json.dumps({f'{RANK_RESOURCE}{request.rank}': 1000})}",
-        # 0: the kernel chooses when the port is bound, so no one can come between; _joined() reads what it chose.
+        # 0: the kernel chooses when the port is bound, so nobody else can take it first; _joined() reads what it chose.
         *(f"--{name}-port=0" for name in ("node-manager", "object-manager", "runtime-env-agent", "metrics-export")),
         *(
             f"--{name}-port=0"
@@ -255,7 +255,7 @@ def _head_ip(host: str | None, request: NodeRequest) -> str:
     if not is_own(address):
         raise ClusterError(
             f"--head-address {request.head_address} is {address}, which is not an address of this node, and rank 0 must be "
-            "there; if others reach this node by it all the same, give --node-ip"
+            "there; if other nodes reach this one by it, give --node-ip"
         )
     # Many systems give their own host name a loopback address, where no other node gets through.
     return chosen if is_loopback(address) and host != address else address

@@ -1,7 +1,7 @@
 """The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and the token beside it.
 
 Rank 0 publishes once its head answers; the others read, ask the head who it is, and join only if it is the one that
-wrote the file. A file whose head is gone, or is another, is waited past: rank 0 replaces it.
+wrote the file. A file whose head is gone, or is another, is ignored until rank 0 replaces it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Head:
     cluster_id: str
     address: str  # HOST:PORT of Ray's GCS
     host: str
-    dashboard: str | None  # HOST:PORT, as it is bound
+    dashboard: str | None  # HOST:PORT, as the head binds it
     ports: dict[str, int]
     num_nodes: int
     started_at: str  # ISO 8601
-    tls: bool = False  # whether Ray speaks TLS alone there
+    tls: bool = False  # whether Ray there accepts only TLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A head that is alive and is the one it was said to be."""
+    """A head that is alive and is the one that was published."""
 
     address: str
     token: str
@@ -67,7 +67,7 @@ class Rendezvous:
         return self.folder / "token"
 
     def publish(self, head: Head, *, token: str | None) -> None:
-        """The token first: who sees the new address sees its token. None: every node has it from its environment."""
+        """The token first, so that a node that sees the new address also sees its token. None: every node has it from its environment."""
         self.prepare()
         if token is None:
             self.token_file.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ class Rendezvous:
         write_atomic(self.head_file, json.dumps(asdict(head), indent=1), private=True)
 
     def read(self) -> Head | None:
-        """None when nothing is published that can be read. A file that is not ours to trust is an error."""
+        """None when nothing readable is published. A file of another user is an error."""
         try:
             os.listdir(self.folder)  # an NFS client that remembers the file as absent looks again
             owner = self.head_file.stat().st_uid
@@ -114,7 +114,7 @@ class Rendezvous:
         return True
 
     def prepare(self) -> None:
-        """The folder, for its owner alone."""
+        """Make the folder, readable only by its owner."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             owner = self.folder.stat().st_uid
@@ -164,7 +164,9 @@ def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Say) 
         if answer.head is None:
             return f"the head at {address} to finish starting"
         if answer.cluster_id is None:
-            raise ClusterError(f"the Ray at {address} was not started by `rollcall node`; it is not joined")
+            raise ClusterError(
+                f"the Ray at {address} was not started by `rollcall node`, so this node does not join it; start its head with `rollcall node --rank 0`"
+            )
         return Found(address=address, token=token, tls=tls, answer=answer)
 
     return _poll(ask, timeout_s=timeout_s, say=say)

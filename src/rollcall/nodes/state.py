@@ -1,4 +1,4 @@
-"""What a node remembers of the clusters it is part of: one record and one token per cluster, for its owner alone.
+"""What a node remembers of the clusters it is part of: one record and one token per cluster, readable only by its owner.
 
 The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``): a home folder is often
 shared by all nodes. ``rollcall node`` writes the record; every other verb reads it to find head, token and processes.
@@ -53,13 +53,13 @@ class NodeRecord:
 
 
 def state_dir(cluster: str) -> Path:
-    """The cluster's folder on this node, made and checked to be ours alone."""
+    """The cluster's folder on this node, made if needed, and checked that only its owner can read it."""
     if not NAME.fullmatch(cluster):
         raise ClusterError(
             f"{cluster!r} cannot be a cluster's name; use at most 32 letters, digits, '-' and '_', "
             "beginning and ending with a letter or digit"
         )
-    # Not TMPDIR: a launcher sets it anew for each job, and `down` must find what `node` left.
+    # Not TMPDIR: a launcher sets another one for each job, and `down` must find what `node` left.
     root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
     folder = root / cluster
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -92,7 +92,7 @@ def read_token(cluster: str) -> str:
 
 
 def check_token(token: str) -> None:
-    """Whoever has it runs code on every node, and anyone who reaches a port may guess: it must be long and random."""
+    """Someone with the token can run code on every node, and anyone who reaches a port can guess: it must be long and random."""
     if len(token) < TOKEN_LENGTH or len(set(token)) < TOKEN_LETTERS:
         raise ClusterError(
             f"{TOKEN} has {len(token)} characters, {len(set(token))} of them different; it needs at least {TOKEN_LENGTH}, "
@@ -124,7 +124,7 @@ def write_record(record: NodeRecord) -> None:
 
 
 def read_record(cluster: str) -> NodeRecord | None:
-    """None when this node is part of no cluster of that name."""
+    """None when this node is not part of a cluster of that name."""
     try:
         fields = json.loads((state_dir(cluster) / "node.json").read_text())
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def not_here(cluster: str) -> str:
     except PermissionError:
         found = []
     others = f"; it is part of {', '.join(found)} (--cluster NAME)" if found else ""
-    return f"this node is part of no cluster {cluster!r}{others}; start it with `rollcall node`"
+    return f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`"
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def sole_owner(cluster: str) -> Iterator[None]:
     while (file := _lock(cluster)) is None:
         if wait.is_over:
             raise ClusterError(
-                f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been at work on this node "
+                f"another `rollcall node` or `rollcall down` of cluster {cluster!r} has been running on this node "
                 f"for {OWNER_S:.0f} s; end it, then try again"
             )
         time.sleep(0.2)
@@ -188,7 +188,7 @@ def _lock(cluster: str) -> IO[str] | None:
 
 
 def _leave_nothing(cluster: str) -> None:
-    """Of a cluster that this node is no part of: neither the lock, which this process holds, nor empty folders."""
+    """If this node is not part of the cluster, remove the lock, which this process holds, and empty folders."""
     folder = state_dir(cluster)
     if (folder / "node.json").exists():
         return

@@ -1,10 +1,10 @@
-"""TLS between the nodes of a cluster: whoever has the token has the certificates.
+"""TLS between the nodes of a cluster: every node that has the token can make its certificates.
 
 The token yields the private key of a certificate authority, the same on every node; it is computed when needed and never
 written. Each node signs a certificate of its own with it, and trusts what that authority has signed. Ray then speaks gRPC
-over TLS alone, and both sides show a certificate: someone without the token does not get as far as a first request.
+only over TLS, and both sides show a certificate: someone without the token cannot send a first request.
 
-The key is PBKDF2 of the token: a stranger may try tokens against a certificate that he is shown, so each try must cost.
+The key is PBKDF2 of the token: a stranger can try tokens against a certificate, so each try must take time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
 
 @functools.cache
 def _number(token: str) -> int:
-    """A private key of the curve, from the token alone."""
+    """A private key of the curve, computed from the token."""
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of SECP256R1
     digest = hashlib.pbkdf2_hmac("sha256", token.encode(), b"rollcall certificate authority", ROUNDS, dklen=48)
     return int.from_bytes(digest, "big") % (order - 1) + 1

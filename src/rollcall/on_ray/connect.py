@@ -88,7 +88,7 @@ def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_drive
     answer = ask_own_head(record.cluster, head_address=record.head_address, timeout_s=timeout_s)
     if answer.cluster_id != record.cluster_id:
         raise ClusterError(
-            f"the head at {record.head_address} is of another bring-up than this node; run `rollcall node` here again"
+            f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
         )
     _use_token(record.cluster)
     if is_loopback(record.node_ip):

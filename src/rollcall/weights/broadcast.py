@@ -1,8 +1,9 @@
 """Weights to processes on other hosts: a broadcast in a process group of its own.
 
-The group meets at a store of the sender (``net/meeting.py``) and has nothing to do with the learner's: it can be made again, with
-other members, whenever one of them is gone. Its secret goes out over the lines, to invited receivers alone. NCCL where every member is on a GPU, gloo otherwise. Buckets are in flight two at a time; each is
-summed before it leaves, and again where it lands. A large span travels from tensor to tensor, small ones are packed.
+The group meets at a store of the sender (``net/meeting.py``). It is separate from the learner's group: when a member is
+lost, it can be made again with other members. Only invited receivers get its secret, over their lines. It uses NCCL where
+every member is on a GPU, else gloo. Two buckets are in flight at a time; each is summed before it leaves, and again where it
+arrives. A large span travels from tensor to tensor, small ones are packed.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Group:
                 if self.backend == "gloo":
                     work.wait(timedelta(seconds=min(LOOK_S, deadline.left_s)))
                     return
-                if work.is_completed():  # NCCL's own wait is for the stream alone
+                if work.is_completed():  # NCCL's own wait covers only the stream
                     work.wait()
                     return
                 time.sleep(POLL_S)
@@ -118,7 +119,7 @@ class BroadcastOutlet:
         backend = "nccl" if on_gpus else "gloo"
         self._lines = lines
         address = _own_address(next(iter(lines.values())))
-        listener = listen_at(address)  # before anyone is told of it
+        listener = listen_at(address)  # before the others learn its port
         place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
         self._server = MeetingServer(listener, secret=place.secret)
         told = {"backend": backend, "port": place.port, "secret": place.secret, "size": len(lines) + 1}
@@ -224,8 +225,8 @@ class _naming:
         if gone:
             raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
         raise MissingPeerError(
-            f"the broadcast of weights broke off with {', '.join(self._lines)}, {self._deadline.timeout_s:g} s being the "
-            f"longest it may take ({first})"
+            f"the broadcast of weights broke off with {', '.join(self._lines)}, which may take at most "
+            f"{self._deadline.timeout_s:g} s ({first})"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""A 64-bit checksum of raw bytes, cheap enough to be taken of every update on both sides.
+"""A 64-bit checksum of raw bytes, cheap enough for every update, on both sides.
 
 Bytes are summed as 64-bit words, 256 KiB at a time, and the sums folded so that their order counts. A host sums each
 piece right after copying it, while it is in the cache, half of the pieces in a thread of their own where there are cores
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 256 << 10  # fits a core's second-level cache twice
-ALONE_BELOW = 2  # pieces; fewer are done before another thread has begun
-CORES = 4  # from which on sender and receiver have two each
+PIECE_BYTES = 256 << 10  # two of them fit a core's second-level cache
+ALONE_BELOW = 2  # pieces; fewer are done before another thread would start
+CORES = 4  # with this many, sender and receiver have two each
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
 _MASK = (1 << 64) - 1
 
@@ -79,7 +79,7 @@ def _run(pieces: list[_Piece]) -> list[int]:
 
 @cache
 def _helper() -> ThreadPoolExecutor | None:
-    """None where sender and receiver have no core to spare for it."""
+    """None where no core is free for it."""
     if (os.cpu_count() or 1) < CORES:
         return None
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")

@@ -1,10 +1,10 @@
 """Only what changed: which elements differ from the version before, and their new bits.
 
 At the learning rates of reinforcement learning most bfloat16 weights keep their bits in an update. Per tensor the changes
-are, for each block of 65,536 elements, how many there are, and then for each change its place in the block (two bytes) and
-its new value; a tensor of which that would be more than the whole is sent whole. The sender keeps a copy of what it sent
-last, so it needs the memory of the weights once more. The checksums are of the whole tensors: a receiver whose base was
-not what the sender took it for is found out.
+are: for each block of 65,536 elements the number of changes, then for each change its place in the block (two bytes) and
+its new value. A tensor whose changes would take more bytes than the tensor is sent whole. The sender keeps a copy of what it
+sent last, so it needs the memory of the weights twice. The checksums are of the whole tensors, so they show when a receiver
+started from other weights than the sender assumed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def encode(layout: Layout, *, new: Sequence[Tensor], base: Sequence[Tensor]) -> 
 
 
 def payload_bytes(entry: Entry, count: int) -> int:
-    """Bytes that stand for a tensor with so many changes."""
+    """How many bytes the changes of a tensor take."""
     if count == WHOLE:
         return entry.num_bytes
     if count == 0:
@@ -63,7 +63,9 @@ def payload_bytes(entry: Entry, count: int) -> int:
 
 def total_bytes(layout: Layout, counts: Sequence[int]) -> int:
     if len(counts) != len(layout.entries):
-        raise TornUpdateError(f"changes of {len(counts)} tensors for {len(layout.entries)}")
+        raise TornUpdateError(
+            f"the update has changes of {len(counts)} tensors, and the model has {len(layout.entries)}"
+        )
     return sum(payload_bytes(entry, count) for entry, count in zip(layout.entries, counts, strict=True))
 
 

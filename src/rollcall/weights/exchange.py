@@ -72,7 +72,7 @@ class StreamSender:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet.open(self._lines, hellos, device=views.device, deadline=deadline)
             sent = self._exchange(views, version=version, deadline=deadline)
-        except BaseException:  # receivers must not wait for someone who has given up
+        except BaseException:  # receivers must not wait for a sender that has given up
             self.close()
             raise
         return [sent]
@@ -238,7 +238,7 @@ class StreamReceiver:
         step = line.hear(deadline)["step"]
         if step != "data":
             return refusal, step
-        self._held = None  # from here on the tensors are neither of one version nor of the other
+        self._held = None  # from here on the tensors are a mix of two versions
         try:
             sums = self._apply(header, deadline)
         except (StaleUpdateError, TornUpdateError) as error:
@@ -256,7 +256,7 @@ class StreamReceiver:
         if self._newest is not None and version <= self._newest:
             raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that is here")
         if header["base"] is not None and header["base"] != self._held:
-            raise StaleUpdateError(f"changes of version {header['base']} came, and {self._held} is here")
+            raise StaleUpdateError(f"the changes are to version {header['base']}, and this receiver has {self._held}")
         if self._views is None or header["layout"] != self._views.layout.text:
             layout = Layout.parse(header["layout"])
             layout.check(self._tensors)

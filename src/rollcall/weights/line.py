@@ -1,7 +1,7 @@
 """Short messages between a sender and each of its receivers, over a socket: JSON with its length in front.
 
-A closed line means that the peer is gone, which is noticed at once; a host that is gone without a word, within
-``door.SILENT_S``, since its kernel answers no more; a peer that lives and is silent, at the deadline. All name the peer. The
+A closed line means that the peer is gone, and shows at once. A host that disappears shows within ``door.SILENT_S``,
+because its kernel stops answering. A peer that lives and is silent shows at the deadline. Every error names the peer. The
 sender listens on a name of this host, or on a port of the address that it is invited to, behind a door (``net/door.py``): nothing
 is read as a message before the peer has proved that it was invited.
 """
@@ -41,7 +41,7 @@ class Line:
     def hear(self, deadline: Wait) -> dict[str, Any]:
         (length,) = _LENGTH.unpack(self.read(_LENGTH.size, deadline))
         if length > LONGEST_MESSAGE:
-            raise MissingPeerError(f"{self.peer} says something of {length} bytes, which is no message of ours")
+            raise MissingPeerError(f"{self.peer} sent a message of {length} bytes, which is longer than any of ours")
         return json.loads(self.read(length, deadline))
 
     def write(self, data: bytes, deadline: Wait) -> None:
@@ -60,7 +60,7 @@ class Line:
                 self.socket.settimeout(deadline.until_word_s)
                 data = self.socket.recv(most)
             except TimeoutError as error:
-                if error.errno:  # the kernel's word: nobody answers there
+                if error.errno:  # the kernel says that nobody answers there
                     raise self.gone(error) from None
                 if deadline.is_over:
                     raise self._silent(deadline) from None
@@ -92,7 +92,7 @@ class Line:
         return descriptors[0]
 
     def is_closed(self) -> bool:
-        """Whether the peer has hung up, with or without unread words of it."""
+        """Whether the peer has closed the line, even if it sent something before that is not read yet."""
         poll = select.poll()
         poll.register(self.socket, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -180,7 +180,7 @@ class Desk:
             lines[name], hellos[name] = line, hello
             if hello.get("gone"):
                 _close_all(lines)
-                raise MissingPeerError(f"{name} is lost, and does not come for its weights")
+                raise MissingPeerError(f"{name} is lost and does not come for its weights")
         return {name: lines[name] for name in self._receivers}, hellos
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ def _prove(line: Line, invitation: Invitation, deadline: Wait) -> None:
 
 
 def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
-    """Tell a sender that waits for this receiver that it does not come, on the behalf of one that is lost."""
+    """Tell a sender that a lost receiver will not come; called on that receiver's behalf."""
     call(invitation, name=name, deadline=Wait(timeout_s), about={"gone": True}).close()
 
 

@@ -1,12 +1,12 @@
 """What every transport of weights is: a sender in the learner's process, a receiver in each process with a policy of its own.
 
-An update has a version and checksums. A receiver refuses one that is not newer than what it holds or not the one that is
-due (stale), and one whose tensors differ in name, shape or type, or whose bytes do not add up once applied (torn). The
-sender then sends the whole update once more; a second refusal is an error that names the receiver. The contract test in
+An update has a version and checksums. A receiver refuses an update that is not newer than what it holds or is not the one that is
+due (stale). It also refuses one whose tensors differ in name, shape or type, or whose checksums differ once it is applied
+(torn). The sender then sends the whole update again; a second refusal is an error that names the receiver. The contract test in
 tests/weights_contract.py holds each transport to it.
 
 Who waits for whom: ``send`` waits for all receivers to be in ``receive`` and for their answers, ``receive`` for the
-sender. Each wait has a deadline, and its error says who is missing. After an error a sender is closed: invite anew.
+sender. Each wait has a deadline, and its error says who is missing. After an error the sender is closed; make a new one and invite again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sent:
 
     version: int
     num_bytes: int  # of weights or changes, as each receiver got them
-    is_full: bool  # False: changes alone
+    is_full: bool  # False: only the changes
     num_attempts: int
     refusals: Mapping[str, str]  # receivers that refused the first attempt, and why
 

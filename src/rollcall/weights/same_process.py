@@ -1,4 +1,4 @@
-"""Where engine and learner read the same tensors nothing moves: an update is its version alone."""
+"""Where engine and learner read the same tensors, nothing moves: an update is only a new version number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SameProcessSender:
                 receiver.check(tensors)
                 receiver.receive(version=version)
             except (StaleUpdateError, TornUpdateError) as error:
-                # To send it again would bring the same: there is nothing that could arrive differently.
+                # Sending it again would give the same result: nothing moves, so nothing can arrive differently.
                 raise RefusedUpdateError(f"weights of version {version} were refused: {error}") from error
         return [Sent(version=version, num_bytes=0, is_full=True, num_attempts=1, refusals={})]
 

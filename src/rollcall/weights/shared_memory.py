@@ -1,9 +1,9 @@
 """Weights to processes on the same host.
 
 In host memory: a ring of a few buckets in an anonymous memory file, which the sender fills and each receiver empties at
-the same time, so that the ring stays in the cache and costs little memory. The file has no name: nothing is left behind,
-whoever dies. On a GPU whose memory all receivers may open: handles of the sender's own tensors (CUDA IPC), from which each
-receiver copies. Every bucket is one byte on the line, in both directions.
+the same time, so that the ring stays in the cache and costs little memory. The file has no name, so nothing is left behind
+when a process dies. On a GPU whose memory all receivers may open, they get handles of the sender's own tensors (CUDA IPC)
+and copy from those. Every bucket is one byte on the line, in both directions.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _RingOutlet:
         self._lines = lines
         descriptor = os.memfd_create("rollcall-weights")
         try:
-            # Taken now: a page that cannot be had later would kill the process.
+            # All of it now: a page that is missing later would kill the process.
             os.posix_fallocate(descriptor, 0, NUM_SLOTS * SLOT_BYTES)
             self._slots = _map(descriptor)
             for line in lines.values():
@@ -103,7 +103,7 @@ class _RingOutlet:
         return sums
 
     def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Wait) -> None:
-        """Until every receiver has taken so many buckets."""
+        """Wait until every receiver has taken this many buckets."""
         late = [name for name, count in taken.items() if count < at_least]
         if len(late) == 1:  # no need to watch several
             while taken[late[0]] < at_least:

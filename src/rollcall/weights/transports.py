@@ -25,7 +25,7 @@ def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool, rec
     """How weights get to one receiver."""
     if transport == "shared_memory" and not on_host:
         raise ValueError(
-            f"rollout.weights=shared_memory reaches processes on the actor's node alone, and {receiver} is on another; use "
+            f"rollout.weights=shared_memory reaches only processes on the actor's node, and {receiver} is on another; use "
             "auto, broadcast, delta or file"
         )
     if transport == "broadcast" or not on_host:

@@ -1,8 +1,8 @@
 """What reaches the environment of a worker, and from where.
 
-A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from whoever submits) and
-``cluster.node_env`` (one node's own). Of one name, the node's value goes before the run file's, and that before the
-submitter's. Nothing else travels; what a worker has beyond it is its node's own (node_shell.py), Rollcall's or Ray's.
+A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
+``cluster.node_env`` (one node's own). Where a name has several values, the node's wins, then the run file's, then the
+submitter's. Nothing else travels: all other variables of a worker are its node's own (node_shell.py), Rollcall's or Ray's.
 
 A value goes to Ray as a variable of the job or of a worker, where its logs show it; secrets go in one sealed variable
 (seal.py), which is opened where it is needed: by jobs/driver.py for a job's controller, in Ray's workers by ``SETUP_HOOK``.
@@ -95,7 +95,7 @@ def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], 
 
 
 def submitted_env(section: ClusterSection | None, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What whoever submits gives. In a job: what came with it; else this process is the submitter."""
+    """The variables that the submitter gives. In a job they came with it; otherwise this process is the submitter."""
     environ = os.environ if environ is None else environ
     if SUBMITTED in environ:
         return {name: environ[name] for name in environ[SUBMITTED].split(",") if name in environ}
@@ -162,8 +162,8 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
     token = token or process_token()
     if token is None:
         raise ClusterError(
-            f"{', '.join(secrets)} must not reach Ray's logs, and without the cluster's token there is nothing to seal "
-            f"them with; set {TOKEN}"
+            f"{', '.join(secrets)} must not reach Ray's logs, and they can be sealed only with the cluster's token, which is not "
+            f"known here; set {TOKEN}"
         )
     remember(secrets.values())
     public = {name: value for name, value in values.items() if name not in secrets}
@@ -203,8 +203,8 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def seen_here() -> dict[str, tuple[str, str]]:
-    """All that a worker on this node sees, and where it comes from where nobody declares it: runs there. A secret does not
-    leave the node, only whether it is set."""
+    """All variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker. Of a
+    secret only whether it is set leaves the node."""
     open_sealed()
     found = origins(os.environ)
     return {name: (value, found[name]) for name, value in redact_env(os.environ).items()}
@@ -213,7 +213,7 @@ def seen_here() -> dict[str, tuple[str, str]]:
 def _check_name(name: str, where: str) -> None:
     if name in NODE_OWN:
         raise ClusterError(
-            f"{where} has {name}, which stays each node's own: what is right on one node is missing on another; set it where "
+            f"{where} has {name}, which belongs to each node: a value that is right on one node may be wrong on another; set it where "
             "`rollcall node` is started"
         )
     if name in _OURS:

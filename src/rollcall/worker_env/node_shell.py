@@ -2,7 +2,7 @@
 
 Where programs, libraries and folders are, and how the machine's devices, threads and network are used: that is the node's
 own, and may differ from node to node. Nothing else of that shell reaches a worker, and no secret; what a run needs beyond it,
-its run file declares (declared.py). Raylets are started from this, so a worker cannot see more.
+its run file declares (declared.py). Raylets are started with these variables, so a worker cannot see more.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATTERNS = (
     *("OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*"),
     *("NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*"),
 )
-# What a user is likely to miss: where models come from and go to, who is paid for, how the outside is reached.
+# What a user is likely to miss: places of models, accounts, proxies.
 MATTERS = (
     *(
         "HF_*",
@@ -54,7 +54,7 @@ MATTERS = (
     ),
     *("OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY"),
 )
-UNDECLARED = "not declared"  # set by `ray start` itself, or by whoever started Ray without `rollcall node`
+UNDECLARED = "not declared"  # set by `ray start` itself, or where Ray was started without `rollcall node`
 OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
 
@@ -84,8 +84,8 @@ def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[s
 def hint(names: Collection[str]) -> str:
     """Names only: a value may be a secret."""
     return (
-        f"set here, and not seen by workers: {', '.join(names)}; what a run needs of these, name in cluster.env_pass of its "
-        "run file"
+        f"set here, and not seen by workers: {', '.join(names)}; if a run needs one of these, name it in cluster.env_pass of "
+        "its run file"
     )
 
 

@@ -1,0 +1,186 @@
+"""A finished group as the bytes of one record, and the records in the bytes of a file.
+
+::
+
+    magic (8 bytes) | payload length (u64) | crc32 of payload (u32) | payload
+    payload = header length (u32) | JSON header | prompt ids (i4) | token ids (i4) | log-probs (f4) | masks (u1)
+
+All numbers are little-endian and arrays are raw, so a reader gets bit for bit what was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollcall.durable.append_file import is_count
+from rollcall.errors import JournalError
+from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
+
+# Bytes above 0x7f cannot occur in the ASCII header, which makes a false match while resynchronising unlikely; the
+# checksum makes it harmless.
+MAGIC = b"\x93RCGRP\x01\x9a"
+_HEAD = struct.Struct("<8sQI")
+HEAD_BYTES = _HEAD.size
+_HEADER_LENGTH = struct.Struct("<I")
+
+# What reading raises where a record is undamaged but was written by another program.
+NOT_A_GROUP = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
+
+
+def encode(group: Group, *, again: bool = False) -> bytes:
+    """One record. ``again``: the group has a record already, and only its scores are new."""
+    completions = group.completions
+    header = {
+        "step": int(group.step),
+        "draw": int(group.draw),
+        "started_s": float(group.started_s),
+        "finished_s": float(group.finished_s),
+        "worker": group.worker,
+        "prompt": {
+            "id": group.prompt.id,
+            "text": group.prompt.text,
+            "answer": group.prompt.answer,
+            "metadata": group.prompt.metadata,
+            "num_tokens": len(group.prompt.token_ids),
+        },
+        "completions": [
+            {
+                "num_tokens": len(completion.token_ids),
+                "segments": [[int(segment.version), int(segment.num_tokens)] for segment in completion.segments],
+                "finish": completion.finish.value,
+                "seed": int(completion.seed),
+                "text": completion.text,
+            }
+            for completion in completions
+        ],
+        # repr of a float64 reads back as the same float64, so JSON keeps scores exact.
+        "scores": [
+            {
+                "value": float(score.value),
+                "parts": {name: float(part) for name, part in score.parts.items()},
+                "errors": score.errors,
+            }
+            for score in group.scores
+        ],
+        **({"scored_again": True} if again else {}),
+    }
+    try:
+        text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise JournalError(
+            f"prompt {group.prompt.id!r} cannot be journaled: {error}; keep only text, numbers, lists and maps in its "
+            f"columns (it has {', '.join(map(repr, group.prompt.metadata)) or 'no metadata'})"
+        ) from None
+    payload = [
+        _HEADER_LENGTH.pack(len(text)),
+        text,
+        _raw([group.prompt.token_ids], np.int32, "<i4"),
+        _raw([completion.token_ids for completion in completions], np.int32, "<i4"),
+        _raw([completion.logprobs for completion in completions], np.float32, "<f4"),
+        _raw([completion.mask for completion in completions], np.bool_, "|b1"),
+    ]
+    crc = 0
+    for part in payload:
+        crc = zlib.crc32(part, crc)
+    return b"".join((_HEAD.pack(MAGIC, sum(map(len, payload)), crc), *payload))
+
+
+def _plain(value: Any) -> Any:
+    """Columns of a Parquet row are often numpy."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+
+
+def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
+    for array in arrays:
+        assert array.dtype == dtype, f"expected {np.dtype(dtype)}, not {array.dtype}: a cast here could change values"
+    return np.concatenate(arrays).astype(stored, copy=False).tobytes() if arrays else b""
+
+
+def decode(payload: memoryview) -> Group:
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    start, header = _HEADER_LENGTH.size, header_of(payload)
+    prompt, rows = header["prompt"], header["completions"]
+    counts = [row["num_tokens"] for row in rows]
+    arrays, offset = [], start + length
+    total = sum(counts)
+    for stored, native, count in (
+        ("<i4", np.int32, prompt["num_tokens"]), ("<i4", np.int32, total), ("<f4", np.float32, total),
+        ("|b1", np.bool_, total),
+    ):  # fmt: skip
+        # A copy, because a view of the file's bytes would be read-only and keep the whole file alive.
+        arrays.append(np.frombuffer(payload, dtype=stored, count=count, offset=offset).astype(native))
+        offset += arrays[-1].nbytes
+    assert offset == len(payload), "record and header differ in length"
+    cuts = np.cumsum(counts)[:-1]
+    prompt_ids, (ids, logprobs, masks) = arrays[0], (np.split(array, cuts) for array in arrays[1:])
+    return Group(
+        step=header["step"],
+        draw=header["draw"],
+        prompt=Prompt(
+            id=prompt["id"],
+            token_ids=prompt_ids,
+            text=prompt["text"],
+            answer=prompt["answer"],
+            metadata=prompt["metadata"],
+        ),
+        completions=tuple(
+            Completion(
+                token_ids=ids[index],
+                logprobs=logprobs[index],
+                mask=masks[index],
+                segments=tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"]),
+                finish=FinishReason(row["finish"]),
+                seed=row["seed"],
+                text=row["text"],
+            )
+            for index, row in enumerate(rows)
+        ),
+        scores=tuple(Score(**score) for score in header["scores"]),
+        started_s=header["started_s"],
+        finished_s=header["finished_s"],
+        worker=header["worker"],
+    )
+
+
+def records(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Where each valid record begins, and its payload. Other bytes are passed over."""
+    view, start = memoryview(data), 0
+    while 0 <= start <= len(data) - HEAD_BYTES:
+        magic, length, crc = _HEAD.unpack_from(data, start)
+        payload = view[start + HEAD_BYTES : start + HEAD_BYTES + length]
+        if magic == MAGIC and len(payload) == length and zlib.crc32(payload) == crc:
+            yield start, payload
+            start += HEAD_BYTES + length
+        else:
+            start = data.find(MAGIC, start + 1)
+
+
+def draw_of(payload: memoryview) -> int | None:
+    """None: the record is not a group, although its checksum is right."""
+    try:
+        draw = header_of(payload)["draw"]
+    except NOT_A_GROUP:
+        return None
+    return draw if is_count(draw) else None
+
+
+def header_of(payload: memoryview) -> dict[str, Any]:
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    return json.loads(bytes(payload[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]))
