@@ -180,7 +180,7 @@ def test_a_head_of_another_bring_up_is_not_taken_for_this_one(head: list) -> Non
     write_record(make_record())
     other = answer(make_node(0))
     head += [Answer(nodes=tuple(_with_id(node, "id-2") for node in other.nodes), dashboard=None)]
-    with pytest.raises(ClusterError, match="another bring-up"):
+    with pytest.raises(ClusterError, match="was started again since this node joined"):
         list_nodes("default")
 
 
