@@ -138,7 +138,9 @@ class RemoteWorkers(Held[RemoteEngine]):
         self.cluster.shutdown()
 
 
-def build_remote_workers(config: Config, *, backend: Backend | None, say: Callable[[str], None]) -> RemoteWorkers:
+def build_remote_workers(
+    config: Config, *, backend: Backend | None = None, say: Callable[[str], None]
+) -> RemoteWorkers:
     """Place the plan's processes and load every role; ``backend`` None: on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
