@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of, answers_
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, element_size, read_sizes
 from rollcall.reward.confine import available
+from rollcall.wait import Say, Wait
 from rollcall.words import counted
 
 PROBE_S = 90.0  # for a probe to start and say what it knows
@@ -43,8 +44,6 @@ RENAME_S = 1.5
 MEASURE_S = 120.0  # importing torch on a busy node is most of it
 MAX_PAIRS_NODES = 16  # up to here every node connects to every other
 PINGS = 5
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,13 +296,8 @@ class _Examination:
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
         """Answers by rank; a node that fails or is late becomes a finding."""
-        answers, failures = answers_of(
-            calls,
-            timeout_s=timeout_s,
-            tell=lambda ranks, waited_s: self.say(
-                f"waiting for rank {', '.join(map(str, ranks))} to {what} ({waited_s:.0f} s)"
-            ),
-        )
+        wait = Wait(timeout_s, first_s=5, every_s=5, say=self.say)
+        answers, failures = answers_of(calls, wait=wait, to=what)
         for rank, why_not in failures.items():
             self._failed(rank, what, why_not)
         return answers

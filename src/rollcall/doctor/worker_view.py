@@ -11,6 +11,7 @@ from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, node_addresses, run_on
 from rollcall.redact import REDACTED, hides
+from rollcall.wait import Wait
 from rollcall.worker_env.declared import NODE_OWN, Variable, declared, for_ray, seen_here
 from rollcall.worker_env.node_shell import UNDECLARED
 
@@ -53,7 +54,7 @@ def _view(section: ClusterSection | None, *, submitted: Mapping[str, str], timeo
         rank: run_on(rank, seen_here, env=for_ray({name: variable.value for name, variable in variables.items()}))
         for rank, variables in wanted.items()
     }
-    answers, failures = answers_of(calls, timeout_s=timeout_s)
+    answers, failures = answers_of(calls, wait=Wait(timeout_s), to="say what its workers see")
     if failures:
         why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
         raise ClusterError(f"{why}; see `rollcall status`")

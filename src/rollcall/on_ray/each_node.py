@@ -7,22 +7,21 @@ is imported, which ``connect`` sets before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.rank import RANK_RESOURCE, rank_offered
+from rollcall.wait import Wait
 
-TELL_EVERY_S = 5.0
-_LITTLE = 0.001  # a node has 1,000 of its resource: who takes this much is pinned, and leaves room for all others
+_LITTLE = 0.001  # a node has 1,000 of its resource: taking this much pins a call there and leaves room for all others
 
 Pending = Any  # Ray's reference to a result
 
 
 class NoAnswerError(ClusterError):
-    """The process on the node has failed, has died or does not answer in time; the message is the reason alone."""
+    """The process on the node has failed, has died or does not answer in time; the message is only the reason."""
 
 
 def node_addresses() -> dict[int, str]:
@@ -73,28 +72,24 @@ def answer_of(call: Pending, *, timeout_s: float) -> Any:
         raise NoAnswerError(str(error).strip().splitlines()[0]) from error
 
 
-def answers_of(
-    calls: Mapping[int, Pending], *, timeout_s: float, tell: Callable[[list[int], float], None] | None = None
-) -> tuple[dict[int, Any], dict[int, str]]:
-    """The answers by rank, and why the others have none. ``tell`` hears every few seconds which ranks are waited for."""
+def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[dict[int, Any], dict[int, str]]:
+    """The answers by rank, and why the others have none. ``to``: what the nodes are asked to do, for those who wait."""
     import ray
 
-    began = told = time.monotonic()
     waiting = {call: rank for rank, call in calls.items()}
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    while waiting and (left := timeout_s - (time.monotonic() - began)) > 0:
-        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, 1.0))
+    while waiting and not wait.is_over:
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(wait.left_s, 1.0))
         for call in ready:
             rank = waiting.pop(call)
             try:
                 answers[rank] = ray.get(call)
-            except Exception as error:  # whatever the code there has raised arrives as itself
+            except Exception as error:  # the code there may raise anything, and it arrives as itself
                 failures[rank] = f"it failed: {_last_line(error)}"
-        if tell is not None and waiting and time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            tell(sorted(waiting.values()), told - began)
-    return answers, failures | dict.fromkeys(waiting.values(), f"no answer after {timeout_s:.0f} s")
+        if waiting:
+            wait.tell(f"waiting for rank {', '.join(map(str, sorted(waiting.values())))} to {to}")
+    return answers, failures | dict.fromkeys(waiting.values(), f"no answer after {wait.timeout_s:.0f} s")
 
 
 def _last_line(error: Exception) -> str:

@@ -23,7 +23,7 @@ class CountingEngine(Engine, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Advance:
     """What an engine did since it was last asked."""
 
     finished: list[Finished]
@@ -52,9 +52,7 @@ class EngineSeat:
         """The parameters are whole, and the engine knows their version."""
         self._held_at = None
 
-    def advance(
-        self, requests: Sequence[Request], aborted: Sequence[str], *, give_back: int, look_s: float
-    ) -> Progress:
+    def advance(self, requests: Sequence[Request], aborted: Sequence[str], *, give_back: int, look_s: float) -> Advance:
         """Take requests in, and decode until one is finished or ``look_s`` has passed."""
         self._waiting.extend(requests)
         returned = [self._waiting.pop().id for _ in range(min(give_back, len(self._waiting)))]
@@ -72,7 +70,7 @@ class EngineSeat:
         self._begin()
         new = self.engine.num_preemptions - self._preemptions_seen
         self._preemptions_seen += new
-        return Progress(
+        return Advance(
             finished=finished,
             returned=returned,
             num_waiting=len(self._waiting),

@@ -21,7 +21,7 @@ from rollcall.engine.protocol import Finished, Request
 from rollcall.errors import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.loop.aside import in_thread
 from rollcall.plan.placement import Role
-from rollcall.roles.engine_seat import Progress
+from rollcall.roles.engine_seat import Advance
 from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
@@ -67,7 +67,7 @@ class RemoteEngine:
         self._give_back = dict.fromkeys(self._workers, 0)
         self._held_at: dict[int, int | None] = dict.fromkeys(self._workers)
         self._calls: dict[int, list[Any]] = {worker: [] for worker in self._workers}
-        self._arrived: list[tuple[int, Progress]] = []
+        self._arrived: list[tuple[int, Advance]] = []
         self._is_waiting = False  # a thread has the calls in its hands
         self._makers: dict[str, str] = {}
         self._to_abort: set[str] = set()
@@ -170,7 +170,7 @@ class RemoteEngine:
 
     def _collect(
         self, calls: list[tuple[int, Any]], *, timeout_s: float
-    ) -> list[tuple[int, Any, Progress | WorkerDiedError]]:
+    ) -> list[tuple[int, Any, Advance | WorkerDiedError]]:
         group = self._team.group
         if not calls:
             return []
@@ -182,7 +182,7 @@ class RemoteEngine:
             results = [self._result(worker, call) for worker, call in ready]
         return [(worker, call, progress) for (worker, call), progress in zip(ready, results, strict=True)]
 
-    def _result(self, worker: int, call: Any) -> Progress | WorkerDiedError:
+    def _result(self, worker: int, call: Any) -> Advance | WorkerDiedError:
         """Of one worker, whose loss is a result where it can be replaced."""
         try:
             return self._team.group.get_all_worker_results([call])[0]
@@ -191,7 +191,7 @@ class RemoteEngine:
                 raise
             return error
 
-    def _receive(self, found: list[tuple[int, Any, Progress | WorkerDiedError]]) -> None:
+    def _receive(self, found: list[tuple[int, Any, Advance | WorkerDiedError]]) -> None:
         for worker, call, progress in found:
             if not any(other is call for other in self._calls[worker]):
                 continue  # asked of a process that was lost meanwhile

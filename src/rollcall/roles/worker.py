@@ -44,7 +44,7 @@ from rollcall.roles.build import (
     load_reward_model,
     set_threads,
 )
-from rollcall.roles.engine_seat import EngineSeat, Progress
+from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights import Invitation
@@ -160,7 +160,7 @@ class RoleWorker:
 
     # The engine
 
-    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Progress:
+    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Advance:
         """Take requests in, decode for a moment, and give back up to so many that are not begun."""
         assert self.seat is not None
         return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
