@@ -451,7 +451,7 @@ def f(prompt, completion, answer, metadata):
     if completion == "refused":
         say(refused="a forged refusal")
     if completion == "ready":
-        say(in_force={"network": "forged"})
+        say(in_force={"network": "forged"}, kinds={})
     if completion == "no reason":
         say(value=0.0, kind="nan", why="", elapsed_s=0.0)
         os._exit(3)

@@ -55,10 +55,11 @@ def test_answers_that_score_nothing_are_pointed_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("definition", "message"),
     [
-        ("def score(prompt, completion, answer): return 1", "cannot be called with four arguments"),
+        ("def score(prompt, text, answer): return 1", "cannot be called with four arguments"),
         ("def score(prompt, completion, answer, metadata, judge): return 1", "missing a required argument: 'judge'"),
-        ("def score(*, prompt, completion, answer, metadata): return 1", "too many positional arguments"),
-        ("async def score(prompt, completion, answer, metadata): return 1", "async function"),
+        ("def score(*, text, answer): return 1", "too many positional arguments"),
+        ("def score(completion, completions): return 1", "either completion or completions"),
+        ("def score(prompt, answer): return 1", "either completion or completions"),
         ("def score(prompt, completion, answer, metadata): yield 1", "generator"),
         ("class score: pass", "is a class"),
         ("score = 'text'", "is str, not a function"),
@@ -74,7 +75,9 @@ def test_a_function_that_could_never_score_is_refused_with_the_signature_it_shou
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=message) as caught:
         load_function(f"{name}:score")
-    assert "f(prompt: str, completion: str, answer: str, metadata: dict) -> float" in str(caught.value)
+    assert "give f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group" in str(
+        caught.value
+    )
 
 
 def test_functions_of_other_shapes_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +92,13 @@ def test_functions_of_other_shapes_are_taken(tmp_path: Path, monkeypatch: pytest
         "    def __call__(self, prompt, completion, answer, metadata): return 4\n"
         "    def score(self, prompt, completion, answer, metadata): return 5\n"
         "judge = Judge()\n"
+        "def short(completion, answer): return len(completion + answer) + 6\n"
+        "def by_name(*, answer, completion): return 7\n"
+        "def others(p, c, a, m): return 8\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     values = [
         load_function(f"other_shapes:{name}")("", "", "", {})
-        for name in ("loose", "more", "some", "judge", "judge.score")
+        for name in ("loose", "more", "some", "judge", "judge.score", "short", "by_name", "others")
     ]
-    assert values == [1, 2, 3, 4, 5]
+    assert values == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -21,6 +21,7 @@ from rollcall.inspect.run import Run, load_run
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.redact import REDACTED
+from rollcall.reward.given import name_functions
 from rollcall.stop import heed_if_possible, outside_loop
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def evaluate(
     plan = plan_evaluation(
         target.dir if isinstance(target, Run) else Path(target),
         overrides=[],
-        changes=overrides,
+        changes=_with_paths(overrides),
         data=None if data is None else str(data),
         samples=samples,
         temperature=temperature,
@@ -103,10 +104,17 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
         if not overrides and not changes:
             return source
         source = source.model_dump()
+    changes = _with_paths(changes or {})
     if source is None or isinstance(source, Mapping):
+        source = None if source is None else _with_paths(source)
         return load_config(source, list(overrides), changes=changes)
     path, defaults = _run_file(Path(source))
     return load_config(path, list(overrides), defaults=defaults, changes=changes)
+
+
+def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With rewards that are given as functions named as a run file names them."""
+    return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
 
 
 def _run_file(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -26,7 +26,10 @@ def _check_pattern(pattern: str) -> str:
 class RewardBase(Section):
     weight: float = _field(1.0, "Weight in the sum of rewards.")
     timeout_s: float = _field(
-        10.0, "Time limit for one completion, in seconds. After it the score is 0.", ge=0.001, le=LONGEST_S
+        10.0,
+        "Time limit for one completion, in seconds; for a function that takes `completions`, for a group. After it the score is 0.",
+        ge=0.001,
+        le=LONGEST_S,
     )
 
 
@@ -71,7 +74,7 @@ class ReasoningGymReward(RewardBase):
 
 
 class FunctionReward(RewardBase):
-    """Your own function: `f(prompt, completion, answer, metadata) -> float`."""
+    """Your own function, such as `f(completion, answer) -> float`; one that takes `completions` scores a whole group."""
 
     type: Literal["function"] = "function"
     path: str = Field(description="`module:function`, importable from the working directory.")

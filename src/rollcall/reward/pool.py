@@ -44,6 +44,7 @@ from rollcall.reward.worker import (
     MAX_ANSWER_BYTES,
     STACK_SIGNAL,
     Answer,
+    Answers,
     Item,
     Ready,
     Refused,
@@ -83,6 +84,12 @@ class Task:
     item: Item
     timeout_s: float
 
+    @property
+    def tickets(self) -> range:
+        """Of a group: one for each completion, from ``ticket`` on."""
+        completion = self.item.completion
+        return range(self.ticket, self.ticket + (len(completion) if isinstance(completion, list) else 1))
+
 
 @dataclass(slots=True, kw_only=True)
 class _Crew:
@@ -91,6 +98,7 @@ class _Crew:
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
     in_force: dict[str, str] = field(default_factory=dict)  # as its first ready worker told
+    kinds: dict[int, str] = field(default_factory=dict)  # rewards that take groups, by place
     queue: deque[Task] = field(default_factory=deque)
     workers: list[_Worker] = field(default_factory=list)
     ever_ready: bool = False
@@ -146,6 +154,11 @@ class RewardPool:
         return {index: crew.in_force for index, crew in self._crew_of.items()}
 
     @property
+    def kinds(self) -> dict[int, str]:
+        """Rewards that get all completions of a group at once, by place in the run file's list: "batched" or "async"."""
+        return {index: kind for crew in self._crews for index, kind in crew.kinds.items()}
+
+    @property
     def _workers(self) -> list[_Worker]:
         return [worker for crew in self._crews for worker in crew.workers]
 
@@ -153,7 +166,7 @@ class RewardPool:
         """Queue tasks; each comes back from ``poll`` under its ticket, scored or with the reason why not."""
         for task in tasks:
             self._crew_of[task.item.reward].queue.append(task)
-        self._num_pending += len(tasks)
+            self._num_pending += len(task.tickets)
         self._dispatch()
 
     def poll(self, timeout_s: float = 0.0) -> list[Result]:
@@ -218,7 +231,7 @@ class RewardPool:
         messages, ended = worker.receive()
         crew = worker.crew
         for message in messages:
-            if not isinstance(message, Answer) and worker.ready:
+            if isinstance(message, Ready | Refused) and worker.ready:
                 ended = True  # it said so before: this process is no longer ours
                 break
             if isinstance(message, Refused):
@@ -226,21 +239,24 @@ class RewardPool:
             if isinstance(message, Ready):
                 worker.ready, crew.ever_ready, crew.num_starts_lost = True, True, 0
                 crew.in_force = message.in_force
-            elif worker.in_flight:
-                self._finish(worker.in_flight.popleft(), message)
+                kinds = {int(place): kind for place, kind in message.kinds.items() if place.isdecimal()}
+                crew.kinds = {index: kind for index, kind in kinds.items() if index in crew.specs}
+            elif worker.in_flight and len(found := _each(message)) == len(worker.in_flight[0].tickets):
+                self._finish(worker.in_flight.popleft(), found)
             else:
-                ended = True  # an answer to nothing
+                ended = True  # an answer to nothing, or not one for each completion
         if messages:
             worker.restart_clock()
         if ended:
             self._replace(worker, hung=False)
 
-    def _finish(self, task: Task, answer: Answer) -> None:
-        kind: FailureKind = answer.kind  # type: ignore[assignment]
-        why = answer.why
-        if answer.elapsed_s > task.timeout_s:  # nobody polled in time to stop it; the rule is the same
-            kind, why = "hung", f"took {answer.elapsed_s:.1f} s; its limit is timeout_s={task.timeout_s:g}"
-        self._results.append(Result(ticket=task.ticket, value=0.0 if kind else answer.value, kind=kind, why=why))
+    def _finish(self, task: Task, answers: list[Answer]) -> None:
+        for ticket, answer in zip(task.tickets, answers, strict=True):
+            kind: FailureKind = answer.kind  # type: ignore[assignment]
+            why = answer.why
+            if answer.elapsed_s > task.timeout_s:  # nobody polled in time to stop it; the rule is the same
+                kind, why = "hung", f"took {answer.elapsed_s:.1f} s; its limit is timeout_s={task.timeout_s:g}"
+            self._results.append(Result(ticket=ticket, value=0.0 if kind else answer.value, kind=kind, why=why))
 
     def _replace(self, worker: _Worker, *, hung: bool) -> None:
         """A worker is lost: the item it was at is an error, the others go back, a new process takes its place."""
@@ -263,7 +279,8 @@ class RewardPool:
             hung = hung or worker.process.returncode == -signal.SIGXCPU
             why = f"no score within timeout_s={task.timeout_s:g}" if hung else f"its process died ({how_it_ended})"
             kind: FailureKind = "hung" if hung else "died"
-            self._results.append(Result(ticket=task.ticket, value=0.0, kind=kind, why=why + at))
+            for ticket in task.tickets:
+                self._results.append(Result(ticket=ticket, value=0.0, kind=kind, why=why + at))
             crew.queue.extendleft(reversed(worker.in_flight))
         self._start_worker(crew)
 
@@ -393,6 +410,10 @@ class _Worker:
         self._crash_file.close()
         remove_folder(self._folder)
         return how, plain_stack(stack)
+
+
+def _each(message: Answer | Answers | Refused) -> list[Answer]:
+    return message.each if isinstance(message, Answers) else [message] if isinstance(message, Answer) else []
 
 
 def plain_stack(dump: str) -> str:

@@ -10,15 +10,16 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rollcall.errors import WorkerLostError
 from rollcall.redact import redact, remember
 from rollcall.reward.functions import PROCESS_TYPES, check_score
+from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
-from rollcall.reward.worker import Item
+from rollcall.reward.worker import ASYNC_GRACE_S, Item
 from rollcall.types import Completion, Group, Prompt, Score
 from rollcall.words import all_of
 
@@ -81,7 +82,7 @@ class Scorer:
         specs: dict[int, dict[str, Any]] = {}
         for index, reward in enumerate(self._rewards):
             if reward.type in PROCESS_TYPES:
-                specs[index] = reward.model_dump()
+                specs[index] = with_pickled(reward.model_dump(), index=index)
                 # They reach code that may raise them, and what it raises is shown.
                 remember(os.environ.get(name, "") for name in specs[index].get("env", ()))
             elif index not in self._model_rewards:
@@ -91,6 +92,7 @@ class Scorer:
         self._kept: Counter[tuple[str, str]] = Counter()
         self._process_rewards = list(specs)
         self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
+        self._kinds = self._pool.kinds if self._pool else {}
         self._jobs: dict[int, tuple[_Job, int, int]] = {}  # ticket -> job, completion, reward
         self._num_tickets = 0
         self._num_unfinished = 0
@@ -159,21 +161,28 @@ class Scorer:
             errors=[{} for _ in completions],
             num_missing=len(completions) * len(self._rewards),
         )
-        tasks: list[Task] = []
-        for index in self._process_rewards:
-            for place, completion in enumerate(completions):
-                item = Item(index, prompt.text, completion.text, prompt.answer, prompt.metadata)
-                tasks.append(Task(ticket=self._num_tickets, item=item, timeout_s=self._rewards[index].timeout_s))
-                self._jobs[self._num_tickets] = (job, place, index)
-                self._num_tickets += 1
-        if self._pool is not None:
-            self._pool.submit(tasks)
+        if self._pool is not None and completions:
+            self._pool.submit([task for index in self._process_rewards for task in self._tasks(job, index)])
         for index in self._model_rewards:
             for place, (value, kind, why) in enumerate(self._call_model_reward(index, prompt, completions)):
                 self._record(job, place=place, index=index, value=value, kind=kind, why=why)
         if not completions:
             self._finish(job)
         return job
+
+    def _tasks(self, job: _Job, index: int) -> Iterator[Task]:
+        """A task for each completion, or one for all of them where the reward takes groups."""
+        kind, limit_s = self._kinds.get(index), self._rewards[index].timeout_s
+        texts = [completion.text for completion in job.completions]
+        for first, given in enumerate([texts] if kind else texts):
+            item = Item(index, job.prompt.text, given, job.prompt.answer, job.prompt.metadata)
+            task = Task(
+                ticket=self._num_tickets, item=item, timeout_s=limit_s + (ASYNC_GRACE_S if kind == "async" else 0)
+            )
+            for place, ticket in enumerate(task.tickets, start=first):
+                self._jobs[ticket] = (job, place, index)
+            self._num_tickets += len(task.tickets)
+            yield task
 
     def _call_model_reward(
         self, index: int, prompt: Prompt, completions: tuple[Completion, ...]

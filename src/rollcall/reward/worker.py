@@ -1,8 +1,8 @@
 """The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH``.
 
 The four numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
-READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``Refused`` and then one answer per item
-in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
+READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``Refused`` and then the answers of
+each item in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
 dumps. A message is its length and its bytes: a pickle from the parent, JSON to it, because what a worker says may be the
 work of whatever text it was given, and the parent must be able to read it without running it.
 
@@ -25,16 +25,25 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
+from rollcall.reward import functions
 from rollcall.reward.confine import Confinement, confine, limit_cpu
-from rollcall.reward.functions import RewardFunction, build_function, check_score
+from rollcall.reward.functions import RewardFunction, UserFunction, build_function, check_score, check_scores
 
 LENGTH = struct.Struct("<Q")
 STACK_SIGNAL = signal.SIGUSR1
 MAX_ANSWER_BYTES = 1 << 20
+ASYNC_GRACE_S = 1.0  # an async function's own limit ends its call; past this its process is ended
 _MAX_WHY = 20_000
+_MIN_WHY = 100  # of each completion of a group
+
+
+# Frames that say nothing to the author of a reward.
+_OWN_FILES = (__file__, functions.__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One completion for one reward."""
+    """One completion for one reward, or all completions of a group for one that takes groups."""
 
     reward: int
     prompt: str
-    completion: str
+    completion: str | list[str]
     answer: str
     metadata: dict[str, Any]
 
@@ -61,6 +70,7 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Ready:
     in_force: dict[str, str]  # what confines this process, by thing
+    kinds: dict[str, str]  # rewards that take groups, by place: "batched" or "async"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +83,19 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class Answer:
     value: float
-    kind: str  # "": scored; "raised" or "nan": not, and `why` says what happened
+    kind: str  # "": scored; "raised", "nan" or "hung": not, and `why` says what happened
     why: str
     elapsed_s: float
 
 
-Said = Ready | Refused | Answer
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Of a group, in the order of its completions."""
+
+    each: list[Answer]
+
+
+Said = Ready | Refused | Answer | Answers
 
 
 def frame(message: Any) -> bytes:
@@ -93,13 +110,23 @@ def read_said(body: bytes) -> Said:
     if not isinstance(fields, dict):
         raise ValueError("not an object")
     match fields:
-        case {"in_force": dict(told), **rest} if not rest:
-            return Ready({str(thing): str(state) for thing, state in told.items()})
+        case {"in_force": dict(told), "kinds": dict(kinds), **rest} if not rest:
+            return Ready(
+                {str(thing): str(state) for thing, state in told.items()},
+                {str(place): str(kind) for place, kind in kinds.items()},
+            )
+        case {"each": list(each), **rest} if not rest:
+            return Answers([_read_answer(one) for one in each])
         case {"refused": str(why), **rest} if not rest:
             return Refused(visible(why))
+    return _read_answer(fields)
+
+
+def _read_answer(fields: Any) -> Answer:
+    match fields:
         case {
             "value": float(value),
-            "kind": "" | "raised" | "nan" as kind,
+            "kind": "" | "raised" | "nan" | "hung" as kind,
             "why": str(why),
             "elapsed_s": float(elapsed_s),
             **rest,
@@ -132,19 +159,26 @@ def main(arguments: list[str]) -> None:
         return
     sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
     in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
-    functions: dict[int, RewardFunction] = {}
+    loaded: dict[int, RewardFunction | UserFunction] = {}
     for index, spec in setup.specs.items():
         try:
-            functions[index] = build_function(spec)
+            loaded[index] = build_function(spec)
         except ValueError as error:
             _send(sink, Refused(f"reward.{index}.{error}"[:_MAX_WHY]))
             return
-    _send(sink, Ready(in_force))
+    own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
+    kinds = {str(index): _kind(function) for index, function in own.items() if function.takes_groups}
+    _send(sink, Ready(in_force, kinds))
+    groups = _Groups(memory_mb=setup.confinement.memory_mb)
     own_pid = os.getpid()
     while (items := _receive(source)) is not None:
         for item, timeout_s in items:
             limit_cpu(timeout_s)
-            answer = _score(functions[item.reward], item, memory_mb=setup.confinement.memory_mb)
+            function = loaded[item.reward]
+            if isinstance(item.completion, list):
+                answer = groups.score(function, item, timeout_s=timeout_s)
+            else:
+                answer = _score(function, item, memory_mb=setup.confinement.memory_mb)
             if os.getpid() != own_pid:
                 os._exit(
                     1
@@ -152,26 +186,121 @@ def main(arguments: list[str]) -> None:
             _send(sink, answer)
 
 
-def _score(function: RewardFunction, item: Item, *, memory_mb: int) -> Answer:
+def _kind(function: UserFunction) -> str:
+    return "async" if function.is_async else "batched"
+
+
+def _score(function: Any, item: Item, *, memory_mb: int) -> Answer:
     started_s = time.monotonic()
     try:
         returned = function(item.prompt, item.completion, item.answer, item.metadata)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-        frames = error.__traceback__.tb_next if error.__traceback__ else None
-        if isinstance(error, MemoryError):
-            error = MemoryError(f"{error} (this process may use memory_mb={memory_mb})".strip())
-        why = "".join(traceback.format_exception(type(error), error, frames))
-        return Answer(0.0, "raised", _cut(why), time.monotonic() - started_s)
-    elapsed_s = time.monotonic() - started_s
+        return _raised(error, memory_mb=memory_mb, elapsed_s=time.monotonic() - started_s)
+    return _checked(returned, elapsed_s=time.monotonic() - started_s)
+
+
+class _Groups:
+    """Calls functions that take all completions of a group. Async ones share one event loop for as long as this process lives,
+    so that a client they keep open stays usable."""
+
+    def __init__(self, *, memory_mb: int) -> None:
+        self._memory_mb = memory_mb
+        self._runner: Any = None
+
+    def score(self, function: Any, item: Item, *, timeout_s: float) -> Answers:
+        assert isinstance(function, UserFunction) and isinstance(item.completion, list), "the parent was told which do"
+        count, limit_s = len(item.completion), timeout_s - ASYNC_GRACE_S
+        if not function.is_async:
+            each = self._batch(partial(_call, function, item, item.completion), count)
+        elif function.is_batched:
+            call = partial(self._run, _within(function, item, item.completion, limit_s))
+            each = self._batch(call, count)
+        else:
+            each = self._run(self._together(function, item, limit_s=limit_s))
+        longest = max(_MIN_WHY, _MAX_WHY // max(count, 1))
+        return Answers([Answer(one.value, one.kind, _cut(one.why, longest), one.elapsed_s) for one in each])
+
+    def _batch(self, call: Callable[[], Any], count: int) -> list[Answer]:
+        """One call for all completions: it fails for all of them, or each has a score."""
+        started_s = time.monotonic()
+        try:
+            returned = call()
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            return [self._failed(error, since_s=started_s)] * count
+        elapsed_s = time.monotonic() - started_s
+        try:
+            values = check_scores(returned, count=count)
+        except Exception as error:  # noqa: BLE001 - an __iter__ of the user's may raise anything
+            return [Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)] * count
+        return [_checked(value, elapsed_s=elapsed_s) for value in values]
+
+    async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[Answer]:
+        """A call for each completion, all at once."""
+        import asyncio
+
+        async def one(completion: str) -> Answer:
+            started_s = time.monotonic()
+            try:
+                returned = await _within(function, item, completion, limit_s)
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+                return self._failed(error, since_s=started_s)
+            return _checked(returned, elapsed_s=time.monotonic() - started_s)
+
+        return list(await asyncio.gather(*map(one, item.completion)))
+
+    def _failed(self, error: BaseException, *, since_s: float) -> Answer:
+        elapsed_s = time.monotonic() - since_s
+        if isinstance(error, _LateError):
+            return Answer(0.0, "hung", str(error), elapsed_s)
+        return _raised(error, memory_mb=self._memory_mb, elapsed_s=elapsed_s)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        import asyncio
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(work)
+
+
+class _LateError(Exception):
+    """An async function took longer than its limit."""
+
+
+def _call(function: UserFunction, item: Item, completion: str | list[str]) -> Any:
+    return function(item.prompt, completion, item.answer, item.metadata)
+
+
+async def _within(function: UserFunction, item: Item, completion: str | list[str], limit_s: float) -> Any:
+    import asyncio
+
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await _call(function, item, completion)
+    except TimeoutError:
+        if limit.expired():
+            raise _LateError(f"no score within timeout_s={limit_s:g}") from None
+        raise
+
+
+def _raised(error: BaseException, *, memory_mb: int, elapsed_s: float) -> Answer:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        frames = frames.tb_next
+    if isinstance(error, MemoryError):
+        error = MemoryError(f"{error} (this process may use memory_mb={memory_mb})".strip())
+    why = "".join(traceback.format_exception(type(error), error, frames))
+    return Answer(0.0, "raised", _cut(why), elapsed_s)
+
+
+def _checked(returned: Any, *, elapsed_s: float) -> Answer:
     try:
         return Answer(check_score(returned), "", "", elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
         return Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
 
 
-def _cut(why: str) -> str:
+def _cut(why: str, longest: int = _MAX_WHY) -> str:
     """Both ends of a long text: a traceback begins with where and ends with what."""
-    return why if len(why) <= _MAX_WHY else f"{why[: _MAX_WHY // 2]}\n...\n{why[-_MAX_WHY // 2 :]}"
+    return why if len(why) <= longest else f"{why[: longest // 2]}\n...\n{why[-longest // 2 :]}"
 
 
 def _send(sink: Any, message: Said) -> None:

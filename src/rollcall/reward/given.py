@@ -1,0 +1,96 @@
+"""Reward functions that Python code gives as objects.
+
+One that a worker process can import is named by its path, as in a run file. Any other (a lambda, a function of a notebook cell,
+of a script or of another function) is pickled by value with what it uses, and goes to the same confined processes; the run file
+calls it ``<python>:name``. It lives as long as this process: to continue the run, give it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollcall.errors import ConfigError
+
+PREFIX = "<python>:"
+_pickled: dict[str, bytes] = {}
+
+
+def name_functions(rewards: Any) -> Any:
+    """The rewards as a run file has them: each function, or ``path`` that is one, by its path."""
+    if callable(rewards) or isinstance(rewards, Mapping):
+        rewards = [rewards]
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        return rewards  # the run file's rules say what is wrong with it
+    taken: set[str] = set()
+    return [_named(reward, taken) for reward in rewards]
+
+
+def with_pickled(spec: dict[str, Any], *, index: int) -> dict[str, Any]:
+    """A reward's fields, with the function itself where the path only says that it was given."""
+    path = spec.get("path", "")
+    if spec["type"] != "function" or not path.startswith(PREFIX):
+        return spec
+    if path not in _pickled:
+        raise ConfigError(
+            f"reward.{index}.path={path} is a function that Python code gave, and it is not in a file; give it again "
+            f"(rollcall.train(..., reward=[{path.removeprefix(PREFIX)}]), or rollcall.evaluate), or put it in a module"
+        )
+    return {**spec, "pickled": _pickled[path]}
+
+
+def _named(reward: Any, taken: set[str]) -> Any:
+    if callable(reward):
+        reward = {"type": "function", "path": reward}
+    if not isinstance(reward, Mapping) or not callable(reward.get("path")):
+        return reward
+    function = reward["path"]
+    path = _import_path(function)
+    if path is None:
+        path = _unique(f"{PREFIX}{_name(function)}", taken)
+        _pickled[path] = _pickle(function, path)
+    return {"type": "function", **reward, "path": path}
+
+
+def _import_path(function: Any) -> str | None:
+    """``module:name`` if importing gives this very function; None: only this process has it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not module or module == "__main__" or "<" in name or not name:
+        return None
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return f"{module}:{name}" if found is function else None
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def _unique(path: str, taken: set[str]) -> str:
+    number, found = 1, path
+    while found in taken:
+        number += 1
+        found = f"{path}_{number}"
+    taken.add(found)
+    return found
+
+
+def _pickle(function: Any, path: str) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:  # noqa: BLE001 - what cannot be pickled says so in many ways
+        raise ConfigError(
+            f"the reward {path.removeprefix(PREFIX)} cannot be sent to the processes that run rewards: {type(error).__name__}: "
+            f"{error}; make what it holds inside the function, or put it in a module and give module:name"
+        ) from None
