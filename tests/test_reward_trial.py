@@ -68,7 +68,7 @@ def test_answers_that_score_nothing_are_pointed_out(tmp_path: Path) -> None:
 def test_a_function_that_could_never_score_is_refused_with_the_signature_it_should_have(
     definition: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollcall.reward.functions import load_function
+    from rollcall.reward.user_function import load_function
 
     name = f"wrong_{abs(hash(definition))}"
     (tmp_path / f"{name}.py").write_text(definition + "\n")
@@ -81,7 +81,7 @@ def test_a_function_that_could_never_score_is_refused_with_the_signature_it_shou
 
 
 def test_functions_of_other_shapes_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollcall.reward.functions import load_function
+    from rollcall.reward.user_function import load_function
 
     (tmp_path / "other_shapes.py").write_text(
         "from functools import partial\n"

@@ -53,6 +53,7 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
     ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
+    data = config.data
     cases = [
         ("critic", not ppo, f"algorithm.name={algorithm.name} has no critic; ppo has"),
         ("rollout.vllm", native, "rollout.engine is native, not vllm"),
@@ -62,6 +63,9 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
             "engine and learner are in one process and share the weights",
         ),
         ("trainer.elastic", one_process and not in_folder, "the run has one node; it is for a cluster of several"),
+        ("data.split", not _is_hub(data.train), "data.train is not a hub: dataset"),
+        ("data.val_split", not _is_hub(data.val), "data.val is not a hub: dataset"),
+        ("data.subset", not _is_hub(data.train) and not _is_hub(data.val), "data.train is not a hub: dataset"),
         ("algorithm.kl_estimator", algorithm.kl_coef == 0, "algorithm.kl_coef=0"),
         ("algorithm.kl_in", algorithm.kl_coef == 0, "algorithm.kl_coef=0"),
         ("algorithm.max_refills", not algorithm.dynamic_sampling, "algorithm.dynamic_sampling=false"),
@@ -76,6 +80,10 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
         for why, keys in found.items()
         if keys
     ]
+
+
+def _is_hub(source: str | None) -> bool:
+    return source is not None and source.startswith("hub:")
 
 
 def _changed(config: Any, key: str) -> list[str]:

@@ -139,8 +139,17 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str = _field("builtin:arithmetic", "JSONL or Parquet file with the training rows.")
+    train: str = _field(
+        "builtin:arithmetic",
+        "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset of the hub or a folder laid out as one.",
+    )
     val: str | None = _field("builtin:arithmetic", "Held-out rows for evaluation; `null`: no evaluation.")
+    split: str = _field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")
+    val_split: str = _field("test", "Split of a `hub:` dataset that `val` means.")
+    subset: str | None = _field(None, "Subset (configuration) of a `hub:` dataset, such as `main` for gsm8k.")
+    columns: dict[str, str] = _field(
+        {}, "New names for columns of the data, such as `{question: prompt}`; also of those that only rewards read."
+    )
     prompt_key: str = _field("prompt", "Column with the prompt: text, or chat messages.")
     answer_key: str = _field("answer", "Column with the correct answer.")
     system: str | None = _field(None, "System message before each chat prompt.")

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file (or a built-in task) as tokenised Prompts.
+"""Rows of a JSONL or Parquet file (or a hub dataset, or a built-in task) as tokenised Prompts.
 
 Every refusal names the file and the row; rows count from 1, as an editor shows the lines of a JSONL file.
 """
@@ -9,8 +9,8 @@ import difflib
 import json
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import numpy as np
 from rollcall.config import DataSection
 from rollcall.data.arithmetic import arithmetic
 from rollcall.data.columns import ColumnError, answer_text, check_texts, countdown_columns, plain, row_name
+from rollcall.data.hub import HubDataError, default_name, is_hub, read_dataset
 from rollcall.types import Prompt
 from rollcall.words import all_of, are
 
@@ -121,9 +122,7 @@ def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Itera
             raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
         for number, columns in _READERS[path.suffix](path):
             row = Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
-            for column, value in columns.items():
-                _of_column(row, "a column's name", check_texts, column)
-                _of_column(row, column, check_texts, value)
+            _check_columns(row)
             yield row
     except FileNotFoundError:
         raise DataError(
@@ -131,6 +130,47 @@ def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Itera
         ) from None
     except OSError as error:
         raise DataError(f"data file {source} cannot be read: {error}") from None
+
+
+def _data_rows(source: str, *, data: DataSection, split: Literal["train", "val"]) -> Iterator[Row]:
+    """The rows that the section means, with the columns named as it says."""
+    rows = _hub_rows(source, data=data, split=split) if is_hub(source) else read_rows(source, split=split)
+    for row in rows:
+        yield replace(row, columns=_renamed(row, data.columns)) if data.columns else row
+
+
+def _hub_rows(source: str, *, data: DataSection, split: Literal["train", "val"]) -> Iterator[Row]:
+    part = data.split if split == "train" else data.val_split
+    try:
+        for number, columns in enumerate(read_dataset(source, subset=data.subset, split=part), start=1):
+            row = Row(f"{source} ({part}), row {number}", f"{default_name(source, split=part)}:{number}", dict(columns))
+            _check_columns(row)
+            yield row
+    except HubDataError as error:
+        raise DataError(str(error)) from error
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
+    """``names`` is from a column of the data to the name that it gets."""
+    columns = {name: value for name, value in row.columns.items() if name not in names}
+    for before, after in names.items():
+        if before not in row.columns:
+            raise DataError(
+                f"{row.where} has no column {before!r}, which data.columns renames; it has {_listed(row.columns)}"
+            )
+        if after in columns:
+            raise DataError(
+                f"{row.where} has a column {after!r} already, and data.columns gives {before!r} that name too; rename the other "
+                f"as well, such as {after}: {after}_before"
+            )
+        columns[after] = row.columns[before]
+    return columns
+
+
+def _check_columns(row: Row) -> None:
+    for column, value in row.columns.items():
+        _of_column(row, "a column's name", check_texts, column)
+        _of_column(row, column, check_texts, value)
 
 
 def _of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) -> Any:
@@ -196,7 +236,7 @@ _READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parqu
 def _rendered_rows(
     source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"]
 ) -> Iterator[_Rendered]:
-    for row in read_rows(source, split=split):
+    for row in _data_rows(source, data=data, split=split):
         if data.prompt_key not in row.columns:
             raise DataError(
                 f"{row.where} has no column {data.prompt_key!r}; {_nearest(data.prompt_key, row, 'prompt_key')}"
@@ -275,9 +315,13 @@ def _nearest(key: str, row: Row, option: str) -> str:
     names = list(row.columns)
     near = difflib.get_close_matches(key, [name for name in names[:1000] if len(name) < 60], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
-    listed = [str(name)[:60] for name in names[:_COLUMNS_SHOWN]]
-    listed += [f"{len(names) - _COLUMNS_SHOWN:,} more"] if len(names) > _COLUMNS_SHOWN else []
-    return f"it has {', '.join(listed) or 'none'}; {hint}"
+    return f"it has {_listed(row.columns)}; {hint}"
+
+
+def _listed(columns: Mapping[str, Any]) -> str:
+    listed = [str(name)[:60] for name in list(columns)[:_COLUMNS_SHOWN]]
+    listed += [f"{len(columns) - _COLUMNS_SHOWN:,} more"] if len(columns) > _COLUMNS_SHOWN else []
+    return ", ".join(listed) or "none"
 
 
 # Tokens

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, parse_config
+from rollcall.data.hub import PREFIX as HUB
 from rollcall.errors import ClusterError
 from rollcall.nodes.state import NodeRecord
 
@@ -31,7 +32,7 @@ def resolve_paths(config: Config, *, folder: Path, record: NodeRecord | None) ->
             f"{key}=/SHARED/{place[name]}"
         )
     for _, place, name in relative:
-        place[name] = str(folder / place[name])
+        place[name] = _absolute(place[name], folder)
     # The dump is in JSON's terms and holds the secrets of cluster.env.
     return parse_config(run)
 
@@ -44,7 +45,15 @@ def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
     return found + [(f"reward.{index}.path", reward, "path") for index, reward in models]
 
 
+def _absolute(text: str, folder: Path) -> str:
+    kind = HUB if text.startswith(HUB) else ""
+    return f"{kind}{folder / text.removeprefix(kind)}"
+
+
 def _is_relative(text: str, key: str, folder: Path) -> bool:
+    if text.startswith(HUB):  # the name of a dataset, or a folder laid out as one
+        name = text.removeprefix(HUB)
+        return not Path(name).is_absolute() and (name.startswith(".") or (folder / name).exists())
     if text.startswith("builtin:") or Path(text).is_absolute():
         return False
     # A model is a folder here, or else the name of one on a hub.

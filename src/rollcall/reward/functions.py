@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import json
 import logging
 import math
 import operator
-import pickle
 import re
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from rollcall.reward.eval_guard import guarded
 from rollcall.reward.math_answer import math_equal
+from rollcall.reward.user_function import RewardLoadError, UserFunction, load_function, unpickle_function
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
-ARGUMENTS = ("prompt", "completion", "answer", "metadata")
 
 PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
 
-_EXPECTED = (
-    "f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group, each with prompt and metadata too if "
-    "you like, each async if you like"
-)
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?"  # a minus after a digit or a bracket is a subtraction
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![0-9])(?=\.[0-9]))"
@@ -52,42 +44,15 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
-class RewardLoadError(ValueError):
-    """A reward cannot be made ready; the message says which and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class UserFunction:
-    """A function of the user's and how it is called."""
-
-    call: Callable[..., Any]
-    names: tuple[str, ...]  # the arguments that it takes by name; empty: the four in their order
-    is_batched: bool  # called once for all completions of a group
-    is_async: bool
-
-    @property
-    def takes_groups(self) -> bool:
-        """Whether it gets all completions of a group at once; an async one so that its calls wait together."""
-        return self.is_batched or self.is_async
-
-    def __call__(self, prompt: str, completion: str | list[str], answer: str, metadata: dict[str, Any]) -> Any:
-        if not self.names:
-            return self.call(prompt, completion, answer, metadata)
-        given = {
-            "prompt": prompt,
-            "completion": completion,
-            "completions": completion,
-            "answer": answer,
-            "metadata": metadata,
-        }
-        return self.call(**{name: given[name] for name in self.names})
-
-
 def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
     """The function behind a reward's fields, such as ``{"type": "regex", "pattern": "..."}``."""
     kind = spec["type"]
     if kind == "function":
-        return load_function(spec["path"]) if spec.get("pickled") is None else _unpickle(spec["path"], spec["pickled"])
+        return (
+            load_function(spec["path"])
+            if spec.get("pickled") is None
+            else unpickle_function(spec["path"], spec["pickled"])
+        )
     if kind == "regex":
         return _regex(spec["pattern"])
     if kind == "countdown":
@@ -99,104 +64,6 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
     if kind == "reasoning_gym":
         _import_extra("reasoning_gym", "reasoning-gym", kind)
     return {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": reasoning_gym_score}[kind]
-
-
-def _unpickle(path: str, pickled: bytes) -> UserFunction:
-    """A function that was given to ``rollcall.train`` as an object (given.py)."""
-    try:
-        return user_function(path, pickle.loads(pickled))
-    except RewardLoadError:
-        raise
-    except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
-        raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
-
-
-def load_function(path: str) -> UserFunction:
-    """The user's function at ``module:function``."""
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise RewardLoadError(f"path={path!r} is not module:function; write for example my_rewards:score")
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise RewardLoadError(
-                f"path={path!r}: there is no module {error.name!r}; start from the directory that holds it, or install it"
-            ) from None
-        raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
-    except BaseException:  # noqa: BLE001 - a module may raise anything, SystemExit among it
-        raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            names = [name for name in dir(target) if callable(getattr(target, name, None)) and not name.startswith("_")]
-            raise RewardLoadError(
-                f"path={path!r}: module {module_name!r} has no {attribute!r}; it has {', '.join(names[:20]) or 'no function'}"
-            )
-        target = getattr(target, part)
-    if not callable(target):
-        raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
-    return user_function(path, target)
-
-
-def user_function(path: str, target: Any) -> UserFunction:
-    """How to call it, by its signature; refuses what could never be called as a reward, or never return a number."""
-    if inspect.isclass(target):
-        raise RewardLoadError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
-    called = target
-    while isinstance(called, partial):
-        called = called.func
-    called = called if inspect.isroutine(called) else getattr(type(called), "__call__", called)  # noqa: B004
-    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise RewardLoadError(
-            f"path={path!r} is a generator, which returns no number when it is called; give {_EXPECTED}"
-        )
-    is_async = inspect.iscoroutinefunction(called)
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # written in C, and says nothing of itself
-        return UserFunction(target, (), is_batched=False, is_async=is_async)
-    names = _named(signature)
-    if names is not None:
-        if ("completion" in names) == ("completions" in names):
-            raise RewardLoadError(
-                f"path={path!r} takes {signature}, and a reward takes either completion or completions; give {_EXPECTED}"
-            )
-        return UserFunction(target, names, is_batched="completions" in names, is_async=is_async)
-    try:
-        signature.bind("", "", "", {})
-    except TypeError as error:
-        raise RewardLoadError(
-            f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot "
-            f"be called with four arguments either ({error}); give {_EXPECTED}"
-        ) from None
-    return UserFunction(target, (), is_batched=False, is_async=is_async)
-
-
-def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
-    """The arguments to give by name; None: some that must be given have other names, or no name decides."""
-    known: list[str] = []
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return None
-        if parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        if name in (*ARGUMENTS, "completions") and parameter.kind is not parameter.POSITIONAL_ONLY:
-            known.append(name)
-        elif parameter.default is parameter.empty:
-            return None
-    return tuple(known) if known else None
-
-
-def check_scores(values: Any, *, count: int) -> list[Any]:
-    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not."""
-    if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
-        raise ValueError(
-            f"returned {_short(values)} ({type(values).__name__}); a reward of completions returns a list of numbers"
-        )
-    found = list(values)
-    if len(found) != count:
-        raise ValueError(f"returned {len(found)} scores for {count} completions")
-    return found
 
 
 def check_score(value: Any) -> float:

@@ -38,7 +38,7 @@ from rollcall.reward.confine import (
     remove_folder,
     sweep_folders,
 )
-from rollcall.reward.functions import RewardLoadError
+from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import (
     LENGTH,
     MAX_ANSWER_BYTES,
@@ -66,7 +66,7 @@ _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 4000
 _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
-_OWN_FRAMES = ("rollcall/reward/worker", "runpy")
+_OWN_FRAMES = ("rollcall/reward/worker", "rollcall/reward/user_function", "runpy", "/asyncio/")
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -30,9 +30,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from rollcall.reward import functions
+from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu
-from rollcall.reward.functions import RewardFunction, UserFunction, build_function, check_score, check_scores
+from rollcall.reward.functions import RewardFunction, build_function, check_score
+from rollcall.reward.user_function import UserFunction, check_scores
 
 LENGTH = struct.Struct("<Q")
 STACK_SIGNAL = signal.SIGUSR1
@@ -43,7 +44,7 @@ _MIN_WHY = 100  # of each completion of a group
 
 
 # Frames that say nothing to the author of a reward.
-_OWN_FILES = (__file__, functions.__file__)
+_OWN_FILES = (__file__, user_function.__file__)
 
 
 @dataclass(frozen=True, slots=True)

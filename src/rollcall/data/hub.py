@@ -1,0 +1,51 @@
+"""Rows of a dataset of the hub, or of a folder laid out as one: ``hub:openai/gsm8k``, ``hub:./my_dataset``.
+
+The ``datasets`` library reads them. It is not among the core dependencies; ``pip install 'rollcall-rl[hub]'`` brings it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PREFIX = "hub:"
+
+
+class HubDataError(ValueError):
+    """A dataset cannot be read; the message names it and says what to do."""
+
+
+def is_hub(source: str | None) -> bool:
+    return source is not None and source.startswith(PREFIX)
+
+
+def default_name(source: str, *, split: str) -> str:
+    """What the ids of its rows begin with."""
+    return f"{Path(source.removeprefix(PREFIX)).name}-{split}"
+
+
+def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
+    """The rows of one split, downloaded once and then read from the cache."""
+    name = source.removeprefix(PREFIX)
+    if not name.strip():
+        raise HubDataError(f"{source} names no dataset; write for example hub:openai/gsm8k")
+    datasets = _library(source)
+    try:
+        found = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # noqa: BLE001 - of the network, of files, of names: the library raises its own of each
+        first = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise HubDataError(
+            f"{source} cannot be read (data.subset={subset or 'null'}, split {split}): {type(error).__name__}: {first}"
+        ) from error
+    yield from found
+
+
+def _library(source: str) -> Any:
+    try:
+        return import_module("datasets")
+    except ImportError:
+        raise HubDataError(
+            f"{source} needs the datasets library, which is not installed; run: pip install 'rollcall-rl[hub]'"
+        ) from None
