@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rollcall.engine.protocol import Finished, Request
-from rollcall.roles.engine_seat import EngineSeat, Progress
+from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.types import Completion, FinishReason, Sample, Segment
 from rollcall.weights import Invitation
 
@@ -127,7 +127,7 @@ class StandIn:
         self.engine = SleepEngine(pace)
         self.seat = EngineSeat(self.engine, room=0)
 
-    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Progress:
+    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Advance:
         return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
 
     def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:

@@ -244,19 +244,21 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
 ) -> None:
     with echoes(share) as (group, nodes):
         crew: Any = group._running
-        crew._backend._silent_s = 3.0
+        crew._post._silent_s = 3.0
         nodes[0].process.send_signal(signal.SIGSTOP)
-        with pytest.raises(WorkerDiedError, match="has stood still for"):
+        with pytest.raises(WorkerDiedError, match="has not moved for"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes[0].process.send_signal(signal.SIGCONT)
-        crew._backend._silent_s = mailbox.SILENT_S
+        crew._post._silent_s = mailbox.SILENT_S
         crew.replace(1, timeout_s=WAIT_S)
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 
 
 def test_a_worker_that_does_not_appear_is_named(share: Path, capfd: pytest.CaptureFixture[str]) -> None:
     master = FolderBackend(share, num_nodes=3, run="x", appear_s=3)
-    missing = pytest.raises(ClusterError, match="no worker 1, 2 in .* after 3 s; on each of those nodes run")
+    missing = pytest.raises(
+        ClusterError, match="worker 1, 2 did not appear in .* within 3 s; on each of those nodes run"
+    )
     with master, missing:
         VirtualCluster([1, 1, 1], backend=master)
     assert "waiting for worker" in capfd.readouterr().err

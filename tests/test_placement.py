@@ -109,7 +109,7 @@ def test_a_tensor_size_makes_the_mesh() -> None:
 
 def test_a_tensor_group_on_two_nodes_is_noted() -> None:
     plan = make_plan([6, 6], {"actor,rollout": "all"}, **needs("actor", "rollout", actor=4))
-    assert any("1 of 3 tensor groups of actor (the first: 1) lie on two nodes" in note for note in plan.notes)
+    assert any("1 of 3 tensor groups of actor (the first: 1) are on two nodes" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_refusal_says_the_sum_and_what_to_write(placement: dict[str, Any], wor
 
 def test_a_process_on_two_nodes_is_refused_with_both_named() -> None:
     message = refusal([3, 5], {"rollout": "all:0-3"})
-    assert "process 1 would have slots 2-3, which lie on node 0 (slots 0-2) and node 1 (slots 3-7)" in message
+    assert "process 1 would have slots 2-3, which are on node 0 (slots 0-2) and node 1 (slots 3-7)" in message
 
 
 def test_uneven_nodes_are_added_up_in_refusals() -> None:
@@ -182,18 +182,18 @@ def test_a_critic_that_a_run_needs_and_does_not_place_is_refused() -> None:
 def test_no_run_goes_without_actor_and_rollout(missing: str) -> None:
     placed = "rollout" if missing == "actor" else "actor"
     message = refusal(EIGHT, {placed: "all"}, **needs("actor", "rollout"))
-    assert f"places {placed}, and no run goes without {missing}; write for example 'actor,rollout: all'" in message
+    assert f"places {placed}, and every run needs {missing}; write for example 'actor,rollout: all'" in message
 
 
 def test_a_role_the_run_does_not_have_is_left_out_with_a_note() -> None:
     plan = make_plan(EIGHT, {"actor,rollout,critic": "all"}, **needs("actor", "rollout"))
     assert plan.world_size("critic") == 0
-    assert "critic is placed, but this run has none (algorithm.name=ppo asks for one)" in plan.notes[0]
+    assert "critic is placed, but this run does not use it (algorithm.name=ppo would)" in plan.notes[0]
 
 
 def test_slots_that_only_such_a_role_has_are_refused_and_say_so() -> None:
     message = refusal(EIGHT, {"actor,rollout": "0-3", "critic": "4-7"}, **needs("actor", "rollout"))
-    assert "leaves slots 4-7 without a role" in message and "critic is placed, but this run has none" in message
+    assert "leaves slots 4-7 without a role" in message and "critic is placed, but this run does not use it" in message
 
 
 @pytest.mark.parametrize(

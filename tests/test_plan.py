@@ -96,7 +96,7 @@ def test_a_model_in_the_hub_cache_needs_no_download(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ('{"model_type": "mamba"}', "is a model of type mamba, whose memory is not known"),
+        ('{"model_type": "mamba"}', "is a model of type mamba, whose memory cannot be estimated"),
         ('{"model_type": "llama"}', "does not hold a model's sizes: KeyError 'hidden_size'"),
         ("{", "is not JSON"),
         ("[]", "is not a model's config.json"),
@@ -269,8 +269,8 @@ def test_weights_that_leave_rollout_without_work_are_refused(tmp_path: Path) -> 
     apart: dict[str, str | int] = {"rollout": "0-1", "actor": "2-3"}
     idle = make_run(tmp_path, apart, nodes=[2, 2], cluster={"node_weights": [0, 1]})
     assert idle.problems == (
-        "cluster.node_weights=[0.0, 1.0] gives no task to a node that has a rollout process; those are nodes 0: give one of "
-        "them a weight above 0",
+        "cluster.node_weights=[0.0, 1.0] has 0 for every node with a rollout process (node 0); give one of them a weight above "
+        "0",
     )
     assert make_run(tmp_path, apart, nodes=[2, 2], cluster={"node_weights": [1, 0]}).problems == ()
 
@@ -311,9 +311,9 @@ def test_a_node_that_an_elastic_run_cannot_do_without_is_noted(tmp_path: Path) -
         return " ".join(run.notes)
 
     stuck = words({"rollout": "0-1", "actor": "2-3"}, 1)
-    assert "without node 0, which alone has rollout" in stuck and "without node 1, which alone has actor" in stuck
+    assert "without node 0, the only one with rollout" in stuck and "without node 1, the only one with actor" in stuck
     assert "elastic" not in words({"rollout": "0,2", "actor": "1,3"}, 1)
-    assert "are all of the nodes" in words({"rollout": "0,2", "actor": "1,3"}, 2)
+    assert "is the number of all nodes" in words({"rollout": "0,2", "actor": "1,3"}, 2)
 
 
 def test_the_map_shows_every_node_role_and_rank(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_weight_of_zero_leaves_a_node_out() -> None:
 
 
 def test_weights_for_nodes_without_rollout_alone_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"node_weights=\[0, 1\].*nodes 0"):
+    with pytest.raises(ClusterError, match=r"node_weights=\[0, 1\].*node 0"):
         Router([RolloutWorker(worker=0, node_rank=0, name="w0")], room=8, node_weights=[0, 1])
 
 

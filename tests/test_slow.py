@@ -12,7 +12,7 @@ from rollcall.groups.sockets import Flow, Flows
 
 
 def make_spec(title: str, *, rank: int, node: str, address: str) -> WorkerSpec:
-    seats = NodeSeats(node_rank=rank, node_id=node, address=address, bundles=(0,), devices=(), visible_variable=None)
+    seats = NodeSeats(node_rank=rank, node_id=node, address=address, bundles=(0,))
     return WorkerSpec(
         role="run", rank=rank, world_size=2, local_rank=0, local_world_size=1, node=seats, slots=(0,), share=1.0, env={},
         title=title,
@@ -73,8 +73,8 @@ def test_a_sync_over_a_link_that_has_become_slow_names_both_nodes_and_what_they_
     assert run.told == []
     run.send(seconds=50, bytes_per_s=1e6)
     first, again = run.told
-    assert "actor rank 0 on node 0 (10.0.0.1) is in send_weights for 21 s (2.0 s at most before)" in first
-    assert "rollout rank 0 on node 1 (10.0.0.2) is in use_weights for 21 s" in first
+    assert "actor rank 0 on node 0 (10.0.0.1) has been in send_weights for 21 s (2.0 s at most before)" in first
+    assert "rollout rank 0 on node 1 (10.0.0.2) has been in use_weights for 21 s" in first
     assert (
         "node 0 received 0.0 MB and sent 21.0 MB, now 0.0 and 1.0 MB/s (100.0 MB/s at its fastest in this run)" in first
     )
@@ -91,7 +91,7 @@ def test_a_link_that_is_known_to_be_slow_is_named_soon() -> None:
         run.links.note({0: Flows(by_peer={"10.0.0.2": flow})}, now_s=run.now_s)
         run.look(busy_s=float(second))
     (told,) = run.told
-    assert "actor rank 0 on node 0 (10.0.0.1) is in send_weights for 4 s (1.0 s at most before)" in told
+    assert "actor rank 0 on node 0 (10.0.0.1) has been in send_weights for 4 s (1.0 s at most before)" in told
     assert "the link between nodes 0 and 1 is slow: 18 kB/s went from node 0 to node 1 over 4 s, with 400 kB" in told
 
 

@@ -89,9 +89,9 @@ def test_a_pulse_tells_the_longest_call_of_each_method() -> None:
 ALONE = """
 import os, subprocess, sys, time
 from rollcall.on_ray import supervise
-from rollcall.groups.host import MARK
+from rollcall.groups.host import GROUP_MARK
 supervise.ALONE_S = 6.0
-worker = subprocess.Popen(["sleep", "600"], env={MARK: sys.argv[1]})
+worker = subprocess.Popen(["sleep", "600"], env={GROUP_MARK: sys.argv[1]})
 eyes = supervise.Eyes(sys.argv[1])
 for _ in range(10):  # longer than it may be left alone
     eyes.look({0: worker.pid})

@@ -176,7 +176,7 @@ def test_workers_without_rows_are_called_with_none(backend, groups):
 def test_common_arguments_reach_everyone_whole(backend, groups):
     results = sharded(groups(backend), [1, 2, 3, 4], common_kwargs={"loss_fn": sum})
     assert [result["loss"] for result in results] == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="data is given to be split and in common_kwargs"):
+    with pytest.raises(ValueError, match="data is an argument to split and also in common_kwargs"):
         sharded(groups(backend), [1], common_kwargs={"data": [1]})
 
 
@@ -281,7 +281,10 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
         (dict(workers_per_node=[1]), r"workers_per_node=\[1\] needs one number for each of the cluster's 2 nodes"),
         (dict(bundle_indices_list=[(2, [0])]), "names node 2; the cluster has nodes 0 to 1"),
         (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, and no slot 2"),
-        (dict(seats=[Seat(node_rank=5, slots=(0,))]), "node 5 has no slot in this cluster; nodes 0, 1 have"),
+        (
+            dict(seats=[Seat(node_rank=5, slots=(0,))]),
+            "node 5 has no slot in this cluster; the nodes with slots are 0, 1",
+        ),
         (dict(workers_per_node=1, seats=[]), "give one of them"),
         (dict(seats=[]), "at least one worker"),
         (dict(sharding_annotations=NamedSharding([0, 1], names=["batch"])), r"lays out ranks \[0, 1\]"),
@@ -301,7 +304,7 @@ def test_clusters_and_classes_that_make_no_sense_are_refused():
         (dict(bundle_ct_per_node_list=[]), "has no slot"),
         (dict(bundle_ct_per_node_list=[9]), "takes 9 slots of a node with num_gpus_per_node=8"),
         (dict(bundle_ct_per_node_list=[1], max_colocated_worker_groups=0), "leaves no room"),
-        (dict(bundle_ct_per_node_list=[1], node_ranks=[0, 1]), "does not name a node for each entry"),
+        (dict(bundle_ct_per_node_list=[1], node_ranks=[0, 1]), "needs one node for each entry"),
     ]
     for arguments, said in refused:
         with pytest.raises(ValueError, match=said):

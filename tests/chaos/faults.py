@@ -150,7 +150,7 @@ FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
 # What the run says of each: a fault that nobody took notice of was none.
 # Both ends, two rates and what was waited for.
 SLOW = r"the link between nodes 0 and 1 is slow: .* kB/s went .* at its fastest.*the run waited for .*weights of version \d"
-LOST = r"is lost, others do its part|goes on from the newest checkpoint"
+LOST = r"is lost; the others do its work|goes on from the newest checkpoint"
 NOTICED = {
     "worker killed": LOST,
     "worker stopped": r"(?s)is stopped \(state T\).*Thread 0x",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.lab import Host
 
-from rollcall.groups.host import MARK
+from rollcall.groups.host import GROUP_MARK
 from rollcall.groups.pulse import PULSE
 
 
@@ -29,6 +29,6 @@ def workers_on(host: Host) -> list[int]:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has just ended
-        if any(variable.startswith(f"{MARK}=".encode()) for variable in variables):
+        if any(variable.startswith(f"{GROUP_MARK}=".encode()) for variable in variables):
             found.append(pid)
     return found

@@ -20,7 +20,7 @@ ANSWER_S = 90.0  # a node starts a fresh process to answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenVariable:
     """One variable on one node; secrets are redacted."""
 
     name: str
@@ -33,7 +33,7 @@ class Seen:
 class NodeView:
     rank: int
     address: str
-    variables: tuple[Seen, ...]
+    variables: tuple[SeenVariable, ...]
 
 
 def view_workers(
@@ -64,17 +64,19 @@ def _view(section: ClusterSection | None, *, submitted: Mapping[str, str], timeo
     ]
 
 
-def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[Seen, ...]:
+def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
     """What is declared in its order, then the rest by where it comes from; of the node's own, its paths first."""
     rows = []
     for name, variable in variables.items():
         value, _ = found.get(name, (None, ""))
         wanted = REDACTED if hides(name, variable.value) else variable.value
-        rows.append(Seen(name=name, value=value, source=variable.source, wanted=wanted if wanted != value else None))
+        rows.append(
+            SeenVariable(name=name, value=value, source=variable.source, wanted=wanted if wanted != value else None)
+        )
     for name in NODE_OWN:
         value, source = found.get(name, (None, "the node's own"))
-        rows.append(Seen(name=name, value=value, source=source, wanted=None))
+        rows.append(SeenVariable(name=name, value=value, source=source, wanted=None))
     others = {name: seen for name, seen in found.items() if name not in variables and name not in NODE_OWN}
     for name, (value, source) in sorted(others.items(), key=lambda item: (ORDER.index(item[1][1]), item[0])):
-        rows.append(Seen(name=name, value=value, source=source, wanted=None))
+        rows.append(SeenVariable(name=name, value=value, source=source, wanted=None))
     return tuple(rows)

@@ -1,17 +1,19 @@
-"""What a worker group asks of the place its workers run in: Ray (``on_ray``), this process (``inprocess``) or nodes that
-share a folder alone (``folder``).
+"""What a worker group needs from a backend: Ray (``on_ray``), this process (``inprocess``), or nodes that share only a folder
+(``folder``).
 
-A virtual cluster reserves slots through a Backend and gets a Reservation; a worker group launches its processes on it and
+A virtual cluster reserves slots through a Backend and gets a Reservation. A worker group launches its processes on it and
 gets a Crew, which it calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollcall.groups.dispatch import Drop
+
+STOP_DEADLINE_S = 30.0
 
 # Set for every worker by its group; a user's env_vars may not name them.
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -19,13 +21,13 @@ GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The slots that a virtual cluster wants."""
+    """The slots that a virtual cluster asks for."""
 
     name: str
     slots_per_node: tuple[int, ...]
     use_gpus: bool
     num_colocated: int
-    node_ranks: tuple[int, ...] | None  # of each entry; None: nodes with room, in rank order
+    node_ranks: tuple[int, ...] | None  # the node of each entry; None: nodes with room, in rank order
 
     @property
     def resource(self) -> str:
@@ -38,10 +40,12 @@ class NodeSeats:
 
     node_rank: int
     node_id: str
-    address: str  # empty: it has none, and is called by its node_id
+    address: str  # empty: it has none, and messages use its node_id
     bundles: tuple[int, ...]  # the placement group's bundle of each slot
-    devices: tuple[str, ...]  # the accelerator of each slot; empty: slots are CPUs
-    visible_variable: str | None  # what names a process's accelerators here, such as CUDA_VISIBLE_DEVICES
+    devices: tuple[str, ...] = ()  # the accelerator of each slot; empty: slots are CPUs
+    visible_variable: str | None = (
+        None  # the variable that names a process's accelerators, such as CUDA_VISIBLE_DEVICES
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,9 @@ class WorkerSpec:
     local_world_size: int
     node: NodeSeats
     slots: tuple[int, ...]
-    share: float  # of its slot; the rest is for workers that live there as well
-    env: Mapping[str, str]  # as the user wants it
-    title: str = ""  # what messages call it, where that is not its role and rank
+    share: float  # of its slot; the rest is for other workers on it
+    env: Mapping[str, str]  # the user's
+    title: str = ""  # its name in messages; empty: its role and rank
 
     @property
     def where(self) -> str:
@@ -92,7 +96,7 @@ class WorkerSpec:
 
 
 def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    """Of whom a WorkerError tells; the first is the one that it is about."""
+    """The workers that a WorkerError names; it is about the first."""
     return dict(
         role=specs[0].role,
         ranks=list(dict.fromkeys(spec.rank for spec in specs)),
@@ -116,6 +120,10 @@ class Crew(Protocol):
     master_address: str
     master_port: int
 
+    def start(self, *, timeout_s: float) -> None:
+        """Make every worker."""
+        ...
+
     def share(self, value: Any) -> Any:
         """The value in a form that is cheap to give to several workers."""
         ...
@@ -125,30 +133,43 @@ class Crew(Protocol):
     def gather(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]: ...
 
     def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        """Those that have an answer, or a failure to tell; waits for the first, at most ``timeout_s``."""
+        """Those that have an answer or have failed; waits for the first, at most ``timeout_s``."""
         ...
 
     def is_alive(self, rank: int) -> bool: ...
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        """The group can go on without these workers. The loss of any other ends every wait, also waits for workers that live.
+
+        A crew tolerates the loss of all its workers until this is called: a loss then ends the waits for the lost worker.
+        """
         ...
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        """Put another process into the seat of a worker that is lost, and say where it is now."""
+        """Put a new process into the seat of a lost worker; returns where it is now."""
         ...
 
     def stop(self, *, timeout_s: float) -> None:
-        """End every process of the group, and the processes that those have started."""
+        """End every process of the group, and every process that those have started."""
         ...
 
 
-class Reservation(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Slots that are held."""
+
     nodes: Sequence[NodeSeats]  # by node rank; nodes without slots are left out
+    crew: Callable[[Sequence[WorkerSpec], Recipe], Crew]
+    release: Callable[[], None] = lambda: None
 
-    def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew: ...
-
-    def release(self) -> None: ...
+    def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
+        crew = self.crew(specs, recipe)
+        try:
+            crew.start(timeout_s=timeout_s)
+        except BaseException:  # an interrupt too: nothing may be left behind
+            crew.stop(timeout_s=STOP_DEADLINE_S)
+            raise
+        return crew
 
 
 class Backend(Protocol):

@@ -1,7 +1,7 @@
 """VirtualCluster: slots on nodes, reserved for worker groups.
 
-Slots are in (node rank, slot) order. The node rank is the node's own (``rollcall node --rank``); on a Ray that was
-started otherwise, nodes are ranked by address.
+Slots are in (node rank, slot) order. A node's rank is that of ``rollcall node --rank``; on a Ray that was started in another
+way, nodes are ranked by address.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ class VirtualCluster:
         if use_gpus and max(counts) > num_gpus_per_node:
             raise ValueError(
                 f"bundle_ct_per_node_list={list(counts)} takes {max(counts)} slots of a node with "
-                f"num_gpus_per_node={num_gpus_per_node}; lower the one or raise the other"
+                f"num_gpus_per_node={num_gpus_per_node}; take fewer, or raise num_gpus_per_node"
             )
         if max_colocated_worker_groups < 1:
             raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups} leaves no room; use 1 or more")
         if node_ranks is not None and (len(node_ranks) != len(counts) or len(set(node_ranks)) != len(counts)):
-            raise ValueError(f"node_ranks={list(node_ranks)} does not name a node for each entry of {list(counts)}")
+            raise ValueError(
+                f"node_ranks={list(node_ranks)} needs one node for each entry of {list(counts)}, each of them once"
+            )
         self._counts = counts
         self._use_gpus = use_gpus
         self._num_colocated = max_colocated_worker_groups
@@ -102,12 +104,12 @@ class VirtualCluster:
     def node(self, node_rank: int) -> NodeSeats:
         if node_rank not in self._nodes:
             raise ValueError(
-                f"node {node_rank} has no slot in this cluster; nodes {', '.join(map(str, self._nodes))} have"
+                f"node {node_rank} has no slot in this cluster; the nodes with slots are {', '.join(map(str, self._nodes))}"
             )
         return self._nodes[node_rank]
 
     def check_room(self, seats: Sequence[Seat]) -> None:
-        """Refuse seats that do not exist or are taken: Ray would wait for them for ever."""
+        """Refuse seats that do not exist or are taken: Ray would wait for them forever."""
         taken: dict[tuple[int, int], list[str]] = {}
         for group in self._groups:
             for seat in {(spec.node.node_rank, slot) for spec in group.specs for slot in spec.slots}:
@@ -127,7 +129,7 @@ class VirtualCluster:
                     )
 
     def share_of_slot(self, *, num_workers: int) -> float:
-        """What Ray is asked for by each of a group's workers on one slot, so that the other groups fit beside them."""
+        """The part of a slot that each of a group's workers asks Ray for, so that the other groups fit on it too."""
         whole = 1 if self._use_gpus else self._num_colocated
         # Rounded down to what Ray counts in, or several shares would exceed the slot.
         return int(10_000 * whole / (self._num_colocated * num_workers)) / 10_000

@@ -1,7 +1,7 @@
-"""Which worker gets which rows, and which result comes back. Pure: numpy only, tensors by what they can do.
+"""Which worker gets which rows, and which result comes back. Pure: numpy only; tensors are split without torch.
 
-Rows are split as evenly as they go, in order: 10 rows over 4 workers are 3, 3, 2, 2. Fewer rows than workers leave the
-last ones an empty part, and they are still called: in a collective everyone has to take part.
+Rows are split as evenly as possible, in order: 10 rows over 4 workers are 3, 3, 2, 2. With fewer rows than workers the last
+workers get an empty part. They are still called: every worker has to take part in a collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Route:
     """One worker's part in a sharded call."""
 
     rank: int
-    shard: int | None  # None: called without data, so that it can take part
+    shard: int | None  # None: called without data, only to take part
     drop: Drop
 
 
@@ -38,7 +38,7 @@ def routes(
     output_is_replicated: tuple[str, ...],
     call_free_axes: bool,
 ) -> tuple[Route, ...]:
-    """Who is called, by rank. An axis that is neither sharded nor replicated on is free: only its first place is called."""
+    """The workers to call, by rank. An axis that is neither sharded nor replicated on is free: only its first is called."""
     sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
     sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
     both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
@@ -66,7 +66,7 @@ def routes(
 
 
 def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[int]:
-    """The ranks that are called when only the first place on these axes is."""
+    """The ranks to call when only the first along these axes is called."""
     sharding.check_axes(rank_0_only_axes, argument="run_rank_0_only_axes", also=[SETUP])
     if SETUP in rank_0_only_axes and SETUP not in sharding.names:
         return sharding.ranks[:1]
@@ -76,7 +76,7 @@ def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[in
 
 
 def trim(result: Any, drop: Drop) -> Any:
-    """A worker's answer without what the caller does not want."""
+    """A worker's answer, without the fields that the caller does not want."""
     if drop is None:
         return None
     if not drop or not isinstance(result, Mapping):
@@ -85,7 +85,7 @@ def trim(result: Any, drop: Drop) -> Any:
 
 
 def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> None:
-    """Refuse names in ``output_is_replicated`` that are no field of the first worker's result."""
+    """Refuse a name in ``output_is_replicated`` that is not a field of the first worker's result."""
     given = list(first) if isinstance(first, Mapping) else None
     for name in names:
         if given is None or name not in given:
@@ -100,7 +100,7 @@ def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> No
 def split_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, num_parts: int
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Each argument in ``num_parts`` parts; all of them need equally many rows, or rows would meet strangers."""
+    """Each argument in ``num_parts`` parts. All need the same number of rows, or rows would not stay together."""
     named = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
     rows = {name: num_rows(value, name=name) for name, value in named.items()}
     if len(set(rows.values())) > 1:

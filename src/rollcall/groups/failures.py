@@ -1,14 +1,18 @@
-"""What went wrong with a worker, told with its role, rank and node; and how a worker's own exception travels."""
+"""Errors about workers, with role, rank and node; and how a worker's own exception gets to the caller."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Sequence
+
+from rollcall.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.groups.backend import WorkerSpec, whom
 
 _CARRIERS = ("rollcall.groups.host", "rollcall.groups.inprocess", "rollcall.groups.pulse")
 
 
-# How gloo, NCCL, TCPStore and sockets word that the other side is gone or silent.
+# What gloo, NCCL, TCPStore and sockets say when the other side is gone or silent.
 _COMPLAINTS = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
     "gloo/transport", "NCCL", "ncclRemoteError", "failed to recv", "No route to host", "Timed out waiting",
@@ -16,7 +20,7 @@ _COMPLAINTS = (
 
 
 def is_about_a_peer(error: BaseException | None, text: str) -> bool:
-    """Whether a worker's exception says that someone else did not answer, rather than that its own code failed."""
+    """Whether a worker's exception says that another process did not answer, rather than that its own code failed."""
     if isinstance(error, ConnectionError):
         return True
     names = {kind.__name__ for kind in type(error).__mro__} if error is not None else set()
@@ -39,7 +43,7 @@ class RemoteFailureError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> RemoteFailureError:
-        """The exception as the worker's author knows it: the frames that lead to the worker's code are left out."""
+        """The exception as the worker's author knows it, without the frames that lead to the worker's code."""
         inner = error.__traceback__
         while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_CARRIERS):
             inner = inner.tb_next
@@ -58,3 +62,29 @@ class RemoteFailureError(Exception):
             return pickle.loads(self.pickled)
         except Exception:  # its class may not exist here, or refuse its own arguments
             return None
+
+
+def listed(specs: Sequence[WorkerSpec]) -> str:
+    more = f" and {len(specs) - 8} more" if len(specs) > 8 else ""
+    return ", ".join(spec.where for spec in specs[:8]) + more
+
+
+def unanswered(missing: Sequence[WorkerSpec], *, total: int, timeout_s: float, more: str = "") -> WorkerTimeoutError:
+    return WorkerTimeoutError(
+        f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: {listed(missing)}{more}",
+        **whom(missing),
+    )
+
+
+def failure_of(failed: Sequence[tuple[WorkerSpec, Exception]]) -> WorkerError:
+    """What these failed calls mean: that of a dead worker comes before those that failed because of its death."""
+    spec, error = next(((spec, error) for spec, error in failed if isinstance(error, WorkerDiedError)), failed[0])
+    others = [other for other, _ in failed if other is not spec]
+    also = f"\nAlso failed: {listed(others)}" if others else ""
+    named = whom([spec, *others])
+    if isinstance(error, WorkerDiedError):
+        return WorkerDiedError(f"{spec.where} is dead: {error}{also}", **named)
+    told = error if isinstance(error, RemoteFailureError) else RemoteFailureError.of(error)
+    found = WorkerError(f"{spec.where} raised\n{told}{also}", **named)
+    found.__cause__ = told.original if told is error else error
+    return found

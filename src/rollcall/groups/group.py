@@ -1,7 +1,7 @@
 """Worker groups: one class in many processes, called together.
 
-A WorkerBuilder says what a worker is, a WorkerGroup makes one in each of its seats and calls them, a MultiWorkerFuture
-stands for the answers. Run methods return at once; ``get_all_worker_results`` waits.
+A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture stands
+for the answers. Run methods return at once; ``get_all_worker_results`` waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from rollcall.errors import ClusterError, WorkerError
-from rollcall.groups.backend import GROUP_VARIABLES, Crew, Recipe, Seat, WorkerSpec
+from rollcall.groups.backend import GROUP_VARIABLES, STOP_DEADLINE_S, Crew, Recipe, Seat, WorkerSpec
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
 from rollcall.groups.sharding import NamedSharding
@@ -21,7 +21,6 @@ from rollcall.wait import Wait
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0
-STOP_DEADLINE_S = 30.0
 DATA_AXES = ("batch", "data_parallel")  # what dp_size counts, in a layout that has one of them
 
 
@@ -64,7 +63,7 @@ class MultiWorkerFuture:
         return worker_group.get_all_worker_results(self, timeout_s=timeout_s)
 
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
-        """Of one result per future, those that count."""
+        """The results that count, out of one per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
             place = {rank: index for index, rank in enumerate(self.called_workers)}
             results = [results[place[rank]] for rank in self.return_from_workers]
@@ -92,9 +91,9 @@ class WorkerGroup:
 
     ``workers_per_node`` (a number, or one for each node) takes that many of a node's slots, one worker each; a multiple of
     the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
-    the accelerators of all those slots. ``seats`` is the same by node rank. Without any of them each slot has a worker.
-    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) those of one node. ``titles`` are what messages call the
-    workers, by rank, in place of the prefix and their rank.
+    the accelerators of all those slots. ``seats`` is the same by node rank. Without any of these, each slot has a worker.
+    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
+    names in messages, by rank, instead of the prefix and the rank.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class WorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call all workers with the same arguments; on ``run_rank_0_only_axes`` the first of each axis alone."""
+        """Call all workers with the same arguments; along ``run_rank_0_only_axes`` only the first."""
         crew, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
         if len(ranks) > 1:
             args = tuple(crew.share(value) for value in args)
@@ -181,7 +180,9 @@ class WorkerGroup:
         crew = self._running
         if len(workers) > 1:
             args = tuple(crew.share(value) for value in args)
-        with self._one_call:  # two threads' calls reach all workers in one order: the workers may have to meet in them
+        with (
+            self._one_call
+        ):  # calls of two threads reach all workers in the same order: workers may have to meet in them
             return [crew.call(rank, method_name, (), args, {}) for rank in workers]
 
     def run_all_workers_multiple_data(
@@ -222,10 +223,10 @@ class WorkerGroup:
     ) -> MultiWorkerFuture:
         """Split each argument's rows over ``in_sharded_axes`` and call the workers with their parts.
 
-        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first place is called
-        (``make_dummy_calls_to_free_axes``: the others too, with None as data). ``output_is_replicated`` names axes whose
-        first place alone answers, or fields of the result that are taken from the first worker alone. ``common_kwargs``
-        go whole to everyone.
+        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first worker is called
+        (with ``make_dummy_calls_to_free_axes`` the others too, with None as data). ``output_is_replicated`` names axes
+        where only the first worker answers, or fields of the result that are taken only from the first worker.
+        ``common_kwargs`` go whole to every worker.
         """
         crew, axes = self._running, tuple(in_sharded_axes or ())
         called = routes(
@@ -237,7 +238,7 @@ class WorkerGroup:
         )
         both = sorted(set(kwargs) & set(common_kwargs or ()))
         if both:
-            raise ValueError(f"{both[0]} is given to be split and in common_kwargs; give it once")
+            raise ValueError(f"{both[0]} is an argument to split and also in common_kwargs; give it once")
         parts = split_arguments(args, kwargs, num_parts=self.sharding.num_shards(axes))
         readers = Counter(route.shard for route in called)
         parts = [
@@ -260,9 +261,9 @@ class WorkerGroup:
         )
 
     def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
-        """Wait for what a run method returned, or for a list of such; raises as soon as one worker fails or dies.
+        """Wait for what a run method returned, or for a list of those; raises as soon as one worker fails or dies.
 
-        One future gives a list of one result, a list gives a result (or a list of them) for each element.
+        One future gives a list of one result. A list gives a result, or a list of results, for each element.
         """
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
@@ -273,24 +274,24 @@ class WorkerGroup:
         return [_arrange(entry, results, axes=axes) for entry in entries]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        """Those of the futures that are done or have failed; waits for the first, at most ``timeout_s``."""
+        """The futures that are done or have failed; waits for the first, at most ``timeout_s``."""
         return self._running.ready(futures, timeout_s=timeout_s)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """The loss of any other worker ends every wait, also for those that live; before this is called, of none."""
+        """Go on without these workers. The loss of any other ends every wait, also waits for workers that live."""
         self._running.tolerate(ranks)
 
     def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
-        """Put a new process into the seat of a worker that is lost, waiting for its node where that is lost too."""
+        """Put a new process into the seat of a lost worker; waits for its node if that is lost too."""
         self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
     ) -> bool:
-        """End every worker, and all that they started, on every node; False if ``cleanup_method`` failed on the way.
+        """End every worker on every node, and all processes that they started; False if ``cleanup_method`` failed.
 
-        ``cleanup_method`` is called on the workers before; ``force`` leaves it out. A second shutdown does nothing.
+        ``cleanup_method`` is called on the workers first; ``force`` leaves it out. A second shutdown does nothing.
         """
         crew, self._crew = self._crew, None
         if crew is None:

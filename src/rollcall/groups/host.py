@@ -1,10 +1,10 @@
-"""The process a worker lives in: takes its environment, makes the worker, calls it, tells what it raised.
+"""The process of a worker: it sets the environment, makes the worker, calls it, and reports what it raised.
 
-The class is imported after the environment is set, so that it may read RANK or see its accelerators while being imported.
+The class is imported after the environment is set, so that its module can read RANK and see its accelerators.
 
-A port is leased by binding it: the kernel hands a port to one bind at a time, and gives no bound port to anyone who asks
-for any free one or to an outgoing connection. The lease does not listen and allows address reuse, so the group's
-rendezvous (torch's TCPStore, which allows it too) can listen on the port while it is held. It ends with the process.
+A port is leased by binding it. The kernel gives a port to one bind at a time, and does not give a bound port to another
+process or to an outgoing connection. The lease does not listen and allows address reuse, so the group's rendezvous (torch's
+TCPStore, which allows it too) can listen on the port while it is held. The lease ends with the process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rollcall.groups.pulse import Pulse, write_stacks_on_signal
 from rollcall.importing import uncollected
 from rollcall.worker_env.declared import open_sealed
 
-MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and so of all that they start
+GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and of all processes that they start
 
 
 def lease_port() -> socket.socket:
-    """A bound socket that nobody listens on; its port is the lease."""
+    """A bound socket that does not listen; its port is the lease."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     lease = socket.socket(family, socket.SOCK_STREAM)
     lease.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +41,7 @@ def lease_port() -> socket.socket:
 
 
 def load_class(target: str | type) -> type:
-    """The worker class; one that wears Ray's decorator is taken out of it."""
+    """The worker class, without Ray's decorator."""
     if isinstance(target, str):
         module, _, name = target.rpartition(".")
         with uncollected():
@@ -69,7 +69,7 @@ def call_method(
 
 
 class Host:
-    """Runs in the worker's process; its ``repr`` stands before every line that the worker prints."""
+    """Runs in the worker's process. Ray puts its ``repr`` before every line that the worker prints."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -110,7 +110,7 @@ class Host:
 
 
 def end_group(mark: str, *, timeout_s: float) -> list[int]:
-    """Kill every process on this node that carries the group's mark; returns those still there at the deadline."""
+    """Kill every process on this node that has the group's mark; returns those that are still there at the deadline."""
     deadline = time.monotonic() + timeout_s
     while marked := [pid for pid in marked_processes(mark) if pid != os.getpid()]:
         if time.monotonic() > deadline:
@@ -126,7 +126,7 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
 
 def marked_processes(mark: str) -> list[int]:
     """Processes of the group on this node, zombies left out (they have no environment)."""
-    needle = f"{MARK}={mark}".encode()
+    needle = f"{GROUP_MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

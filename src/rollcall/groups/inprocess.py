@@ -1,8 +1,8 @@
 """Slots and workers in this process: for a debugger, for tests, for one accelerator without Ray.
 
-Every worker is a plain object, and a call runs at once in the caller's thread, rank after rank, with that worker's
-environment in place. So workers that wait for each other (collectives) need Ray. Accelerators stay as the process sees
-them: CUDA reads which are visible once, so a process has one answer for all its workers.
+Every worker is a plain object. A call runs at once in the caller's thread, rank after rank, in that worker's environment. So
+workers that wait for each other (collectives) need Ray. All workers see the accelerators of the process: CUDA reads only
+once which ones are visible.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.errors import WorkerDiedError, WorkerError
-from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
+from rollcall.errors import WorkerDiedError
+from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec
 from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import RemoteFailureError
+from rollcall.groups.failures import failure_of
 from rollcall.groups.host import call_method, lease_port, load_class
 
 ADDRESS = "127.0.0.1"
@@ -34,31 +34,14 @@ class Done:
 
 
 class InProcessBackend:
-    def reserve(self, ask: Ask, *, timeout_s: float) -> InProcessReservation:
-        return InProcessReservation(ask)
-
-
-class InProcessReservation:
-    def __init__(self, ask: Ask) -> None:
+    def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         ranks = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
-        self.nodes: Sequence[NodeSeats] = [
-            NodeSeats(
-                node_rank=rank,
-                node_id=f"in-process-{rank}",
-                address=ADDRESS,
-                bundles=tuple(range(count)),
-                devices=(),
-                visible_variable=None,
-            )
+        nodes = [
+            NodeSeats(node_rank=rank, node_id=f"in-process-{rank}", address=ADDRESS, bundles=tuple(range(count)))
             for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
             if count
         ]
-
-    def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> InProcessCrew:
-        return InProcessCrew(specs, recipe)
-
-    def release(self) -> None:
-        return None  # nothing is held
+        return Reservation(nodes=nodes, crew=InProcessCrew)
 
 
 class InProcessCrew:
@@ -71,12 +54,9 @@ class InProcessCrew:
         self._specs = list(specs)
         self._workers: list[Any] = []
         self._recipe = recipe
-        made = [self._make(spec) for spec in specs]
-        try:
-            self._workers = self.gather(made, timeout_s=0)
-        except WorkerError:
-            self.stop(timeout_s=0)
-            raise
+
+    def start(self, *, timeout_s: float) -> None:
+        self._workers = self.gather([self._make(spec) for spec in self._specs], timeout_s=timeout_s)
 
     def share(self, value: Any) -> Any:
         return value
@@ -103,20 +83,8 @@ class InProcessCrew:
                 return Done(spec=spec, result=None, error=error)
 
     def gather(self, futures: Sequence[Done], *, timeout_s: float) -> list[Any]:
-        failed = [done for done in futures if done.error is not None]
-        if failed:
-            first = failed[0]
-            assert first.error is not None
-            also = "".join(f"\nAlso failed: {done.spec.where}" for done in failed[1:])
-            named: dict[str, Any] = dict(
-                role=first.spec.role,
-                ranks=[done.spec.rank for done in failed],
-                node_ranks=sorted({done.spec.node.node_rank for done in failed}),
-            )
-            if isinstance(first.error, WorkerDiedError):
-                raise WorkerDiedError(f"{first.spec.where} is dead: {first.error}{also}", **named)
-            text = RemoteFailureError.of(first.error)
-            raise WorkerError(f"{first.spec.where} raised\n{text}{also}", **named) from first.error
+        if failed := [(done.spec, done.error) for done in futures if done.error is not None]:
+            raise failure_of(failed)
         return [done.result for done in futures]
 
     def ready(self, futures: Sequence[Done], *, timeout_s: float) -> list[Done]:
@@ -142,7 +110,7 @@ class InProcessCrew:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables, and afterwards what was there before."""
+    """Set these variables, and restore the old values at the end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

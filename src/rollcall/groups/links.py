@@ -1,9 +1,9 @@
 """Which link between two nodes is slow, from what their sockets say at each look. Pure: flows in, words out.
 
-A link is one direction of a pair of nodes. It is judged only while bytes wait for it: it is slow when it carries less than a
-tenth of what the fastest link of the run has carried, its share of its nodes' links counted (a node that sends to eight others
-at once gives each an eighth). What is known outlives a node by ``RECENT_S``: its sockets close when it leaves, and the one
-that tells of its loss comes after that. Nodes are known by their ranks: one that has left and come back is the same.
+A link is one direction of a pair of nodes. It is judged only while bytes wait for it. It is slow if it carries less than a
+tenth of what the fastest link of the run has carried, divided by the number of links that share its node (a node that sends
+to eight others at once gives each an eighth). Measurements are kept for ``RECENT_S`` after a node is gone: its sockets close
+when it leaves, and the message about its loss comes later. Nodes are known by rank, so a node that comes back is the same.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from rollcall.groups.sockets import Flow, Flows
 
-RECENT_S = 20.0  # for which a busy time is told after its end
+RECENT_S = 20.0  # a busy time is reported for this long after its end
 RATE_S = 10.0  # over which a rate is measured
 SLOW = 0.1  # of the fastest
-TOLD_S = 10.0  # in all, for which a link has been slow when it is first told
+TOLD_S = 10.0  # a link is reported once it has been slow for this long in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class Links:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Of all nodes; one that two of them have, such as a container bridge's, leads to none of them."""
+        """The addresses of all nodes. One that two nodes have, such as that of a container bridge, is left out."""
         return frozenset(address for address, nodes in self._owners.items() if len(nodes) == 1)
 
     def note(self, looks: Mapping[int, Flows], *, now_s: float) -> None:
-        """What the nodes that have answered say."""
+        """Take in what the nodes have answered."""
         for node, flows in looks.items():
             for address in flows.addresses:
                 self._owners.setdefault(address, set()).add(node)
@@ -102,18 +102,18 @@ class Links:
         }
 
     def slow(self, *, now_s: float) -> set[Link]:
-        """Those that carry little, or nothing, of what waits for them."""
+        """Links that carry little or nothing of what waits for them."""
         recent, best = self._recent(now_s=now_s), max(self._fastest.values(), default=0.0)
         return {link for link, busy in recent.items() if busy.rate * _sharing(link, recent) < SLOW * best}
 
     def words(self, nodes: Collection[int], *, now_s: float, if_slow: bool = True) -> str:
-        """Of the links to and from these nodes that are slow, or, without ``if_slow``, of all for which bytes wait."""
+        """About the slow links to and from these nodes; without ``if_slow``, about all for which bytes wait."""
         links = self.slow(now_s=now_s) if if_slow else self._recent(now_s=now_s)
         return self._told_all([link for link in links if link.sender in nodes or link.receiver in nodes], now_s=now_s)
 
     def news(self, *, now_s: float) -> str:
-        """Of links that have been slow for ``TOLD_S`` in all, also in many short transfers, or for twice as long as when
-        they were last told; empty: there are none."""
+        """About links that have been slow for ``TOLD_S`` in all, also in many short transfers, or for twice as long as when
+        they were last reported; empty: there are none."""
         slow = self.slow(now_s=now_s)
         due = [
             link
@@ -129,7 +129,7 @@ class Links:
         return "; ".join(self._told(link, recent[link], is_slow=link in slow) for link in ordered)
 
     def _told(self, link: Link, busy: Busy, *, is_slow: bool) -> str:
-        """The pair is named: what is confirmed late may also be due to the way back."""
+        """Both nodes are named: the way back may also be why bytes are confirmed late."""
         low, high = sorted((link.sender, link.receiver))
         judged = f"the link between nodes {low} and {high} is slow: " if is_slow and busy.carried else ""
         went = f"{size(busy.rate)}/s" if busy.carried else "nothing"

@@ -1,10 +1,9 @@
 """A worker's pulse: what it does, since when, how often it did something; and the look that its node takes at it.
 
-The worker writes its pulse from the thread that does the work, into a small file that only its own node reads: a process
-whose interpreter hangs in a call is thus seen as busy with that call, and one that is stopped as stopped. ``look`` reads
-pulses and ``/proc``; ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that needs no
-cooperation of its Python code. Both files are in memory and in no folder: others open them through ``/proc``, and they are
-gone with the process, however it ends.
+The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
+interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. ``look`` reads pulses and
+``/proc``. ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that works even if Python
+code is stuck. Both files are in memory and in no folder: others open them through ``/proc``, and they end with the process.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ STACKS_SIGNAL = signal.SIGUSR2
 PAGE = 4096  # bytes of a pulse
 METHOD_BYTES = 64
 BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, since when, calls done, since when again: the last to be written
-WORTH_S = 0.5  # by how much a call must be longer than the longest before it to be told
+WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
 STACKS_WAIT_S = 3.0
-SETTLED_S = 0.2  # stacks that have not grown for so long are complete
+SETTLED_S = 0.2  # stacks that have not grown for this long are complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class Seen:
 
 
 class Pulse:
-    """Written by the worker, around each of its calls: a few bytes of shared memory, so that a call costs nothing by it."""
+    """The worker writes it around each of its calls: a few bytes of shared memory, at no cost to the call."""
 
     def __init__(self, rank: int) -> None:
         self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open: others find it so
@@ -118,7 +117,7 @@ def look(pid: int) -> Seen:
 
 
 def _open_file(pid: int, name: str) -> Path | None:
-    """Where to open the file without a folder that the process has under a name that begins so; None: it has none."""
+    """The path through /proc of the process's memory file whose name begins so; None: it has none."""
     try:
         entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
     except (FileNotFoundError, ProcessLookupError):

@@ -91,7 +91,7 @@ class NamedSharding:
         return dict(zip(self._names, place, strict=True))
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """What is left of the layout at these coordinates; a rank when they name every axis."""
+        """The part of the layout at these coordinates; a rank if they name every axis."""
         left = self._layout[self._index(coords)]
         if left.ndim == 0:
             return int(left)
@@ -114,7 +114,7 @@ class NamedSharding:
         return int(np.prod([shape[axis] for axis in axes], dtype=np.int64))
 
     def check_axes(self, names: Iterable[str], *, argument: str = "axis", also: Sequence[str] = ()) -> None:
-        """Refuse a name that is no axis (nor one of ``also``)."""
+        """Refuse a name that is neither an axis nor one of ``also``."""
         for name in names:
             if name not in self._names and name not in also:
                 raise ValueError(f"{argument}: {name!r} is not one of {_listed([*self._names, *also])}")

@@ -1,9 +1,9 @@
-"""Calls that take far longer than such calls took before, told with what the nodes' links carry meanwhile.
+"""Calls that take much longer than earlier calls of the same method, reported with the traffic of the nodes' links.
 
-A link that turns slow does not end a run at once: the sender of new weights, their receivers, a gang in a collective all wait
-for it. Who waits, in which call and for how long is known from their pulses; which link is slow from the nodes' sockets
-(``links.py``). Where these tell of none, the counters of the nodes' interfaces say how many bytes they move. ``SlowCalls`` is
-pure: looks in, words out.
+A link that becomes slow does not end a run at once: the sender of new weights, their receivers and a gang in a collective all
+wait for it. Their pulses show which workers wait, in which call and for how long. The nodes' sockets show which link is slow
+(``links.py``). If they show none, the counters of the nodes' interfaces say how many bytes they move. ``SlowCalls`` is pure:
+looks in, words out.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rollcall.groups.links import Links
 from rollcall.groups.pulse import Seen
 from rollcall.groups.sockets import Flows
 
-LEAST_S, FACTOR = 20.0, 3.0  # a call is slow past both, the second times the longest call of its method so far
-LEAST_ON_SLOW_LINK_S = 3.0  # in place of the first; Ray gives up a node that has not answered it for 3 to 5 s
+LEAST_S, FACTOR = 20.0, 3.0  # a call is slow if it takes this long, and this many times the longest call of its method
+LEAST_ON_SLOW_LINK_S = 3.0  # instead of LEAST_S; Ray gives up a node that has not answered for 3 to 5 s
 RATE_S = 10.0  # over which a rate is measured
-KEPT = 3600  # looks of a node
+KEPT = 3600  # looks kept for each node
 ADVICE = "`rollcall doctor` measures it"
 COUNTERS = Path("/proc/net/dev")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes over a node's interfaces, loopback left out, since it was booted."""
+    """Bytes over a node's interfaces since it was booted, without loopback."""
 
     received: int
     sent: int
 
 
 def read_traffic(path: Path = COUNTERS) -> Traffic:
-    """Of this node."""
+    """The traffic of this node."""
     received = sent = 0
     for line in path.read_text().splitlines()[2:]:
         name, _, counts = line.partition(":")
@@ -48,7 +48,7 @@ def read_traffic(path: Path = COUNTERS) -> Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """What a node says when it is asked."""
+    """What a node answers at a look."""
 
     workers: Mapping[int, Seen]  # by rank
     traffic: Traffic
@@ -56,7 +56,7 @@ class NodeLook:
 
 
 class SlowCalls:
-    """``links`` are noted by others, before the calls."""
+    """The caller notes the ``links`` before the calls."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -66,7 +66,7 @@ class SlowCalls:
         self._fastest: dict[str, float] = {}  # bytes a second, by node
 
     def note(self, looks: Mapping[str, NodeLook], specs: Mapping[int, WorkerSpec], *, now_s: float) -> str | None:
-        """What to tell, if a call has become slow, or is slow for twice as long as it was when it was told; or else a link."""
+        """The message if a call has become slow, or has taken twice as long as when it was last reported; or about a link."""
         for node, look in looks.items():
             self._count(node, look.traffic, now_s=now_s)
         workers = {rank: seen for look in looks.values() for rank, seen in look.workers.items() if rank in specs}
@@ -89,7 +89,7 @@ class SlowCalls:
         return self._words(slow, specs, now_s=now_s)
 
     def _allowed_s(self, seen: Seen, *, on_slow_link: bool) -> float:
-        """The first call of a method makes and compiles what later ones use; it is left to the watch, but for a slow link."""
+        """The first call of a method makes and compiles what later ones use, so only the watch limits it, except on a slow link."""
         longest_s = self._longest_s.get(seen.doing)
         if longest_s is None:
             return LEAST_S if on_slow_link else float("inf")
@@ -101,7 +101,7 @@ class SlowCalls:
         self._fastest[node] = max(self._fastest.get(node, 0.0), *self._rates(node, over_s=RATE_S, now_s=now_s))
 
     def _since(self, node: str, *, over_s: float, now_s: float) -> tuple[float, int, int]:
-        """Seconds, bytes received, bytes sent, since the last look at the node that lies this far back."""
+        """Seconds, bytes received and bytes sent since the latest look that is at least ``over_s`` ago."""
         kept = self._moved[node]
         then_s, then = next((entry for entry in reversed(kept) if now_s - entry[0] >= over_s), kept[0])
         last_s, last = kept[-1]
@@ -113,7 +113,7 @@ class SlowCalls:
 
     def _words(self, slow: Mapping[int, Seen], specs: Mapping[int, WorkerSpec], *, now_s: float) -> str:
         calls = "; ".join(
-            f"{specs[rank].where} is in {seen.doing} for {seen.busy_s:.0f} s ({self._before(seen.doing)})"
+            f"{specs[rank].where} has been in {seen.doing} for {seen.busy_s:.0f} s ({self._before(seen.doing)})"
             for rank, seen in sorted(slow.items())
         )
         nodes = {specs[rank].node.node_id: specs[rank].node.node_rank for rank in slow}

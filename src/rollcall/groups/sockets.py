@@ -1,11 +1,11 @@
-"""How this node's TCP sockets get on with what they have to send to other nodes, as the kernel counts it.
+"""How fast this node's TCP sockets send to other nodes, as the kernel counts it.
 
-The kernel is asked through a netlink socket (``sock_diag``), which any user may do, and tells for each socket how many bytes
-the other side has confirmed, how long it was busy sending, and what still waits. So a rate is that of the time in which there
-was something to send: an idle link has none. What goes past TCP (RDMA, shared memory) is not seen.
+Any user may ask the kernel through a netlink socket (``sock_diag``). For each socket it says how many bytes the other side
+has confirmed, how long the socket was busy sending, and how many bytes still wait. So a rate covers only the time with
+something to send; an idle link has none. Traffic that does not use TCP (RDMA, shared memory) is not seen.
 
-A socket counts as held up by its link when many bytes wait in it at two looks in a row and it was busy between them. One
-whose receiver does not read does not: the receiver's window holds it back, while the link answers in no time.
+A link holds up a socket if many bytes wait in it at two looks in a row and it was busy between them. A receiver that does not
+read is not the link's fault: then the receiver's window holds the socket back, and the link answers quickly.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-WAITING = 8192  # bytes in a socket below which a message is small, and tells of the link's delay only
+WAITING = 8192  # a message with fewer bytes is small, and shows only the link's delay
 LEAST_BUSY_S = 0.5
-TICK_S = 0.01  # by which the kernel's count of a busy time may be short
-NEAR_S = 0.1  # a round trip as short as this has no queue on its way
+TICK_S = 0.01  # the kernel's count of a busy time may be this much too short
+NEAR_S = 0.1  # a round trip as short as this meets no queue
 
 _SOCK_DIAG = 4
 _BY_FAMILY, _DONE, _ERROR = 20, 3, 2
@@ -40,7 +40,7 @@ _BUFFER = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """One socket: totals since it was opened, and what it is at."""
+    """One socket: totals since it was opened, and its state."""
 
     cookie: int  # no other socket has it, until the next boot
     own: str  # address
@@ -76,11 +76,11 @@ class FlowCounter:
         self._peers: frozenset[str] = frozenset()
 
     def count(self, connections: Collection[Connection], *, peers: Collection[str]) -> Flows:
-        """What goes to these addresses. The kernel's whole table is given; of others only their own addresses are kept."""
+        """The flows to these addresses. ``connections`` is the kernel's whole table; of others only the own address counts."""
         found: dict[str, Flow] = {}
         for one in connections:
             if one.peer in peers:
-                # One that was not there at the last look began after it, with nothing counted.
+                # A socket that the last look did not see was opened after it, with all counts at 0.
                 before = self._before.get(one.cookie) or replace(one, waiting=WAITING, confirmed=0, busy_s=0, held_s=0)
                 flow = _flow(one, before) if one.peer in self._peers else Flow(fastest=0.0)
                 found[one.peer] = _add(found.get(one.peer), flow)
@@ -100,7 +100,7 @@ def _flow(now: Connection, before: Connection) -> Flow:
 
 
 def _add(flow: Flow | None, other: Flow) -> Flow:
-    """Sockets to one node work side by side: their bytes add up, their time does not."""
+    """Sockets to one node work at the same time: their bytes add up, their time does not."""
     if flow is None:
         return other
     return Flow(
@@ -112,7 +112,7 @@ def _add(flow: Flow | None, other: Flow) -> Flow:
 
 
 def read_connections() -> list[Connection]:
-    """This node's, loopback left out; none where the kernel does not tell."""
+    """This node's connections, without loopback; none if the kernel does not say."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG) as netlink:
             netlink.settimeout(1.0)
@@ -122,7 +122,7 @@ def read_connections() -> list[Connection]:
                 for connection in _ask(netlink, family)
                 if not ipaddress.ip_address(connection.peer).is_loopback
             ]
-    except OSError:  # a sandbox may forbid it, and a kernel may be without it; then nothing is known of links
+    except OSError:  # a sandbox may forbid it, and a kernel may not have it; then links are unknown
         return []
 
 
@@ -138,7 +138,7 @@ def _ask(netlink: socket.socket, family: int) -> Iterator[Connection]:
                 return
             if kind == _ERROR:
                 code = -struct.unpack_from("=i", body)[0]
-                if code == errno.ENOENT:  # no such family here
+                if code == errno.ENOENT:  # this family does not exist here
                     return
                 raise OSError(code, os.strerror(code))
             if (connection := parse(body)) is not None:

@@ -1,9 +1,9 @@
-"""Who is alive, who is stopped, who is stuck: judged from what the nodes say of their workers. Pure: looks in, losses out.
+"""Which workers are alive, stopped or stuck, judged from what the nodes report. Pure: looks in, losses out.
 
-A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is counted in looks, not by the clock:
-when this process itself was held up, nobody else is to blame. A worker is lost when its process is gone, when it was
-stopped at two looks in a row, or when a call of it takes longer than ``patience_s`` allows: ten times what that method took
-at its longest so far anywhere in the group, and at least a minute.
+A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is counted in looks, not by the clock, so
+that a pause of this process does not count against a node. A worker is lost when its process is gone, when it is stopped at
+two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call of that
+method in the group so far, and at least a minute.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Loss:
 
     rank: int
     why: str
-    still_runs: bool  # its stacks can be had, and it has to be ended
+    still_runs: bool  # its stacks can be read, and it has to be ended
 
 
 class Watch:
-    """``looks`` are by node, each with what it says of its workers by rank; None: it has not answered this time."""
+    """``looks`` has, by node, what it reports of its workers by rank; None: it has not answered this time."""
 
     def __init__(self) -> None:
         self._silent: dict[str, int] = {}  # looks in a row without an answer
@@ -42,14 +42,14 @@ class Watch:
         self._lost: set[int] = set()
 
     def forgive(self, rank: int) -> None:
-        """Another process has taken this place."""
+        """A new process has this rank."""
         self._lost.discard(rank)
         self._stopped.pop(rank, None)
 
     def judge(
         self, looks: Mapping[str, Mapping[int, Seen] | None], *, seats: Mapping[str, list[int]], gone: set[str]
     ) -> list[Loss]:
-        """Those lost since the last time. ``seats`` has the ranks on each node, ``gone`` nodes that Ray knows to be dead."""
+        """The losses since the last time. ``seats`` has the ranks on each node, ``gone`` the nodes that Ray knows are dead."""
         found: list[Loss] = []
         for node, ranks in seats.items():
             seen = looks.get(node)
@@ -59,7 +59,11 @@ class Watch:
             silent_s = self._silent[node] * (LOOK_EVERY_S + ANSWER_S)
             allowed_s = SILENT_S if node in self._has_answered else FIRST_ANSWER_S
             if node in gone or silent_s >= allowed_s:
-                why = "its node has left the cluster" if node in gone else f"its node is silent for {silent_s:.0f} s"
+                why = (
+                    "its node has left the cluster"
+                    if node in gone
+                    else f"its node has been silent for {silent_s:.0f} s"
+                )
                 found += [Loss(rank=rank, why=why, still_runs=False) for rank in ranks]
             for rank, one in (seen or {}).items():
                 if (loss := self._judge(rank, one)) is not None:

@@ -1,6 +1,6 @@
-"""A driver's connection to the cluster that this node is part of: with its token, to its own raylet, or not at all.
+"""A driver's connection to the cluster of this node, with the cluster's token and through the node's own raylet.
 
-``init_ray`` is for scripts: it also starts a Ray of this machine alone, or does without Ray.
+``init_ray`` is for scripts: it can also start a Ray for this machine alone, or work without Ray.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
 def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_driver: bool = True) -> NodeRecord | None:
     """Make this process a driver of the cluster: ``cluster``, else ``$ROLLCALL_CLUSTER``, else the default one.
 
-    Inside a submitted job, Ray has set address and token, and they win; the result is then None. A connection that
-    exists is kept. A `RAY_ADDRESS` outside a job is somebody else's and is ignored.
+    Inside a submitted job, the address and token that Ray has set are used, and the result is None. An existing connection
+    is kept. A `RAY_ADDRESS` outside a job is not ours and is ignored.
     """
     # Ray's handler prints a stack and aborts on SIGTERM; Python's and ours do not.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")

@@ -1,8 +1,8 @@
 """The running workers of one group on Ray: called, waited for, watched, replaced, ended.
 
-Who waits for whom: ``gather`` waits for results, in short turns, so that a loss which the watch has seen ends the wait at
-once. The loss of a worker ends the waits for that worker; ``replace`` puts another process in its seat. A group that
-cannot go on without some of its workers says whose loss it tolerates: any other then ends every wait.
+Who waits for whom: ``gather`` waits for results in short turns, so that a loss that the watch has seen ends the wait at
+once. The loss of a worker ends the waits for that worker; ``replace`` puts a new process in its seat. A group that needs
+some of its workers says which others it tolerates to lose; the loss of a needed worker ends every wait.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
-from rollcall.groups.failures import RemoteFailureError, is_about_a_peer
-from rollcall.groups.host import MARK, Host, end_group
+from rollcall.groups.failures import RemoteFailureError, is_about_a_peer, listed, unanswered
+from rollcall.groups.host import GROUP_MARK, Host, end_group
 from rollcall.groups.waits import call_words, waits_words
 from rollcall.groups.watch import SILENT_S
 from rollcall.on_ray.sizes import is_large
@@ -35,9 +35,8 @@ from rollcall.wait import Wait
 from rollcall.worker_env.declared import for_ray
 
 STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before it is known
-PEER_S = SILENT_S + 2  # until the loss is known that another one complains of
+PEER_S = SILENT_S + 2  # a worker complains about its peer; by then the peer's loss is known
 TURN_S = 0.5  # between two looks at what the watch has seen
-STOP_DEADLINE_S = 30.0
 LOOK_S = 0.25
 KEPT_CALLS = 8  # of a worker, for errors to tell what was waited for; no more are under way at once
 
@@ -69,7 +68,7 @@ class RayCrew:
             placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
             placement_group_capture_child_tasks=False,
         )
-        # A process on several slots is counted on its first; its virtual cluster lets nobody else on the others.
+        # Ray counts a process on several slots on its first; the virtual cluster keeps other workers off the rest.
         return (
             ray.remote(Host)
             .options(
@@ -77,7 +76,7 @@ class RayCrew:
                 num_cpus=0 if has_gpu else spec.share,
                 max_restarts=0,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**for_ray(spec.env), MARK: self._mark}},
+                runtime_env={"env_vars": {**for_ray(spec.env), GROUP_MARK: self._mark}},
             )
             .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
         )
@@ -103,11 +102,10 @@ class RayCrew:
         return self._hosts[spec.rank].start.remote(env, target, *args, **kwargs)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """The loss of any other ends every wait, also for those that live."""
         self._tolerated = frozenset(ranks)
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        """A new process in the seat of one that is lost, once Ray has that seat again; returns where it is."""
+        """A new process in the seat of a lost one, once Ray has that seat again; returns where it is."""
         spec = self._specs[rank]
         self._supervisor.remove(rank)
         with self._changing:
@@ -132,7 +130,7 @@ class RayCrew:
         return spec
 
     def _lose(self, losses: Mapping[int, str]) -> None:
-        """What the watch has seen; called in its thread."""
+        """The watch has seen these losses; called in its thread."""
         self._lost.update(losses)
         fatal = [rank for rank in losses if rank not in self._tolerated]
         if fatal and self._end is None:
@@ -140,7 +138,7 @@ class RayCrew:
 
     def _died(self, ranks: Sequence[int]) -> WorkerDiedError:
         specs = [self._specs[rank] for rank in ranks]
-        others = f"\nAlso lost: {_listed([spec.where for spec in specs[1:]])}" if len(specs) > 1 else ""
+        others = f"\nAlso lost: {listed(specs[1:])}" if len(specs) > 1 else ""
         return WorkerDiedError(
             f"{specs[0].where} is dead: {self._lost[ranks[0]]}{self._waits()}{others}", **whom(specs)
         )
@@ -177,7 +175,7 @@ class RayCrew:
             self._waited_for.pop(thread, None)
 
     def _check(self, futures: Sequence[Any]) -> None:
-        """Raise if the crew is at its end, or one of those that owe a result is lost."""
+        """Raise if the crew cannot go on, or a worker that owes one of these results is lost."""
         if self._end is not None:
             raise self._end
         if owed := self._owed_by_lost(futures):
@@ -226,9 +224,10 @@ class RayCrew:
                     continue
                 missing = self._missing(futures)
                 if missing and time.monotonic() >= deadline:
-                    raise self._timeout(missing, total=len(futures), timeout_s=timeout_s) from None
+                    slow = self._slow_links(missing)
+                    raise unanswered(missing, total=len(futures), timeout_s=timeout_s, more=slow) from None
                 if missing:
-                    progress.tell(f"waiting for {_listed([spec.where for spec in missing])}{self._slow_links(missing)}")
+                    progress.tell(f"waiting for {listed(missing)}{self._slow_links(missing)}")
             except RayError as error:
                 self._explain(futures, error)
 
@@ -237,19 +236,12 @@ class RayCrew:
         return [spec for spec in map(self._spec_of, pending) if spec is not None]
 
     def _spec_of(self, future: Any) -> WorkerSpec | None:
-        """The worker that owes this result; None: it is none of this group's."""
+        """The worker that owes this result; None: it belongs to another group."""
         rank = self._rank_of.get(future.task_id().actor_id().hex())
         return None if rank is None else self._specs[rank]
 
-    def _timeout(self, missing: list[WorkerSpec], *, total: int, timeout_s: float) -> WorkerTimeoutError:
-        return WorkerTimeoutError(
-            f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: "
-            f"{_listed([spec.where for spec in missing])}{self._slow_links(missing)}",
-            **whom(missing),
-        )
-
     def _explain(self, futures: list[Any], error: Exception) -> NoReturn:
-        """Raise what the failed call means: the dead before those that stumbled over their death."""
+        """Raise what the failed call means: a dead worker comes before those that failed because of its death."""
         ready, _ = ray.wait(futures, num_returns=len(futures), timeout=STUMBLE_S, fetch_local=False)
         failed: list[tuple[WorkerSpec, Exception]] = []
         for future in ready:
@@ -265,10 +257,10 @@ class RayCrew:
         dead += [(spec, found) for spec, found in failed if (spec, found) not in dead and not self.is_alive(spec.rank)]
         spec, found = (dead or failed)[0]
         others = [other for other, _ in failed if other is not spec]
-        also = f"\nAlso failed: {_listed([other.where for other in others])}" if others else ""
+        also = f"\nAlso failed: {listed(others)}" if others else ""
         named = whom([spec, *others])
         if dead:
-            # Ray knows that it ended, the watch for what.
+            # Ray knows that it ended, the watch knows why.
             why = self._lost.get(spec.rank) or f"{_death(found)}{self._slow_links([spec])}"
             raise WorkerDiedError(f"{spec.where} is dead: {why}{self._waits()}{also}", **named) from found
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
@@ -281,7 +273,7 @@ class RayCrew:
         raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
 
     def _blame(self, futures: Sequence[Any], complaint: str) -> None:
-        """Raise for the dead among those that were called, once that is known; return if nobody is."""
+        """Raise for a dead worker among those that were called, once its death is known; return if none is dead."""
         ranks = sorted({spec.rank for spec in map(self._spec_of, futures) if spec is not None})
         deadline = time.monotonic() + PEER_S
         while time.monotonic() < deadline:
@@ -300,9 +292,9 @@ class RayCrew:
         return ray_state.actors(self._hosts[rank]._actor_id.hex())
 
     def stop(self, *, timeout_s: float) -> None:
-        """All nodes at once; those that are lost are not waited for."""
+        """End the workers on all nodes at once; lost nodes are not waited for."""
         lost = {self._specs[rank].node.node_id for rank in self._lost if rank not in self._supervisor.answering}
-        with self._changing:  # nobody is added from now on
+        with self._changing:  # no worker is added from now on
             named = whom(self._specs)
             self._end = self._end or WorkerDiedError(f"{self._specs[0].role} has been shut down", **named)
             for host in self._hosts:
@@ -337,7 +329,7 @@ def _alive_nodes() -> set[str]:
 
 
 def _answers(ends: Mapping[str, Any], *, timeout_s: float) -> dict[str, list[int] | None]:
-    """What each node still runs, None: it does not say; nodes that leave meanwhile, their processes with them, are left out."""
+    """What each node still runs; None: it does not answer. Nodes that leave in the meantime are left out, with their processes."""
     deadline, left = time.monotonic() + timeout_s, dict(ends)
     found: dict[str, list[int] | None] = {}
     while left and time.monotonic() < deadline:
@@ -357,7 +349,3 @@ def _death(error: Exception) -> str:
     """Ray's reason, without its field list and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

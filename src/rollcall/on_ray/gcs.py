@@ -15,10 +15,10 @@ RANKS = b"rollcall-ranks"  # a namespace of the head's key-value store
 
 
 def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
-    """The mark of the node that has the rank: this one, or the living one that was faster.
+    """The mark of the node that has the rank: this one, or a living one that came first.
 
-    Claims are a chain, each under the mark of the dead node before it, and a claim once made stays: of several that come at
-    one moment, one finds the end of the chain free.
+    Claims are a chain: each is stored under the mark of the dead node before it, and stays. Of several that come at the same
+    moment, one finds the end of the chain free.
     """
     before = ""
     while True:

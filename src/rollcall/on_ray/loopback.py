@@ -1,14 +1,14 @@
 """Ray on the loopback address: as a script, `ray start` for a node that listens there and nowhere else.
 
-Ray (2.60) takes a loopback address for a mistake and replaces it by one that other hosts can reach, when a node starts and
-when a driver connects. Told to keep it, its servers listen on loopback alone.
+Ray (2.60) treats a loopback address as a mistake: when a node starts or a driver connects, it replaces it by one that other
+hosts can reach. ``keep_loopback`` prevents that, so that Ray's servers listen on loopback only.
 """
 
 from __future__ import annotations
 
 
 def keep_loopback() -> None:
-    """From here on, Ray in this process takes a loopback address as it is given."""
+    """From now on, Ray in this process uses a loopback address as given."""
     from ray._private import services
 
     assert callable(services.resolve_ip_for_localhost), "Ray has another name for it; see what replaces the address"

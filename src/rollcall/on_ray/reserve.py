@@ -1,11 +1,11 @@
 """Slots and workers on Ray.
 
-Slots are the bundles of one placement group, so a virtual cluster has all of its slots or none. Each bundle is tied to its
-node, and a task in each tells which accelerator Ray gave it: slots are then in (node rank, accelerator) order, whatever
-order Ray chose. A worker is an actor in its slot's bundle.
+Slots are the bundles of one placement group, so a virtual cluster gets all of its slots or none. Each bundle is tied to its
+node. A task in each bundle says which accelerator Ray gave it, so slots are in (node rank, accelerator) order, in whatever
+order Ray chose them. A worker is a Ray actor in its slot's bundle.
 
-Who waits for whom: ``reserve`` waits for nodes with room; ``launch`` for rank 0's process, which leases the group's port,
-and then for every worker to be made (``crew``). Each wait has a deadline and says who is missing.
+Who waits for whom: ``reserve`` waits for nodes with room; ``RayCrew.start`` for rank 0's process, which leases the group's
+port, and then for every worker to be made. Each wait has a deadline and says what is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,14 +25,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcall.errors import ClusterError, NoRoomError
-from rollcall.groups.backend import Ask, NodeSeats, Recipe, WorkerSpec
+from rollcall.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.nodes.rank import rank_offered
-from rollcall.on_ray.crew import STOP_DEADLINE_S, RayCrew
+from rollcall.on_ray.crew import RayCrew
 from rollcall.wait import Wait
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
 NODE_ID_LABEL = "ray.io/node-id"
-PLACE_TRY_S = 10.0  # a placement group that found room is placed in milliseconds; later, someone else took it
+PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, another one has taken the room
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
 
@@ -49,7 +50,7 @@ class RayNode:
 
     @property
     def selector(self) -> dict[str, str]:
-        """By rank where there is one: a node that replaces a dead one then takes over its slots."""
+        """By rank if the node has one: a node that replaces a dead one then gets its slots."""
         return {RANK_LABEL: str(self.rank)} if self.is_labelled else {NODE_ID_LABEL: self.node_id}
 
 
@@ -100,9 +101,9 @@ def _by_address(node: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class RayBackend:
-    def reserve(self, ask: Ask, *, timeout_s: float) -> RayReservation:
+    def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         if not ray.is_initialized():
-            raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
+            raise ClusterError("this process is not connected to a cluster; call init_ray() first")
         deadline = time.monotonic() + timeout_s
         progress = Wait()
         while True:
@@ -111,7 +112,11 @@ class RayBackend:
             if chosen is not None:
                 group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(deadline - time.monotonic(), 0.1)))
                 if group is not None:
-                    return RayReservation(group, seats=_seats(ask, chosen, group, deadline=deadline))
+                    return Reservation(
+                        nodes=_seats(ask, chosen, group, deadline=deadline),
+                        crew=partial(RayCrew, group=group),
+                        release=partial(remove_placement_group, group),
+                    )
             if time.monotonic() >= deadline:
                 raise NoRoomError(_cannot_place(ask, nodes, timeout_s=timeout_s))
             progress.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}")
@@ -119,7 +124,7 @@ class RayBackend:
 
 
 def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float, say: Callable[[str], None]) -> list[int]:
-    """The ranks of the nodes that are there: all, or after ``wait_s`` those that are, if they are enough."""
+    """The ranks of the nodes that have joined: all, or after ``wait_s`` at least ``fewest``."""
     started, progress = time.monotonic(), Wait()
     while True:
         here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
@@ -129,19 +134,19 @@ def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float, say: Callable[
             return here
         names = f"node {', '.join(map(str, missing))} of {num_nodes}"
         if waited_s >= wait_s and len(here) >= fewest:
-            say(f"{names} is missing after {wait_s:g} s; going on with {len(here)}")
+            say(f"{names} is missing after {wait_s:g} s; the run goes on with {len(here)}")
             return here
         if waited_s >= max(wait_s, NODES_DEADLINE_S):
             raise NoRoomError(
-                f"{names} is missing after {waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} wants more than the "
-                f"{len(here)} there; start them with `rollcall node`"
+                f"{names} is missing after {waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} is more than the "
+                f"{len(here)} that joined; start them with `rollcall node`"
             )
         progress.tell(f"waiting for {names}")
         time.sleep(POLL_S)
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
-    """A node for each entry: those that are named, else in rank order the first with room; None while there are none."""
+    """A node for each entry: the named ones, or in rank order the first with room; None: there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
         named = [by_rank.get(rank) for rank in ask.node_ranks]
@@ -158,7 +163,7 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
 
 
 def _per_slot(ask: Ask) -> int:
-    # A GPU is shared by fractions; workers without one are each counted as a CPU.
+    # Workers share a GPU by fractions; each worker without a GPU counts as a CPU.
     return 1 if ask.use_gpus else ask.num_colocated
 
 
@@ -188,13 +193,13 @@ def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
         f"{node.free.get(ask.resource, 0):g} of them free"
         for node in nodes
     ]
-    return "; ".join(found) or "there is no node"
+    return "; ".join(found) or "no node has joined"
 
 
 def _cannot_place(ask: Ask, nodes: Sequence[RayNode], *, timeout_s: float) -> str:
     return (
-        f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for less, "
-        "end what holds the rest, or let more nodes join (`rollcall status` lists them)"
+        f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for "
+        "fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
     )
 
 
@@ -243,7 +248,7 @@ def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, deadli
 def _look_around(
     bundles: Sequence[range], group: PlacementGroup, *, deadline: float
 ) -> dict[int, tuple[int, str, str | None]]:
-    """All nodes at once, the bundles of a node one after the other: one process each does it."""
+    """All nodes at once, the bundles of a node one after the other, so that each node starts one process for it."""
     found: dict[int, tuple[int, str, str | None]] = {}
     for turn in range(max(map(len, bundles))):
         asked = {
@@ -257,24 +262,8 @@ def _look_around(
         try:
             answers = ray.get(list(asked.values()), timeout=max(deadline - time.monotonic(), 30))
         except GetTimeoutError:
-            raise NoRoomError("a node has its slots but starts no process on them; see its Ray logs") from None
+            raise NoRoomError(
+                "Ray reserved slots on a node but started no process there; see the node's Ray logs"
+            ) from None
         found |= dict(zip(asked, answers, strict=True))
     return found
-
-
-class RayReservation:
-    def __init__(self, group: PlacementGroup, *, seats: list[NodeSeats]) -> None:
-        self._group = group
-        self.nodes: Sequence[NodeSeats] = seats
-
-    def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> RayCrew:
-        crew = RayCrew(specs, recipe, group=self._group)
-        try:
-            crew.start(timeout_s=timeout_s)
-        except BaseException:  # an interrupt too: nothing may be left behind
-            crew.stop(timeout_s=STOP_DEADLINE_S)
-            raise
-        return crew
-
-    def release(self) -> None:
-        remove_placement_group(self._group)

@@ -1,12 +1,11 @@
 """The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
-The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. A worker that is stopped or stuck is
-made to tell the stacks of its threads, which go to stderr under its name; a call that has become slow is told there too,
-with what the nodes' links carry. ``on_loss`` hears of every loss, in this thread,
-with the reason by rank, and with the link to its node where that is slow; then whoever is stopped or stuck is killed.
+The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a stopped or stuck worker
+go to stderr under its name. So does a call that has become slow, with the traffic of the nodes' links. The thread tells
+``on_loss`` every loss, with the reason by rank and a slow link to its node; then it kills the stopped or stuck worker.
 
-The process on a node that is asked nothing any more for ``ALONE_S`` is cut off, or its controller is gone: it ends the
-workers there, which nobody else can.
+If the process on a node is asked nothing for ``ALONE_S``, the node is cut off or the controller is gone. The process then
+ends the workers there, because no one else can.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcall.groups.backend import WorkerSpec
-from rollcall.groups.host import MARK, end_group
+from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.links import Links
 from rollcall.groups.pulse import dump_stacks, look
 from rollcall.groups.slow import NodeLook, SlowCalls, read_traffic
@@ -64,11 +63,11 @@ class Eyes:
         os._exit(1)
 
     def stacks(self, pid: int) -> str:
-        """Of all threads of a worker that does nothing any more."""
+        """The stacks of all threads of a stuck worker."""
         return dump_stacks(pid)
 
     def end(self, pid: int) -> None:
-        with suppress(ProcessLookupError):  # somebody else has ended it
+        with suppress(ProcessLookupError):  # it has ended
             os.kill(pid, signal.SIGKILL)
 
 
@@ -94,7 +93,7 @@ class Supervisor:
         self._thread.start()
 
     def add(self, spec: WorkerSpec, *, pid: int) -> None:
-        """Watch this worker from now on, in place of whoever had its rank."""
+        """Watch this worker from now on, in place of the one that had its rank."""
         with self._lock:
             if spec.node.node_id not in self._eyes:
                 self._open(spec.node.node_id)
@@ -102,13 +101,13 @@ class Supervisor:
             self._seats[spec.rank] = (spec, pid)
 
     def remove(self, rank: int) -> None:
-        """Whoever has this rank is known to be lost."""
+        """The worker of this rank is known to be lost."""
         with self._lock:
             self._seats.pop(rank, None)
 
     @property
     def answering(self) -> set[int]:
-        """Ranks on nodes that have answered when they were last asked."""
+        """Ranks on nodes that answered the last look."""
         with self._lock:
             return {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id not in self._silent_nodes}
 
@@ -134,7 +133,7 @@ class Supervisor:
                 num_cpus=0,
                 max_restarts=-1,  # it may be killed for memory as well; a node is lost when nothing answers there
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-                runtime_env={"env_vars": {MARK: self._mark}},
+                runtime_env={"env_vars": {GROUP_MARK: self._mark}},
             )
             .remote(self._mark)
         )
@@ -149,7 +148,7 @@ class Supervisor:
                     if loss.still_runs:
                         self._tell_stacks(*seats[loss.rank], why=loss.why)
             except RayError as error:
-                say(f"the watch over the workers fails: {error}")
+                say(f"the workers cannot be watched: {error}")
                 continue
             with self._lock:  # one that is being replaced meanwhile is not lost
                 current = {loss.rank: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]}
@@ -191,7 +190,7 @@ class Supervisor:
         return f"{why}; {words}" if words else why
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
-        """Of those that answer within a look's time; the question to the others stays, and is looked at again."""
+        """The answers within the time of a look; the other questions stay open until the next look."""
         asked = [self._asked[node_id] for node_id in nodes]
         ready: list[Any] = []
         if asked:
@@ -214,5 +213,5 @@ class Supervisor:
         try:
             stacks = ray.get(self._eyes[spec.node.node_id].stacks.remote(pid), timeout=STACKS_S)
         except RayError as error:
-            stacks = f"they cannot be had: {error}"
+            stacks = f"they cannot be read: {error}"
         say(f"{spec.where}: {why}; the stacks of its threads:\n{stacks}")

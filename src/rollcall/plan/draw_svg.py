@@ -188,7 +188,7 @@ def _memory(canvas: _Canvas, run: RunPlan) -> None:
 
 
 def _stack(entry: SlotMemory) -> list[tuple[str, int]]:
-    """What is held, then what the hungriest role needs while it works; adds up to the total."""
+    """What is held, then what the role with the largest need uses while it works; adds up to the total."""
     busy = max(entry.roles, key=lambda role: role.working)
     return [
         ("weights", sum(role.weights for role in entry.roles)),

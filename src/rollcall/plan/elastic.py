@@ -1,4 +1,4 @@
-"""A cluster section for the nodes that are left: the same placement without the slots of those that are not. Pure."""
+"""A cluster section for fewer nodes: the same placement without the slots of the missing ones. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollcall.plan.placement import Plan, Process
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
-    """The section as if the cluster had only the ``kept`` nodes (ranks, in order), numbered anew; ``plan`` is the whole one's."""
+    """The section as if the cluster had only the ``kept`` nodes (ranks, in order), numbered from 0; ``plan`` is for all nodes."""
     lost = [rank for rank in range(plan.num_nodes) if rank not in kept]
     old = [slot for rank in kept for slot in plan.node_slots(rank)]
     number = {slot.index: new for new, slot in enumerate(old)}
@@ -20,7 +20,7 @@ def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> Clust
         if not left:
             names = ", ".join(map(str, lost))
             raise PlacementError(
-                f"all {role} processes were on nodes that are missing ({names}), so the run cannot go on without them; bring one "
+                f"all {role} processes were on nodes that are missing ({names}), and the run needs one; bring one "
                 f"back with `rollcall node`, or place {role} on several nodes"
             )
         placement[role.value] = ",".join(_part(process, rank, number) for rank, process in enumerate(left))

@@ -1,4 +1,4 @@
-"""A run file as `rollcall plan` shows it: the placement, the memory it needs, and what speaks against it. No Ray, no torch."""
+"""A run file as `rollcall plan` shows it: the placement, the memory it needs, and what is wrong with it. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_
 from rollcall.plan.slots import slot_text
 
 DEFAULT_CARD_GIB = 80.0
-TIGHT = 0.92  # share of the card from which a plan is called tight: the estimate is not that exact
+TIGHT = 0.92  # a plan that needs more of the card than this is called tight: the estimate is not exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class RunPlan:
     cluster: ClusterSection
     plan: Plan
     sizes: ModelSizes | None
-    memory: tuple[SlotMemory, ...]  # by group of the plan; empty when it cannot be estimated
+    memory: tuple[SlotMemory, ...]  # by group of the plan; empty: it cannot be estimated
     card: int | None  # bytes
     notes: tuple[str, ...]
     problems: tuple[str, ...]  # why it cannot work; none: it can
@@ -56,7 +56,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, *, card_gib: float | None = None, model_config: Path | None = None) -> RunPlan:
-    """Raises PlacementError where no plan can be drawn at all; other reasons are in ``problems``."""
+    """Raises PlacementError if there is no plan at all; other reasons are in ``problems``."""
     notes: list[str] = []
     problems: list[str] = []
     if config.cluster is None:
@@ -103,7 +103,7 @@ def _card(cluster: ClusterSection, card_gib: float | None) -> int | None:
 
 
 def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | None:
-    """Of the largest reward model."""
+    """The sizes of the largest reward model."""
     found: list[ModelSizes] = []
     for reward in config.reward if Role.REWARD in plan.processes else []:
         if reward.type == "model":
@@ -115,7 +115,7 @@ def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | 
 
 
 def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
-    """The plan on this cluster; PlacementError where there is none, or where a role cannot use what it gets."""
+    """The plan on this cluster; PlacementError if there is none, or if a role cannot use its slots."""
     plan = plan_for(config, cluster)
     if problems := role_problems(config, cluster, plan):
         raise PlacementError("; ".join(problems))
@@ -123,7 +123,7 @@ def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
 
 
 def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) -> list[str]:
-    """Why a role cannot use the processes and slots that the plan on this cluster gives it; None: one process, no cluster."""
+    """Why a role cannot use the processes and slots that it gets. ``cluster`` is None for a run in one process."""
     trained = [role for role in TRAINED if role in plan.processes]
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
@@ -141,7 +141,7 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
-    """Of a role that samples or scores, with ``width`` GPUs in each process; logical slots are neither short nor idle."""
+    """For a role that samples or scores, with ``width`` GPUs in each process. Logical slots have no such limit."""
     has = f"{role} has processes of {width} {'slot' if width == 1 else 'slots'}"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
@@ -162,7 +162,7 @@ def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str
 
 
 def _unreachable(config: Config, plan: Plan) -> list[str]:
-    """The first process that new weights cannot get to."""
+    """The first process that new weights cannot reach."""
     if config.rollout.weights != "shared_memory":
         return []
     actors = plan.processes[Role.ACTOR]
@@ -171,7 +171,7 @@ def _unreachable(config: Config, plan: Plan) -> list[str]:
         for process in plan.processes.get(role, ()):
             if process.slots not in own and process.node_rank != home:
                 return [
-                    f"rollout.weights=shared_memory reaches processes on the actor's node alone (node {home}), and {role} rank "
+                    f"rollout.weights=shared_memory reaches only processes on the actor's node (node {home}), and {role} rank "
                     f"{process.ranks[role]} is on node {process.node_rank}; use auto, broadcast, delta or file"
                 ]
     return []
@@ -182,8 +182,8 @@ def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
     if weights is None or any(weights[rank] for rank in nodes):
         return []
     return [
-        f"cluster.node_weights={weights} gives no task to a node that has a rollout process; those are nodes "
-        f"{', '.join(map(str, nodes))}: give one of them a weight above 0"
+        f"cluster.node_weights={weights} has 0 for every node with a rollout process (node {', '.join(map(str, nodes))}); give "
+        "one of them a weight above 0"
     ]
 
 
@@ -227,13 +227,13 @@ def _judge_batch(config: Config, plan: Plan, notes: list[str]) -> None:
 
 
 def _judge_overlap(config: Config, plan: Plan, notes: list[str]) -> None:
-    """Whether sampling and training can go on at the same time, and do."""
+    """Whether sampling and training can run at the same time, and do."""
     trains = {process.slots for process in plan.processes[Role.ACTOR]}
     shared = [process.slots in trains for process in plan.processes[Role.ROLLOUT]]
     staleness = config.trainer.staleness
     if staleness and all(shared):
         notes.append(
-            f"trainer.staleness={staleness}, but every rollout process also trains, so neither goes on during the other; give "
+            f"trainer.staleness={staleness}, but every rollout process also trains, so it samples or trains, never both at once; give "
             "rollout slots of its own, or leave staleness at 0"
         )
     if not staleness and not any(shared):
@@ -263,14 +263,14 @@ def _judge_elastic(config: Config, plan: Plan, notes: list[str]) -> None:
         return
     if elastic.min_nodes == plan.num_nodes:
         notes.append(
-            f"trainer.elastic.min_nodes={elastic.min_nodes} are all of the nodes, so a lost one is waited for; use fewer"
+            f"trainer.elastic.min_nodes={elastic.min_nodes} is the number of all nodes, so the run waits for a lost one; use fewer"
         )
         return
     for role, processes in plan.processes.items():
         nodes = {process.node_rank for process in processes}
         if len(nodes) == 1:
             notes.append(
-                f"trainer.elastic cannot do without node {min(nodes)}, which alone has {role}; place {role} on several nodes"
+                f"trainer.elastic cannot go on without node {min(nodes)}, the only one with {role}; place {role} on several nodes"
             )
 
 

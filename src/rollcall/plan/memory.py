@@ -1,12 +1,12 @@
 """How much memory each slot needs, by arithmetic on the model's sizes. Pure: no weights are loaded, no torch, no Ray.
 
-Held for the whole run: weights, optimizer state, KV cache. Held while a role works: gradients and activations. Roles in
-one process take turns, so a slot needs the sum of the first and the largest of the second.
+Weights, optimizer state and KV cache are held for the whole run; gradients and activations only while a role works. Roles
+in one process take turns, so a slot needs the sum of the first and the largest of the second.
 
-The learner's state is whole in each tensor group, or with ``sharding`` in parts over data ranks, with one layer (and the
-next) and the embeddings gathered while it runs; so is a reference in its processes. Rollout and inference hold the model
-whole in each process; rollout in the process of an actor that is not sharded has no weights of its own. vLLM has a copy more,
-divided over the slots of its process.
+Each tensor group has the learner's whole state. With ``sharding`` the data ranks have parts of it, and gather one layer (and
+the next) and the embeddings while they run; so does a reference in the actor's processes. Rollout and inference hold the
+whole model in each process. Rollout in the process of an actor without sharding uses the actor's weights. vLLM has one more
+copy, divided over the slots of its process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from rollcall.plan.slots import slot_text
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-RUNTIME = (
-    3 * GIB // 2
-)  # of a process on a GPU: the CUDA context, communication buffers, what the allocator cannot reuse
+# Of a process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
+RUNTIME = 3 * GIB // 2
 LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
 FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
 KV_BLOCK = 64  # tokens
@@ -58,7 +57,7 @@ class ModelSizes:
         kind = fields.get("model_type")
         if kind not in KNOWN_TYPES:
             raise SizesUnknown(
-                f"{where} is a model of type {kind}, whose memory is not known; known are {', '.join(KNOWN_TYPES)}"
+                f"{where} is a model of type {kind}, whose memory cannot be estimated; {', '.join(KNOWN_TYPES)} can"
             )
         try:
             hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
@@ -102,7 +101,7 @@ class ModelSizes:
         return 2 * self.layers * self.kv_heads * self.head_dim * num_tokens
 
     def kept_elements(self, tensor: int) -> int:
-        """Numbers that one layer keeps of one token for the backward pass."""
+        """Numbers that one layer keeps for one token until the backward pass."""
         attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         return 4 * self.hidden + (attention + 3 * self.intermediate) // tensor
 
@@ -121,9 +120,9 @@ class RoleMemory:
     kv: int = 0
     gradients: int = 0
     activations: int = 0
-    lent: int = 0  # of weights and kv: what is free while another role works
-    copied: bool = False  # the same on several data ranks, which could have parts
-    recomputes: bool = False  # activations are the fewest already
+    lent: int = 0  # the part of weights and kv that is free while another role works
+    copied: bool = False  # several data ranks hold the same, and could hold parts
+    recomputes: bool = False  # activations are already as few as possible
 
     @property
     def held(self) -> int:
@@ -322,7 +321,7 @@ class _Job:
         )
 
     def _gathered(self, mesh: Mesh) -> int:
-        """Bytes of whole layers that a sharded model has in hand while it runs."""
+        """Bytes of whole layers that a sharded model holds while it runs."""
         if mesh.data == 1:
             return 0
         embeddings = self.sizes.vocab * self.sizes.hidden
@@ -333,7 +332,7 @@ class _Job:
 
 
 def lever(role: RoleMemory) -> str:
-    """What to change when this role is the one that does not fit."""
+    """What to change if this role does not fit."""
     name = "critic" if role.role is Role.CRITIC else "actor"
     largest = max(("weights", "optimizer", "kv", "gradients", "activations"), key=lambda part: getattr(role, part))
     match largest:
@@ -351,5 +350,5 @@ def lever(role: RoleMemory) -> str:
         return f"set {name}.sharding=fsdp"
     if role.role in HOLDERS:
         makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
-        return f"every process of it holds the whole model; {makes_room}give it slots without an actor, or use larger cards"
+        return f"each of its processes holds the whole model; {makes_room}give it slots without an actor, or use larger cards"
     return f"give {role.role} more slots"

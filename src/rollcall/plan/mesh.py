@@ -3,7 +3,7 @@
 Ranks count along three axes, the last the fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: ranks that hold
 a part of each weight), ``tensor`` (ranks that hold other heads and columns). Ranks of one tensor group work on the same
 rows; all others on rows of their own, so a gang has replicate x shard data ranks. A whole copy on every rank, as
-``sharding: replicate`` has it, needs none of this: there is no ``ModelSplit`` then.
+``sharding: replicate`` has it, needs no ``ModelSplit``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_split(section: OptimizerSection, *, num_ranks: int) -> bool:
 def split_of(
     section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor"
 ) -> ModelSplit | None:
-    """``nodes`` says for each rank of the gang where it runs; None: every rank has the whole model."""
+    """``nodes`` has the node of each rank of the gang. The result is None if every rank has the whole model."""
     num_ranks, tensor = len(nodes), section.tensor_parallel_size
     if num_ranks % tensor:
         have = f"{num_ranks} processes" if num_ranks > 1 else "one process"

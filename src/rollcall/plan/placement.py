@@ -3,7 +3,7 @@
 A role's slots are written as ``slots`` reads them. Ranks of a role follow its slots and count from 0.
 
 Roles that share a slot share its process. So two processes of two roles have either the same slots, and are then one
-operating-system process that holds both roles, or none in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
+operating-system process with both roles, or no slot in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
 0-3 hold one process each with both roles (rollout ranks 0-3 are actor ranks 0-3) and slots 4-7 a rollout process each.
 """
 
@@ -30,9 +30,9 @@ class Role(StrEnum):
 
 
 TRAINED = (Role.ACTOR, Role.CRITIC)
-HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy without training it
+HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy and do not train it
 
-# A run that needs one of these and does not place it gets it in the actor's processes.
+# If a run needs one of these and does not place it, it goes into the actor's processes.
 WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
 
 _Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each process of a role, by rank
@@ -81,7 +81,7 @@ class Plan:
     processes: Mapping[Role, tuple[Process, ...]]  # by rank
     groups: tuple[RoleGroup, ...]  # every process of the cluster is in one of them
     meshes: Mapping[Role, Mesh]
-    notes: tuple[str, ...]  # what was decided for the user
+    notes: tuple[str, ...]  # decisions that the user did not make
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -121,7 +121,7 @@ def plan_for(config: Config, cluster: ClusterSection) -> Plan:
 
 
 def needed_roles(config: Config) -> frozenset[Role]:
-    """The roles a run cannot do without."""
+    """The roles that a run needs."""
     roles = {Role.ACTOR, Role.ROLLOUT}
     if config.algorithm.name == "ppo":
         roles.add(Role.CRITIC)
@@ -152,8 +152,8 @@ def plan_placement(
 ) -> Plan:
     """The plan, or a PlacementError.
 
-    ``needed`` are the roles that the run has; without it, those that are placed. ``tensor_parallel`` has the slots of a
-    tensor group where they are not those of a process.
+    ``needed`` are the roles of the run; by default those that are placed. ``tensor_parallel`` has the number of slots of a
+    role's tensor group; by default the slots of a process.
     """
     nodes = Nodes.of(cluster)
     placed = _read(cluster, nodes)
@@ -197,7 +197,7 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
 
 
 def _check_gangs(spans: _Spans) -> None:
-    """A process trains in one gang: actor and critic have all their processes in common, or none."""
+    """A process trains in one gang, so actor and critic share all their processes, or none."""
     actor, critic = (set(spans.get(role, ())) for role in TRAINED)
     shared = actor & critic
     if shared and actor != critic:
@@ -224,7 +224,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
         if role in needed and role not in placed:
             others = " and ".join(dict.fromkeys(placed)) or "nothing"
             raise PlacementError(
-                f"{WHERE} places {others}, and no run goes without {role}; write for example 'actor,rollout: all'"
+                f"{WHERE} places {others}, and every run needs {role}; write for example 'actor,rollout: all'"
             )
     if Role.CRITIC in needed and Role.CRITIC not in placed:
         raise PlacementError(
@@ -236,7 +236,9 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
         if role is Role.INFERENCE or role in needed:
             kept[role] = spans
         else:
-            notes.append(f"{role} is placed, but this run has none ({_asks_for(role)}); its processes are left out")
+            notes.append(
+                f"{role} is placed, but this run does not use it ({_asks_for(role)}); its processes are left out"
+            )
     for role in WITH_THE_ACTOR:
         if role in needed and role not in kept:
             kept[role] = kept[Role.ACTOR]
@@ -249,12 +251,12 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
 def _asks_for(role: Role) -> str:
     match role:
         case Role.CRITIC:
-            return "algorithm.name=ppo asks for one"
+            return "algorithm.name=ppo would"
         case Role.REFERENCE:
-            return "algorithm.kl_coef above 0 asks for one"
+            return "algorithm.kl_coef above 0 would"
         case Role.REWARD:
-            return "a reward of type model asks for one"
-    return "nothing asks for one"
+            return "a reward of type model would"
+    return "nothing would"
 
 
 def _check_all_used(placed: _Spans, nodes: Nodes, notes: Sequence[str]) -> None:
@@ -299,7 +301,7 @@ def _mesh_of(role: Role, processes: tuple[Process, ...], wanted: int | None, not
     widths = sorted({len(process.slots) for process in processes})
     if len(widths) > 1:
         raise PlacementError(
-            f"{WHERE}: {role} has processes of {' and '.join(map(str, widths))} slots; all of them need equally many: use "
+            f"{WHERE}: {role} has processes of {' and '.join(map(str, widths))} slots; all of them need the same number: use "
             "the same slots per process in each part"
         )
     (width,) = widths
@@ -313,7 +315,7 @@ def _mesh_of(role: Role, processes: tuple[Process, ...], wanted: int | None, not
         )
     if tensor % width:
         raise PlacementError(
-            f"{role}.tensor_parallel_size={tensor} is less than, or no multiple of, the {width} slots of each {role} process; "
+            f"{role}.tensor_parallel_size={tensor} is not a multiple of the {width} slots of each {role} process; "
             f"use {width} or a multiple of it, or one process per slot"
         )
     per_group = tensor // width
@@ -321,7 +323,7 @@ def _mesh_of(role: Role, processes: tuple[Process, ...], wanted: int | None, not
     split = [number for number, group in enumerate(groups) if group[0].node_rank != group[-1].node_rank]
     if split:
         notes.append(
-            f"{len(split)} of {len(groups)} tensor groups of {role} (the first: {split[0]}) lie on two nodes, so every layer "
+            f"{len(split)} of {len(groups)} tensor groups of {role} (the first: {split[0]}) are on two nodes, so every layer "
             f"waits for the network; a tensor_parallel_size that divides each node's slots avoids it"
         )
     return Mesh(data=slots // tensor, tensor=tensor)

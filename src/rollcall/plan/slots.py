@@ -119,7 +119,7 @@ def _parse_part(text: str, *, nodes: Nodes, given: str) -> _Part:
 
 
 def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
-    """Ranks given by the user follow the slots, and the slots can be dealt out evenly."""
+    """The user's ranks follow the slots, and each process gets the same number of slots."""
     if part.ranks is None:
         return
     slots, processes = part.num_slots, part.num_processes
@@ -147,7 +147,7 @@ def _crossing(start: int, end: int, *, rank: int, nodes: Nodes, given: str) -> s
         for node in (nodes.node_of[start], nodes.node_of[end])
     )
     return (
-        f"{given}: process {rank} would have slots {start}-{end}, which lie on {where}; a process lives on one node: use a "
+        f"{given}: process {rank} would have slots {start}-{end}, which are on {where}; a process runs on one node: use a "
         f"number of slots per process that divides each node's share, or a part for each node"
     )
 

@@ -44,7 +44,7 @@ EngineT = TypeVar("EngineT", bound=CountingEngine)
 
 @dataclass(slots=True, kw_only=True)
 class Held(Generic[EngineT]):
-    """What the controller is given to drive, wherever the roles are."""
+    """What the controller drives, in this process or on a cluster."""
 
     tokenizer: Any
     engine: EngineT
@@ -68,7 +68,7 @@ class Held(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a run reads before any weights: known to the controller, wherever the roles are."""
+    """What the controller reads before any weights are loaded."""
 
     model_path: str
     tokenizer: Any
@@ -141,7 +141,7 @@ def check_compiler(key: str) -> None:
     """Refuse to compile for a CPU where torch would fail at the first call."""
     if not has_compiler():
         raise ConfigError(
-            f"{key}: true needs a C++ compiler on a CPU, and there is no {os.environ.get('CXX', 'g++')!r}; install g++, name "
+            f"{key}: true needs a C++ compiler on a CPU, and {os.environ.get('CXX', 'g++')!r} does not exist; install g++, name "
             f"another in CXX, or leave the key out"
         )
 
@@ -155,7 +155,7 @@ def check_engine(rollout: RolloutSection) -> None:
 def build_engine(
     rollout: RolloutSection, model: Any, tokenizer: Any, *, say: Callable[[str], None] = print
 ) -> LocalEngine:
-    """The engine of this process; whatever runs it, its weights are those of ``model``."""
+    """The engine of this process, with the weights of ``model``."""
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
@@ -196,7 +196,7 @@ def build_critic(config: Config, model: Any, *, gang: Gang, device: torch.device
 def build_reference(
     config: Config, model: Any, *, gang: Gang | None = None, device: torch.device | None = None
 ) -> Reference:
-    """The frozen model's scores. In parts as the actor is, where it is given the actor's gang."""
+    """The frozen model. With the actor's ``gang`` it is divided into parts as the actor is."""
     body = make_body(model, config.actor, gang=gang, device=device, frozen=True) if gang else whole_body(model)
     return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
 

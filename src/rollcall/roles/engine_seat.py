@@ -1,10 +1,10 @@
-"""A rollout process's engine as the controller's router sees it: requests in, progress out, a moment at a time.
+"""The engine of a rollout process as the controller's router sees it: requests in, results out, a moment at a time.
 
-The engine is given what it can decode at once; what is beyond that waits here, where it can be given back to the router
-for a worker that has nothing to do.
+The engine gets as many requests as it can decode at once. The others wait here, and can be given back to the router for a
+worker that is idle.
 
-An update changes the parameters that a collocated engine reads. From then until the engine has the new version it decodes
-nothing (``hold``): tokens would be sampled from weights that their version does not name.
+An update changes the parameters that a collocated engine reads. Until the engine has the new version it decodes nothing
+(``hold``): its tokens would come from weights that do not match their version.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Advance:
     """What an engine did since it was last asked."""
 
     finished: list[Finished]
-    returned: list[str]  # requests not begun, as asked for
-    num_waiting: int  # requests not begun that are still here
+    returned: list[str]  # requests not started, given back as asked
+    num_waiting: int  # requests not started that are still here
     num_preemptions: int
     held_at: int | None  # it waits for a version newer than this
 
@@ -79,7 +79,7 @@ class EngineSeat:
         )
 
     def _begin(self, at_once: Sequence[str] = ()) -> None:
-        """What there is room for goes to the engine, and ``at_once`` whether there is or not."""
+        """Give the engine what it has room for, and the requests ``at_once`` in any case."""
         left: deque[Request] = deque()
         for request in self._waiting:
             size, used = len(request.seeds), sum(self._begun.values())

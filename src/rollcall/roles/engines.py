@@ -1,12 +1,12 @@
-"""The engines of all rollout processes as one: requests go out, finished ones come back, weights are handed on.
+"""The engines of all rollout processes as one: requests go out, finished ones come back, new weights go to all.
 
-The router says which process gets what. Each process that has something to do has two calls of ``advance`` under way, so
-that it need not wait for this one between them. ``poll`` only looks and sends; ``changed`` waits for an answer in a thread,
-and everything else happens in the event loop's.
+The router decides which process gets which request. Each busy process has two calls of ``advance`` under way, so that it
+does not wait for this process between them. ``poll`` only looks and sends. ``changed`` waits for an answer in a thread;
+everything else happens in the thread of the event loop.
 
-A process that holds nothing but an engine may be lost: what it had goes back to the router, and ``replace`` makes another
-in a thread of its own. The new one serves once it has the current weights, which it gets with the next push, or by
-``admit``. Lists and sets that both threads touch are changed by single operations.
+A process that holds only an engine may be lost: its requests go back to the router, and ``replace`` makes a new process in
+a thread of its own. The new one serves once it has the current weights, from the next push or from ``admit``. Lists and
+sets that both threads touch are changed by single operations.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollcall.engine.protocol import Finished, Request
@@ -38,11 +39,22 @@ SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.2
 LOOKS_PER_S = 160
 
 
+@dataclass(slots=True)
+class _Line:
+    """To one process: what the next call takes along, and the calls under way."""
+
+    new: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    give_back: int = 0
+    held_at: int | None = None
+    calls: list[Any] = field(default_factory=list)
+
+
 class RemoteEngine:
     """``room`` is how many completions a process decodes at once.
 
-    ``replaceable`` are processes whose loss leaves the others able to go on; ``replace`` makes a new one, built and ready
-    for weights, and raises if it cannot. Without any engine the run waits ``wait_s`` for one.
+    The run can go on without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it
+    cannot. With no engine left, the run waits ``wait_s`` for one.
     """
 
     def __init__(
@@ -62,22 +74,18 @@ class RemoteEngine:
         self._workers = team.members[Role.ROLLOUT]
         self._look_s = min(max(len(self._workers) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
         self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
-        self._new: dict[int, list[Request]] = {worker: [] for worker in self._workers}
-        self._aborted: dict[int, list[str]] = {worker: [] for worker in self._workers}
-        self._give_back = dict.fromkeys(self._workers, 0)
-        self._held_at: dict[int, int | None] = dict.fromkeys(self._workers)
-        self._calls: dict[int, list[Any]] = {worker: [] for worker in self._workers}
+        self._lines = {worker: _Line() for worker in self._workers}
         self._arrived: list[tuple[int, Advance]] = []
-        self._is_waiting = False  # a thread has the calls in its hands
+        self._is_waiting = False  # a thread waits for the calls
         self._makers: dict[str, str] = {}
         self._to_abort: set[str] = set()
         self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
         self._replace = replace
         self._wait_s = wait_s
-        self._away: set[int] = set()  # lost, and not serving again
-        self._lost: list[int] = []  # of these, those that the router does not know of yet
+        self._away: set[int] = set()  # lost, and not yet serving again
+        self._lost: list[int] = []  # lost, and the router does not know it yet
         self._new_ones: set[int] = set()  # built, without weights
-        self._joining: list[int] = []  # with weights, and not known to the router
+        self._joining: list[int] = []  # with weights, and the router does not know it yet
         self._failure: Exception | None = None
         self._alone_since: float | None = None
 
@@ -96,14 +104,14 @@ class RemoteEngine:
         self._router.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Only the engines make completions, so one that waits here goes to one of them first."""
+        """Only an engine can return what an aborted request has made, so a request that waits here goes to one first."""
         self._to_abort.add(request_id)
         given = self._router.hand_out_now(request_id)
         if given is not None:
-            self._new[given[0]].append(given[1])
+            self._lines[given[0]].new.append(given[1])
         worker = self._router.worker_of(request_id)
         if worker is not None:
-            self._aborted[worker].append(request_id)
+            self._lines[worker].aborted.append(request_id)
 
     def poll(self) -> list[Finished]:
         if not self._is_waiting:
@@ -111,7 +119,7 @@ class RemoteEngine:
         arrived, self._arrived = self._arrived, []
         finished: list[Finished] = []
         for worker, progress in arrived:
-            self._held_at[worker] = progress.held_at
+            self._lines[worker].held_at = progress.held_at
             self.num_preemptions += progress.num_preemptions
             for item in progress.finished:
                 self._makers[item.request_id] = self._router.finish(item.request_id)
@@ -123,13 +131,12 @@ class RemoteEngine:
         return finished
 
     def _change_places(self) -> None:
-        """Tell the router who is gone and who is there again."""
+        """Tell the router which processes are gone and which are back."""
         if self._failure is not None:
             raise self._failure
         while self._lost:
             worker = self._lost.pop(0)
-            self._calls[worker], self._new[worker], self._aborted[worker] = [], [], []
-            self._give_back[worker], self._held_at[worker] = 0, None
+            self._lines[worker] = _Line()
             for request_id in self._router.lose(worker):
                 if request_id in self._to_abort:
                     self.abort(request_id)
@@ -166,7 +173,7 @@ class RemoteEngine:
         return self._makers.pop(request_id)
 
     def _under_way(self) -> list[tuple[int, Any]]:
-        return [(worker, call) for worker, calls in self._calls.items() for call in calls]
+        return [(worker, call) for worker, line in self._lines.items() for call in line.calls]
 
     def _collect(
         self, calls: list[tuple[int, Any]], *, timeout_s: float
@@ -183,7 +190,7 @@ class RemoteEngine:
         return [(worker, call, progress) for (worker, call), progress in zip(ready, results, strict=True)]
 
     def _result(self, worker: int, call: Any) -> Advance | WorkerDiedError:
-        """Of one worker, whose loss is a result where it can be replaced."""
+        """The answer of one worker; the loss of a replaceable one is returned, not raised."""
         try:
             return self._team.group.get_all_worker_results([call])[0]
         except WorkerDiedError as error:
@@ -193,23 +200,24 @@ class RemoteEngine:
 
     def _receive(self, found: list[tuple[int, Any, Advance | WorkerDiedError]]) -> None:
         for worker, call, progress in found:
-            if not any(other is call for other in self._calls[worker]):
-                continue  # asked of a process that was lost meanwhile
+            line = self._lines[worker]
+            if not any(other is call for other in line.calls):
+                continue  # its process was lost in the meantime
             if isinstance(progress, WorkerDiedError):
                 self._lose(worker, progress)
                 continue
-            self._calls[worker] = [other for other in self._calls[worker] if other is not call]
+            line.calls = [other for other in line.calls if other is not call]
             self._arrived.append((worker, progress))
 
     def _lose(self, worker: int, error: WorkerError) -> None:
-        """Begin to replace it; the router hears of it with the next poll."""
+        """Start to replace it; the router is told at the next poll."""
         if worker in self._away and worker not in self._new_ones:
             return
         self._new_ones.discard(worker)
         self._away.add(worker)
         self._lost.append(worker)
         why = str(error).splitlines()[0]
-        say(f"{self._name(worker)} is lost, others do its part until it is replaced: {why}")
+        say(f"{self._name(worker)} is lost; the others do its work until it is replaced: {why}")
         threading.Thread(target=self._renew, args=(worker,), name=f"replacing {worker}", daemon=True).start()
 
     def _renew(self, worker: int) -> None:
@@ -223,29 +231,25 @@ class RemoteEngine:
 
     def _send(self) -> None:
         for worker, request in self._router.hand_out(version=self.version):
-            self._new[worker].append(request)
+            self._lines[worker].new.append(request)
         for worker, count in self._router.ask_back().items():
-            self._give_back[worker] = count
-        for worker in self._workers:
-            held = self._held_at[worker] is not None and self._held_at[worker] == self.version
-            if self._router.load(worker) and not held:
-                while len(self._calls[worker]) < CALLS:
-                    self._advance(worker)
+            self._lines[worker].give_back = count
+        for worker, line in self._lines.items():
+            if self._router.load(worker) and line.held_at != self.version:
+                while len(line.calls) < CALLS:
+                    self._advance(worker, line)
 
-    def _advance(self, worker: int) -> None:
-        requests, self._new[worker] = self._new[worker], []
-        aborted, self._aborted[worker] = self._aborted[worker], []
-        give_back, self._give_back[worker] = self._give_back[worker], 0
-        arguments = (requests, aborted, give_back, self._look_s)
-        call = self._team.group.run_single_worker_single_data("advance", worker, *arguments)
-        self._calls[worker].append(call)
+    def _advance(self, worker: int, line: _Line) -> None:
+        arguments = (line.new, line.aborted, line.give_back, self._look_s)
+        line.new, line.aborted, line.give_back = [], [], 0
+        line.calls.append(self._team.group.run_single_worker_single_data("advance", worker, *arguments))
 
     def update_weights(self, version: int) -> None:
-        """All processes that hold a policy take the actor's: those of the actor itself have it already."""
+        """Every process with a policy gets the actor's weights; the actor's own processes have them already."""
         while True:
             new = set(self._new_ones)
             if new:
-                self._weights.invite_anew()
+                self._weights.invite_again()
             try:
                 self._weights.push(version, without=self._away - new)
             except WorkerLostError as error:
@@ -265,9 +269,8 @@ class RemoteEngine:
     def _lose_receivers(self, error: WorkerLostError) -> None:
         """A push broke off: replace the receivers that are dead. If none of them is, raise the error."""
         group = self._team.group
-        named = (
-            error.ranks[:1] if isinstance(error, WorkerDiedError) else ()
-        )  # it may be dead before Ray's books say so
+        # It may be dead before Ray knows it.
+        named = error.ranks[:1] if isinstance(error, WorkerDiedError) else ()
         serving = (self._replaceable - self._away) | self._new_ones
         dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]
         if not dead:

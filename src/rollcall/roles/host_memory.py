@@ -1,8 +1,8 @@
 """Freed memory stays with the process, in large pages.
 
-An update on a CPU allocates and frees the same large tensors over and over. glibc gives blocks of that size back to the
-kernel at once, and getting them again costs a page fault and a zeroed page for every 4 KiB. Kept, they can be in pages of
-2 MiB, of which a core finds more without a walk through page tables.
+An update on a CPU allocates and frees the same large tensors again and again. glibc returns blocks of that size to the
+kernel at once, and each new allocation costs a page fault and a zeroed page for every 4 KiB. Memory that is kept can be in
+pages of 2 MiB, which also need fewer walks through the page tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGE_SHARE = 4  # a quarter of the machine's memory may be in large pages
 
 
 def keep_freed_memory() -> None:
-    """From now on, and for threads that start from now on. Other C libraries than glibc are left as they are."""
+    """For this thread and for threads that start later. C libraries other than glibc are left unchanged."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
@@ -34,9 +34,9 @@ def keep_freed_memory() -> None:
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL) -> None:
-    """For the part of the heap that is not in use yet. It is made long enough first, since every part that it grows by would
-    have to be asked for again; nothing is taken before it is used. A kernel that has no such pages refuses, and a limit on
-    the process's size may: then all is as it was."""
+    """For the unused part of the heap. The heap is first made long enough, because each later extension would have to be asked
+    for again; no memory is taken before it is used. A kernel without large pages, or a limit on the process's size, refuses:
+    then nothing changes."""
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

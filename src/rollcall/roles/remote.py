@@ -41,7 +41,7 @@ from rollcall.wait import say
 from rollcall.words import counted
 from rollcall.worker_env.declared import submitted_env, worker_env
 
-REPLACE_S = 24 * 3600.0  # for a seat to be there again, while others do the work; told meanwhile
+REPLACE_S = 24 * 3600.0  # until a lost slot is back, while the others do the work
 
 
 class RemoteLearner:
@@ -63,29 +63,6 @@ class RemoteLearner:
         return self._team.forward(role, "score", samples)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteRepairs:
-    engine: RemoteEngine
-    missing_nodes: frozenset[int]  # ranks that this attempt does without
-
-    @property
-    def is_due(self) -> bool:
-        return self.engine.is_due
-
-    @property
-    def regrow(self) -> str | None:
-        if not self.missing_nodes:
-            return None
-        from rollcall.on_ray.reserve import ranked_nodes
-
-        back = sorted(self.missing_nodes & {node.rank for node in ranked_nodes()})
-        return f"node {', '.join(map(str, back))} is back" if back else None
-
-    def admit(self, version: int) -> None:
-        if self.engine.is_due:  # or the new ones came along with an update meanwhile
-            self.engine.update_weights(version)
-
-
 class RemoteCritic:
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -105,7 +82,28 @@ class RemoteWorkers(Held[RemoteEngine]):
     max_positions: int
     team: Team
     cluster: VirtualCluster
-    repairs: RemoteRepairs
+    missing_nodes: frozenset[int]  # ranks that this attempt goes without
+
+    @property
+    def repairs(self) -> RemoteWorkers:
+        return self
+
+    @property
+    def is_due(self) -> bool:
+        return self.engine.is_due
+
+    @property
+    def regrow(self) -> str | None:
+        if not self.missing_nodes:
+            return None
+        from rollcall.on_ray.reserve import ranked_nodes
+
+        back = sorted(self.missing_nodes & {node.rank for node in ranked_nodes()})
+        return f"node {', '.join(map(str, back))} is back" if back else None
+
+    def admit(self, version: int) -> None:
+        if self.is_due:  # an update in the meantime may have brought the new ones in
+            self.engine.update_weights(version)
 
     @property
     def is_remote(self) -> bool:
@@ -145,8 +143,8 @@ def build_remote_workers(
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
     if backend is None:
-        connect()  # before anything slow: a node that is in no cluster says so at once
-        from rollcall.on_ray.reserve import RayBackend  # not before: nodes that share a folder alone need no Ray
+        connect()  # before anything slow, so that a node outside any cluster is refused at once
+        from rollcall.on_ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
 
         backend = RayBackend()
     plan, section, kept = _fit_nodes(config, plan, say=say)
@@ -190,14 +188,12 @@ def build_remote_workers(
         max_positions=facts.max_positions,
         team=team,
         cluster=cluster,
-        repairs=RemoteRepairs(
-            engine=engine, missing_nodes=frozenset(range(config.cluster.num_nodes)) - frozenset(kept)
-        ),
+        missing_nodes=frozenset(range(config.cluster.num_nodes)) - frozenset(kept),
     )
 
 
 def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tuple[Plan, ClusterSection, list[int]]:
-    """The plan on the nodes that are there, where the run may do with fewer than it asks for; and their ranks."""
+    """The plan on the nodes that have joined, where the run may use fewer than it asks for; its section; the nodes' ranks."""
     assert config.cluster is not None
     section, elastic, everyone = config.cluster, config.trainer.elastic, list(range(plan.num_nodes))
     if elastic is None:
@@ -212,7 +208,7 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
 
 
 def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteEngine:
-    """All rollout processes; those that hold nothing else are replaced when they are lost, as often as restarts are allowed."""
+    """All rollout processes. A lost one with no other role is replaced, as often as restarts are allowed."""
     assert config.cluster is not None
     trainer = config.trainer
     only = [worker for worker, process in enumerate(processes) if set(process.ranks) == {Role.ROLLOUT}]
@@ -232,7 +228,7 @@ def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteE
             except WorkerLostError as error:
                 loss = error
                 why = headline(loss)
-                say(f"{where} is lost, others do its part until it is replaced: {why}")
+                say(f"{where} is lost; the others do its work until it is replaced: {why}")
 
     team.group.tolerate(only)
     return RemoteEngine(
@@ -246,9 +242,9 @@ def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteE
 
 
 def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
-    """What this model and its optimizers cannot do, before any process is started."""
+    """Refuse what this model and its optimizers cannot do, before any process is started."""
     problems: list[str] = []
-    with suppress(SizesUnknown):  # of an architecture that the processes then refuse by name
+    with suppress(SizesUnknown):  # an architecture that the processes themselves refuse by name
         problems = indivisible(plan, read_sizes(model_path))
     if problems:
         raise PlacementError("; ".join(problems))
@@ -331,7 +327,7 @@ def _load(team: Team, processes: Sequence[Process], *, inputs: Inputs) -> Facts:
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
-    """Asked of one reward process, each prompt of another."""
+    """Ask one reward process; prompts are spread over all of them."""
     workers = team.members[Role.REWARD]
     worker = workers[hash(prompt.id) % len(workers)]
     (scores,) = team.call([worker], "reward", index, prompt, completions)

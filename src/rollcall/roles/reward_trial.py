@@ -1,8 +1,8 @@
 """`rollcall reward test`: a run's rewards on a few of its rows, before anything is trained.
 
 Each row is scored three times: with its own answer as the completion, with nothing, and with a text that answers nothing.
-A reward that cannot be loaded, that fails on everything, or that gives its own answers nothing is found here and not in
-the morning.
+This finds a reward that cannot be loaded, that fails on everything, or that gives 0 to the right answers, before hours of
+training are lost to it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
 
 
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
-    """What a row is tried with; a row whose answer is not written down has no first one."""
+    """The completions to try with a row; a row without a written answer has only the last two."""
     answer = prompt.answer
     made = prompt.metadata.get("reasoning_gym")
     if not answer.strip() and isinstance(made, dict):

@@ -1,16 +1,16 @@
 """Which engine gets which request. Pure: requests and a clock in, decisions out.
 
-Work goes out by group, and a request keeps its seeds, so who makes it changes nothing but the time. A worker is given what
-it can decode at once (``room``, in completions) and one request more, to begin with as soon as there is a place; the rest
-waits here, where it belongs to nobody.
+A request keeps its seeds, so the choice of a worker changes the time and nothing else. A worker gets the requests that it
+can decode at once (``room``, in completions) and one more, to start as soon as there is room. The rest waits here.
 
-- With node weights, each node gets its share of the requests whatever its speed, and its workers share that by speed.
-- Without, all workers share everything by speed: a request goes to whoever is expected to finish it first, and a slow
-  worker takes none that the others would finish before it. At the tail, what a worker has not begun goes to an idle one.
+- With node weights, each node gets its share of the requests at any speed; the workers of a node divide it by speed.
+- Without, all workers divide everything by speed. A request goes to the worker that is expected to finish it first. A slow
+  worker gets no request that the others would finish sooner. Near the end, requests that a busy worker has not started go
+  to an idle one.
 
-Speed is measured: completions per second of the time in which a worker had any, and seconds from giving it a request to
-having it back. Both forget, so a node that slows down or recovers is noticed; a worker that was too slow for any work is
-tried again with one request, at first after two weight versions, then after more and more.
+Speed is measured: completions per second while a worker has any, and seconds from sending a request to its return. Old
+measurements fade, so a node that slows down or recovers is noticed. A worker that was too slow for any work is tried again
+with one request: first after two weight versions, then after longer and longer pauses.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rollcall.engine.protocol import Request
 from rollcall.errors import ClusterError
 
 KEPT = 0.98  # of what was measured before, with each finished request
-TOLERANCE = 1.25  # lengths differ, so workers of the same speed do not look quite the same
-RETRY_VERSIONS = 20  # the most without work until a worker is tried again
+TOLERANCE = 1.25  # completions differ in length, so workers of one speed look a little different
+RETRY_VERSIONS = 20  # a worker without work is tried again after at most this many
 
 
 @dataclass(slots=True)
@@ -45,29 +45,29 @@ class RolloutWorker:
 
     worker: int  # its number in the team
     node_rank: int
-    name: str  # as groups tell who made them
+    name: str  # recorded with the groups that it makes
     given: dict[str, _Given] = field(default_factory=dict)
     load: int = 0  # completions it has
     num_waiting: int = 0  # requests that it said it has not begun
-    asked_back: int = 0  # of those
+    asked_back: int = 0  # how many of those were asked back
     done: float = 0.0  # completions, older ones counting less
-    busy_s: float = 0.0  # the time they took, likewise
+    busy_s: float = 0.0  # the time they took, older ones counting less
     since_s: float = 0.0  # up to when busy_s is counted, while there is work
     latency_s: float | None = None
-    version: int = 0  # when it last got something
-    on_trial: bool = False  # its next request tells how fast it is now, and nothing from before counts
+    version: int = 0  # of the weights when it last got a request
+    on_trial: bool = False  # its next request alone says how fast it is
     patience: int = 1  # versions without work until it is tried again
 
     def measured(self, now: float) -> tuple[float, float]:
-        """Completions, and the seconds they took. A worker that has finished nothing for longer than a request takes is
-        slow, or stuck: the time beyond counts."""
+        """Completions, and the seconds they took. Time beyond that of a usual request counts too: such a worker is slow or
+        stuck."""
         overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
         return self.done, self.busy_s + max(overdue_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Speed:
-    rate: float  # completions per second, with all that a worker does at once
+    rate: float  # completions per second, over all that a worker decodes at once
     latency_s: float  # of one request
     share: float  # of the work, relative to the others
 
@@ -103,8 +103,8 @@ class Router:
         self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
         if not self._weights:
             raise ClusterError(
-                f"cluster.node_weights={list(node_weights)} gives no task to a node that has a rollout process; those are "
-                f"nodes {', '.join(map(str, nodes))}: give one of them a weight above 0"
+                f"cluster.node_weights={list(node_weights)} has 0 for every node with a rollout process (node "
+                f"{', '.join(map(str, nodes))}); give one of them a weight above 0"
             )
         for rank in self._weights:
             here = [one for one in workers if one.node_rank == rank]
@@ -120,29 +120,29 @@ class Router:
 
     @property
     def num_workers(self) -> int:
-        """Those that can be given something."""
+        """Workers that can get requests."""
         return sum(len(pool.seats) for pool in self._pools.values())
 
     def add(self, request: Request) -> None:
-        """To the node that is furthest behind its share."""
+        """Queue a request for the node that is furthest behind its share."""
         pool = self._pool_of[request.id] = self._pools[self._next_pool()]
         pool.queue.append(request)
 
     def _next_pool(self) -> int:
-        """Of those with a worker, if there are any."""
+        """A pool with workers, if there is one."""
         able = [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1
         return rank
 
     def lose(self, worker: int) -> list[str]:
-        """This worker is gone: what it had goes to the front of the queue, as it was first given out; returns its ids."""
+        """This worker is gone: its requests go to the front of the queue, in their order; returns their ids."""
         returned: list[str] = []
         for pool in self._pools.values():
             if worker in pool.seats:
                 returned += pool.lose(worker)
             if not pool.seats and self.num_workers:
-                while pool.queue:  # from behind to the front, so that the order stays
+                while pool.queue:  # the last one first, so that the order stays
                     request = pool.queue.pop()
                     other = self._pool_of[request.id] = self._pools[self._next_pool()]
                     other.queue.appendleft(request)
@@ -154,7 +154,7 @@ class Router:
         if rank not in self._pools:
             return  # its node has weight 0
         self._pools[rank].seats[new.worker] = new
-        for pool in self._pools.values():  # what waits where nobody is left
+        for pool in self._pools.values():  # requests that wait in a pool without workers
             while pool.queue and not pool.seats:
                 request = pool.queue.popleft()
                 other = self._pool_of[request.id] = self._pools[self._next_pool()]
@@ -169,21 +169,21 @@ class Router:
         return self._pool_of[request_id].hand_out_now(request_id) if request_id in self._pool_of else None
 
     def worker_of(self, request_id: str) -> int | None:
-        """Who has it; None: nobody yet."""
+        """The worker that has it; None: it still waits here."""
         return self._pool_of[request_id].worker_of(request_id)
 
     def finish(self, request_id: str) -> str:
-        """It is done; returns who made it."""
+        """A request is done; returns the name of the worker that made it."""
         return self._pool_of.pop(request_id).finish(request_id)
 
     def note_waiting(self, worker: int, *, num_waiting: int, returned: Sequence[str]) -> None:
-        """What a worker said: how many requests it has not begun, and which it gives back."""
+        """A worker reports how many requests it has not started, and which it gives back."""
         for pool in self._pools.values():
             if worker in pool.seats:
                 pool.note_waiting(worker, num_waiting=num_waiting, returned=returned)
 
     def ask_back(self) -> dict[int, int]:
-        """Worker -> requests that it should give back if it has not begun them: someone else has nothing to do."""
+        """Worker -> number of requests that it should give back if it has not started them: another worker is idle."""
         return {worker: count for pool in self._pools.values() for worker, count in pool.ask_back().items()}
 
 
@@ -232,7 +232,7 @@ class _Pool:
 
     def finish(self, request_id: str) -> str:
         worker = self.worker_of(request_id)
-        assert worker is not None, "nobody had this request"
+        assert worker is not None, "no worker had this request"
         seat, now = self.seats[worker], self._clock()
         given = seat.given.pop(request_id)
         seat.done = KEPT * seat.done + given.size
@@ -246,7 +246,7 @@ class _Pool:
         return seat.name
 
     def _judge(self, seat: RolloutWorker, size: int, *, took_s: float) -> None:
-        """Take one request as the measure of a worker that had none for long."""
+        """Measure a worker that had no work for long by this one request."""
         speeds = self._speeds(self._clock()).of
         others = [speed for worker, speed in speeds.items() if worker != seat.worker]
         latency_s = statistics.median(speed.latency_s for speed in others)
@@ -294,7 +294,7 @@ class _Pool:
         return seat.worker, request
 
     def _best(self, size: int, *, waiting: int, version: int, speeds: _Speeds) -> RolloutWorker | None:
-        """Who is expected to finish a request of this size first and has room for it; None: it had better wait."""
+        """The worker that is expected to finish a request of this size first and has room for it; None: let it wait."""
         able = [seat for seat in self.seats.values() if not seat.load or seat.load < self._room + size]
         forgotten = [
             seat
@@ -317,21 +317,21 @@ class _Pool:
         return min(fit, key=turn, default=None)
 
     def _has_place(self, seat: RolloutWorker, size: int) -> bool:
-        """Whether it would begin with a request at once."""
+        """Whether the worker would start a request at once."""
         return seat.load + size <= self._room
 
     def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int, speeds: _Speeds) -> bool:
-        """Whether this worker ends with a request about when the others would be done with everything."""
+        """Whether this worker would finish a request about when the others finish everything."""
         load = speeds.load
         if len(self.seats) == 1 or not load:
-            return True  # somebody has to begin
+            return True  # one worker has to start
         own = speeds.of[seat.worker]
-        turns = 1 if self._has_place(seat, size) else 2  # it begins when another has ended
+        turns = 1 if self._has_place(seat, size) else 2  # it starts when another request has ended
         others_s = (waiting + load - seat.load) / (speeds.rate - own.rate)
         return turns * own.latency_s <= TOLERANCE * max(speeds.latency_s, others_s)
 
     def _speeds(self, now: float) -> _Speeds:
-        """What is not measured yet is taken to be as with the others; that counts as one request."""
+        """A worker that is not measured yet counts as fast as the others; that assumption weighs as much as one request."""
         size = self._size
         measured = {worker: seat.measured(now) for worker, seat in self.seats.items()}
         known = [done / max(spent, 1e-6) for done, spent in measured.values() if done]
@@ -342,8 +342,8 @@ class _Pool:
         for worker, (done, spent) in measured.items():
             rate = (done + size) / (spent + size / usual)
             own = self.seats[worker].latency_s
-            # With more work some engines have a higher rate at the same latency, others the same rate at a higher latency.
-            # A speed of both parts moves towards even loads either way; of one alone, one of the two would run away.
+            # With more work some engines have a higher rate at the same latency, others a higher latency at the same rate.
+            # A speed made of both evens out the loads of either kind; one part alone would overload one kind.
             share = (rate / usual) ** 0.75 * (latency / own if own else 1.0) ** 0.25
             speeds[worker] = _Speed(rate=rate, latency_s=latency if own is None else own, share=share)
         return _Speeds(

@@ -1,9 +1,9 @@
 """New weights on the cluster: who sends, who receives, and when they meet.
 
-The first actor process sends; every process with a rollout or an inference role but no actor receives. Those that hold an
-actor read its parameters and take the version alone. The controller tells all of them at once (``WeightSync``); the bytes
-go from process to process (``WorkerWeights``), by what ``rollout.weights`` says. A process that is new, or back after a
-failure, makes the sender invite everyone anew, and the first update then goes out whole.
+The first actor process sends. Every process with a rollout or an inference role but no actor receives. A process with an
+actor reads the actor's parameters, so it only notes the version. The controller tells all of them at once (``WeightSync``);
+the bytes go from process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process
+is new, or back after a failure, the sender invites all receivers again, and the first update then carries all weights.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class WeightSync:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: the sender is of no use
+        self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: invite again
         self._invitations: Mapping[str, Invitation] = {}
         self._broken_off: list[Any] = []
 
     def push(self, version: int, *, without: Collection[int] = ()) -> None:
-        """Every process that holds a policy, but for ``without``, has this version once it returns."""
+        """Returns when every process with a policy has this version, except those in ``without``."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         names = {worker: name for worker, name in self._names().items() if worker not in without}
         apart = {worker: name for worker, name in names.items() if worker not in actors}
@@ -57,15 +57,16 @@ class WeightSync:
         try:
             group.get_all_worker_results(futures)
         except BaseException:
-            self._invited = None  # whoever is left meets anew
+            self._invited = None  # those that are left meet again
             self._broken_off = futures
             raise
 
     def settle(self, *, lost: Collection[int], timeout_s: float) -> None:
-        """After a push that failed, wait until the actor's processes have given it up; raises if one does not."""
+        """After a failed push, wait until the actor's processes have given it up; raises if one does not."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # One that had come is missed by the sender itself, which then listens no more, or it is on a host of its own.
+            # The sender itself misses a receiver that had connected, and then no longer listens; or it listens on its own
+            # host alone.
             with suppress(MissingPeerError):
                 decline(self._invitations[name], name=name, timeout_s=DECLINE_S)
         for worker, future in zip(actors, self._broken_off, strict=False):
@@ -78,8 +79,8 @@ class WeightSync:
                     node_ranks=[],
                 )
 
-    def invite_anew(self) -> None:
-        """A receiver is another process than before."""
+    def invite_again(self) -> None:
+        """A receiver is a new process."""
         self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
@@ -129,7 +130,7 @@ class WorkerWeights:
         return self._sender.invitations
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """To all that were invited. A process that invited nobody helps to gather the tensors, no more."""
+        """Send to all that were invited. A process that invited none only helps to gather the tensors."""
         if self._sender is None:
             for _ in tensors:
                 continue
@@ -138,7 +139,7 @@ class WorkerWeights:
 
     def share(self, version: int) -> None:
         """Note the version of the tensors that the learner and the engine of this process both read."""
-        if self._shared.version != version:  # a process that is new gets what the others have
+        if self._shared.version != version:  # a push for a new process repeats the version
             self._shared.receive(version=version)
 
     def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:

@@ -1,7 +1,7 @@
 """One process of a run on the cluster: it holds the roles that its slots were given, and does what the controller asks.
 
-Roles that share a process share the policy: engine and learner read the same parameters. A process with a rollout but no
-actor has a policy of its own, which takes new weights after every update.
+Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout but no actor
+has its own policy, which gets new weights after every update.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the polic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the controller must know of a model that only workers have loaded."""
+    """What the controller must know about a model that only workers have loaded."""
 
     max_positions: int
     stop_token_ids: tuple[int, ...]
@@ -88,7 +88,7 @@ class RoleWorker:
         )
 
     def listen(self, address: str) -> int:
-        """Where the gang meets that this process is rank 0 of; returns the port."""
+        """Open the port where the other ranks of the gang meet this process, its rank 0; returns the port."""
         self._listener = listen_at(address)
         return self._listener.getsockname()[1]
 
@@ -99,7 +99,7 @@ class RoleWorker:
         if roles.isdisjoint(POLICY):
             model = self._outline()
         else:
-            # Of a model that is in parts only the parts go to the device, unless an engine here reads all of it.
+            # Where a model is in parts, only this process's parts go to the device, unless an engine here reads all.
             model = self._load(gang, in_parts=Role.ACTOR in self._in_parts and Role.ROLLOUT not in roles)
         self.learner = None
         if Role.ACTOR in roles:
@@ -134,7 +134,7 @@ class RoleWorker:
         )
 
     def _load(self, gang: Gang, *, in_parts: bool) -> Any:
-        """Of a model that is in parts, the gang's first process loads the weights and gives the others theirs."""
+        """Where a model is in parts, the gang's first process loads the weights and gives the others their parts."""
         if in_parts and gang.rank != 0:
             return self._outline()
         device = torch.device("cpu") if in_parts else self.device
@@ -161,31 +161,31 @@ class RoleWorker:
     # The engine
 
     def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Advance:
-        """Take requests in, decode for a moment, and give back up to so many that are not begun."""
+        """Take requests in, decode for a moment, and give back up to ``give_back`` requests that are not started."""
         assert self.seat is not None
         return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
 
     def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
-        """Take this version from the actor's process, which invited this one by that name, and sample from it."""
+        """Receive this version from the actor's process, which invited this one by that name, and sample from it."""
         if self.seat is not None and version != self._served:
-            self.seat.hold()  # an update that breaks off leaves neither the old weights nor the new ones
+            self.seat.hold()  # a failed update leaves a mix of old and new weights
         self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
         self._serve(version)
 
     # The policy
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Send the policy to these from now on, each of which is (or is not) on this node."""
+        """Send the policy to these receivers from now on; the value says whether one is on this node."""
         return self._weights.invite(receivers, host)
 
     def send_weights(self, version: int) -> None:
-        """What the learner holds is this version: for those that were invited, and for the engine in this process."""
+        """The learner holds this version: send it to the invited receivers and to the engine in this process."""
         self._weights.send(self._whole_policy(), version=version)
         self._weights.share(version)
         self._serve(version)
 
     def _serve(self, version: int) -> None:
-        """The engine samples from this version. One that does so already is told nothing: its cache stays good."""
+        """The engine samples from this version. If it does already, it keeps its cache."""
         if self.engine is not None and version != self._served:
             self.engine.update_weights(version)
         if self.seat is not None:
@@ -193,7 +193,7 @@ class RoleWorker:
         self._served = version
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, which an engine in this process gets too where the learner has them in parts."""
+        """All weights. An engine in this process gets a copy where the learner holds only parts."""
         assert self.learner is not None
         in_parts = self.learner.body.in_parts
         own = whole_body(self.model).named if in_parts and self.engine is not None else {}
@@ -218,7 +218,7 @@ class RoleWorker:
         export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
-        """Where a model is in parts all its processes have all results: one of them tells."""
+        """Where a model is in parts, every process has all results; only the first returns them."""
         return results if not body.in_parts or body.gang.rank == 0 else []
 
     # The others
@@ -238,7 +238,7 @@ class RoleWorker:
     def reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
         return list(self.reward_models[index](prompt, completions))
 
-    # Checkpoints: all processes of a role are asked, the first one writes, everyone reads
+    # Checkpoints: all processes of a role are called; the first one writes, all of them read
 
     def write_checkpoint(self, role: Role, directory: Path) -> None:
         if role is Role.ACTOR:

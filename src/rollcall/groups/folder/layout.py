@@ -1,4 +1,4 @@
-"""What lies where in a folder that is all that some nodes share, and what a master and its workers say of themselves.
+"""Where things are in a folder that nodes share, and what a master and its workers say about themselves.
 
 FOLDER/messages/
   master/presence.json      who is master, which of its worker groups is current (``epoch``), how the run ended
@@ -43,7 +43,7 @@ def about_this_process() -> dict[str, Any]:
 
 
 def refuse_second(folder: Path, *, who: str) -> None:
-    """Another process that lives under this name: its counter moves while we look."""
+    """Refuse a second process under this name: the counter of the first moves while we look."""
     peer = Peer(folder)
     peer.look()
     if not peer.facts or peer.facts.get("state") not in (RUNNING, HERE):

@@ -1,19 +1,19 @@
 """Messages and signs of life between processes that share a folder and nothing else.
 
-A message is a file: written under another name in the same folder and renamed, so that nobody sees a part of one, and
-removed by whoever takes it. Names carry the label of a conversation (who wrote, to whom, which of them was meant) and a
-number; the reader takes numbers in order and waits for one that a folder does not list yet. A message with another label
-is of another time and is never answered. The writer keeps few of them outstanding.
+A message is a file. It is written under another name in the same folder and renamed, so that no reader sees a part of it;
+the reader removes it. Its name has the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
+in order, and waits for a number that the folder does not list yet. A message with another label belongs to an earlier
+conversation and is never answered. The writer keeps few messages in an inbox.
 
-A process shows itself by a file with an incarnation, which is new with every process, and a counter that it advances.
-Others judge by whether the counter moves while they look, on their own clock: the time of a file, and the clock of
-another host, mean nothing here. What was left by a process that is gone does not move.
+A process shows that it lives by a file with an incarnation, which is new for every process, and a counter that it advances.
+Others look whether the counter moves, on their own clock: the time of a file and the clock of another host mean nothing
+here. The file of a process that is gone does not move.
 
-NFS shows a new name late to those who ask for it by name, and at once to those who open the folder; so every look lists
-the folder first. ENOENT and ESTALE are what a reader meets when a file is replaced under its eyes: it looks again.
+NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder; so every look
+lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced while it reads; it then looks again.
 
-Messages are pickles, so whoever can write one runs code here. The folder must be its owner's alone (0700), which is
-checked; the file system then lets nobody else in, and no token is needed.
+Messages are pickles: a process that can write one runs code here. So the folder must belong to one user alone (0700), which
+is checked. The file system then keeps others out, and no token is needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from rollcall.wait import Wait, say
 BEAT_S = 1.0  # between two advances of a counter
 SILENT_S = 20.0  # without an advance: gone
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.5
-WRITE_DEADLINE_S = 1800.0  # of a folder that is full or away
+WRITE_DEADLINE_S = 1800.0  # for a folder that is full or not reachable
 PRESENCE = "presence.json"
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 _WAITS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT)
@@ -48,7 +48,7 @@ def new_id() -> str:
 
 
 def own_folder(path: Path) -> Path:
-    """The folder, made if it is not there, and checked to be its owner's alone."""
+    """The folder, made if it does not exist, and checked to be this user's alone."""
     path = path.absolute()
     if not path.exists():
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -69,33 +69,36 @@ def own_folder(path: Path) -> Path:
     return path.resolve()
 
 
-def names(folder: Path) -> list[str]:
-    """What the folder lists, sorted, without files that are being written; nothing while it is not there."""
+@contextmanager
+def _unless_gone() -> Iterator[None]:
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if not entry.name.startswith(TEMPORARY))
-    except OSError as error:
-        if error.errno in _GONE:
-            return []
-        raise
-
-
-def read(path: Path) -> bytes | None:
-    """None: it is gone, or was replaced meanwhile."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno in _GONE:
-            return None
-        raise
-
-
-def remove(path: Path) -> None:
-    try:
-        path.unlink()
+        yield
     except OSError as error:
         if error.errno not in _GONE:
             raise
+
+
+def _all_names(folder: Path) -> list[str]:
+    with _unless_gone():
+        return sorted(os.listdir(folder))
+    return []
+
+
+def names(folder: Path) -> list[str]:
+    """The files of the folder, sorted, without those being written; none while the folder does not exist."""
+    return [name for name in _all_names(folder) if not name.startswith(TEMPORARY)]
+
+
+def read(path: Path) -> bytes | None:
+    """The file's bytes; None: it is gone, or is being replaced."""
+    with _unless_gone():
+        return path.read_bytes()
+    return None
+
+
+def remove(path: Path) -> None:
+    with _unless_gone():
+        path.unlink()
 
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -112,21 +115,15 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what was being written when its writer was killed. A writer that lives writes its file again."""
-    try:
-        with os.scandir(folder) as entries:
-            torn = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
-    except OSError as error:
-        if error.errno in _GONE:
-            return
-        raise
-    for name in torn:
-        with suppress(OSError):  # what is left is swept up later
-            (folder / name).unlink()
+    """Remove files whose writer was killed. A writer that lives writes its file again."""
+    for name in _all_names(folder):
+        if name.startswith(TEMPORARY):
+            with suppress(OSError):  # what is left is removed at the next start
+                (folder / name).unlink()
 
 
 class Rhythm:
-    """How long to wait between two looks: short after something happened, longer and longer when nothing does."""
+    """How long to wait between two looks: short after something happened, then longer and longer."""
 
     def __init__(self) -> None:
         self.wait_s = SHORTEST_LOOK_S
@@ -147,7 +144,7 @@ class Inbox:
         self._next = 1
 
     def take(self) -> tuple[int, bytes] | None:
-        """The next message; None while it is not there."""
+        """The next message; None: there is none yet."""
         name = message_name(self._label, self._next)
         if name not in names(self._folder):
             return None
@@ -164,15 +161,15 @@ def message_name(label: str, number: int) -> str:
 
 
 def read_name(name: str) -> tuple[str, int] | None:
-    """Label and number; None: it is no message."""
+    """Label and number; None: the file is not a message."""
     label, dot, number = name.rpartition(".")
     return (label, int(number)) if dot and number.isdigit() else None
 
 
 class Presence:
-    """This process as the others see it: its incarnation and what it says of itself, with a counter that a thread advances.
+    """This process as the others see it: its incarnation, facts about it, and a counter that a thread advances.
 
-    ``beside`` runs in that thread at every beat.
+    ``beside`` runs in that thread each time.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], *, beside: Callable[[], None] | None = None) -> None:
@@ -191,19 +188,19 @@ class Presence:
         self._thread.start()
 
     def say(self, **facts: Any) -> None:
-        """Others see it once this returns."""
+        """Change the facts; others see them once this returns."""
         with self._one_writes:
             self._facts |= facts
         self._write(durable=True)
 
     def renew(self, incarnation: str) -> None:
-        """Come back as another process would."""
+        """Come back as a new process would."""
         with self._one_writes:
             self.incarnation = incarnation
         self._write(durable=True)
 
     def end(self, **facts: Any) -> None:
-        """The last word."""
+        """Stop the counter and leave these facts."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * BEAT_S)
@@ -221,7 +218,9 @@ class Presence:
                 self._write(durable=False)
                 if self._beside is not None:
                     self._beside()
-            except OSError as error:  # others see the counter stand still and wait; it goes on when the folder is back
+            except (
+                OSError
+            ) as error:  # others see that the counter does not move, and wait; it goes on when the folder is back
                 say(f"{self._path} cannot be written: {error}")
 
 
@@ -230,7 +229,7 @@ class Peer:
 
     def __init__(self, folder: Path) -> None:
         self.facts: Mapping[str, Any] = {}
-        self.is_moving = False  # its counter was seen to advance, so it is no leftover
+        self.is_moving = False  # its counter was seen to advance, so the process lives
         self._folder = folder
         self._since = time.monotonic()
 

@@ -1,14 +1,14 @@
-"""The worker of one node, where nodes share a folder and nothing else: takes calls from its inbox, answers, one at a time.
+"""The worker of one node, where nodes share only a folder: it takes calls from its inbox and answers them one at a time.
 
-It attaches to a master whose counter moves while it looks: a folder that an earlier run left has none. A new epoch of
-that master, or a new master, ends what is under way, and the worker is made anew when it is told to start. When the
-master's counter stands still the worker waits for it, or for its successor, up to a deadline.
+It serves a master whose counter moves; the master of an earlier run does not move. A new epoch of the master, or a new
+master, ends the work under way, and the worker is made again when it is told to start. If the master's counter stops, the
+worker waits for it, or for a new master, up to a deadline.
 
-The main thread works. The presence's thread advances the counter and looks at the master; where the main thread is in a
-call that nobody waits for any more, it interrupts it by a signal.
+The main thread works. The presence's thread advances the counter and looks at the master. If no one waits for the main
+thread's call any more, it interrupts that call by a signal.
 
-``python -m rollcall.groups.folder.worker FOLDER RANK NUM_NODES`` is node 0's, a child of the master: it ends when its
-standard input does.
+``python -m rollcall.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It ends when
+its standard input does.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from rollcall.groups.folder.mailbox import (
     remove,
     sweep,
 )
-from rollcall.groups.host import MARK, Host, end_group
+from rollcall.groups.host import GROUP_MARK, Host, end_group
 from rollcall.stop import heeded_signals
 from rollcall.wait import Wait, say
 
-MASTER_WAIT_S = 1800.0  # for a master that is not there yet, or was lost
-END_S = 10.0  # for processes that a worker started, and that are killed
+MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
+END_S = 10.0  # for killed processes to be gone
 
 
 # Not Exceptions: the code of a call must not take them for an error of its own.
 class _Abandoned(BaseException):
-    """Nobody waits for this call any more."""
+    """No one waits for this call any more."""
 
 
 class _Terminated(BaseException):
@@ -86,13 +86,13 @@ class FolderWorker:
         self._presence = Presence(
             self._own, {**about_this_process(), "state": HERE, "why": "", "rank": rank}, beside=self._look
         )
-        self._label = ""  # of the conversation under way; empty: with nobody
+        self._label = ""  # of the current conversation; empty: there is none
         self._served: set[str] = set()  # masters
         self._is_calling = False
         self._host: Host | None = None
         self._mark = ""  # of the group it belongs to
         self._inbox: Inbox | None = None
-        self._tells = rank > 0  # the master's child leaves the talking to the master
+        self._tells = rank > 0  # the master's child prints nothing; the master does
 
     def run(self) -> None:
         """Serve until the master says that the run is over."""
@@ -161,10 +161,7 @@ class FolderWorker:
         if not facts or facts.get("state") == ENDED or not self._label:
             what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
         elif facts.get("state") == BROKE_OFF:
-            what = (
-                f"the master on {facts['host']} broke off ({facts['why']}); waiting for it to be started again with the same "
-                "command"
-            )
+            what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
         elif self._master.silent_s < SILENT_S:
             what = (
                 f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see its counter move"
@@ -172,10 +169,10 @@ class FolderWorker:
         else:
             what = (
                 f"the master on {facts['host']} (process {facts['pid']}) has not moved for {self._master.silent_s:.0f} s; "
-                "waiting for it, or for the same command there"
+                "waiting for it, or for the same command to be run there again"
             )
         if waited_s > self._wait_s:
-            raise ClusterError(f"{what}: no sign of it for {waited_s:.0f} s, worker {self.rank} ends")
+            raise ClusterError(f"{what}: no sign of it for {waited_s:.0f} s, so worker {self.rank} stops")
         if self._tells:
             progress.tell(what)
         time.sleep(0.2)
@@ -202,9 +199,11 @@ class FolderWorker:
         )
 
     def _attach(self) -> None:
-        """To the master's current group; what was for another is dropped and never answered."""
+        """Join the master's current group; calls of another group are dropped and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
-            self._say(f"the master gave worker {self.rank} up while it stood still; it comes back as a new one")
+            self._say(
+                f"the master gave up worker {self.rank}, which did not move for a while; it comes back as a new worker"
+            )
             self._drop()
             self._presence.renew(new_id())
         label = self._current_label()
@@ -214,7 +213,7 @@ class FolderWorker:
         self._label = label
         self._served.add(label.partition("-")[0])
         for name in names(self._own / INBOX):
-            # A later epoch may be here already, and so may a master that was not seen yet.
+            # A call may be of a later epoch already, or of a master that this worker has not seen yet.
             master, _, rest = name.partition("-")
             is_ours = rest.startswith(f"{self._presence.incarnation}-")
             is_past = master in self._served and not label.startswith(f"{master}-")
@@ -223,7 +222,7 @@ class FolderWorker:
         self._inbox = Inbox(self._own / INBOX, label=label)
 
     def _drop(self) -> None:
-        """The worker, and the processes that it started."""
+        """End the worker and the processes that it started."""
         if self._mark:
             end_group(self._mark, timeout_s=END_S)
         self._mark, self._host, self._inbox = "", None, None
@@ -249,7 +248,7 @@ class FolderWorker:
             result: Any = (self._call(*pickle.loads(data)),)
         except RemoteFailureError as error:
             result = error
-        except Exception as error:  # a message that cannot be read here, for want of a module, say
+        except Exception as error:  # a message that cannot be read here, for example because a module is missing
             result = RemoteFailureError.of(error)
         try:
             return pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
@@ -259,13 +258,13 @@ class FolderWorker:
     def _call(self, kind: str, *rest: Any) -> Any:
         if kind == "start":
             env, target, args, kwargs = rest
-            self._host, self._mark = Host(f"worker {self.rank}"), env[MARK]
+            self._host, self._mark = Host(f"worker {self.rank}"), env[GROUP_MARK]
             return self._host.start(env, target, *args, **kwargs)
         method, drop, args, kwargs = rest
         if self._host is None:
             raise ClusterError(f"worker {self.rank} was called before it was started")
         try:
-            self._is_calling = True  # not while it is made: an import that is broken off is not to be had again
+            self._is_calling = True  # not while it is made: an interrupted import cannot be repeated
             return self._host.call(method, drop, *args, **kwargs)
         finally:
             self._is_calling = False
