@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,20 @@ def test_a_command_that_never_ends_is_named(root: Path, monkeypatch: pytest.Monk
     said = "another `rollcall node` or `rollcall down` of cluster 'one'"
     with sole_owner("one"), pytest.raises(ClusterError, match=said), sole_owner("one"):
         pass
+
+
+def test_a_folder_that_goes_away_while_it_is_looked_for_is_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, tries = Path.mkdir, []
+
+    def gone_once(path: Path, **options: Any) -> None:
+        tries.append(path)
+        if len(tries) == 1:
+            raise FileExistsError(
+                path
+            )  # as pathlib does when the folder is there at its first look and not at its second
+        mkdir(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", gone_once)
+    assert state_dir("mine") == root / "mine"

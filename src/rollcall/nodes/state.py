@@ -62,7 +62,10 @@ def state_dir(cluster: str) -> Path:
     # Not TMPDIR: a launcher sets another one for each job, and `down` must find what `node` left.
     root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
     folder = root / cluster
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:  # `down` removed it between pathlib's two looks at it
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for path in (root, folder):
         found = path.stat()
         if found.st_uid != os.getuid():
