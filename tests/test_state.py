@@ -78,13 +78,13 @@ def test_a_folder_that_goes_away_while_it_is_looked_for_is_made_again(
 ) -> None:
     mkdir, tries = Path.mkdir, []
 
-    def gone_once(path: Path, **options: Any) -> None:
+    def gone_once(path: Path, *arguments: Any, **options: Any) -> None:
         tries.append(path)
         if len(tries) == 1:
             raise FileExistsError(
                 path
             )  # as pathlib does when the folder is there at its first look and not at its second
-        mkdir(path, **options)
+        mkdir(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "mkdir", gone_once)
     assert state_dir("mine") == root / "mine"
