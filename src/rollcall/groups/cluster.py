@@ -34,7 +34,7 @@ def use_by_default(backend: Backend) -> None:
 
 def _default_backend() -> Backend:
     if _default is None:
-        raise ClusterError("there is no connection to a cluster yet; call init_ray() first")
+        raise ClusterError("this process is not connected to a cluster; call init_ray() first")
     return _default
 
 
