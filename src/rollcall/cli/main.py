@@ -10,6 +10,7 @@ import typer
 
 from rollcall.cli import reported
 from rollcall.cli.cluster import check, down, node, status
+from rollcall.cli.compare import compare
 from rollcall.cli.config import config
 from rollcall.cli.data import data
 from rollcall.cli.doctor import doctor
@@ -40,6 +41,7 @@ Once installed:
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what a resume will do
+  rollcall compare runs/gsm8k runs/other
 
 \b
 On several machines (docs/clusters.md):
@@ -100,6 +102,7 @@ for name, command in (
     ("train", train),
     ("eval", evaluate),
     ("recover", recover),
+    ("compare", compare),
     ("init", init),
     ("config", config),
     ("data", data),

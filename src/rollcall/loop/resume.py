@@ -60,7 +60,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
                 "move it aside with --fresh"
             )
         return []
-    found = list(_differences("", public_dump(load_saved_run(path)), public_dump(config)))
+    found = list(differences("", public_dump(load_saved_run(path)), public_dump(config)))
     if config.algorithm.name != "ppo":  # nothing reads the critic's section
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:
@@ -90,7 +90,7 @@ def notes_on(changes: list[Change], config: Config) -> list[str]:
     return notes
 
 
-def _differences(key: str, before: Any, after: Any) -> Iterator[Change]:
+def differences(key: str, before: Any, after: Any) -> Iterator[Change]:
     """The leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
     if key == "run.dir":  # it is this directory, however it is written
         return
@@ -100,7 +100,7 @@ def _differences(key: str, before: Any, after: Any) -> Iterator[Change]:
             yield Change(key=key, before=before, after=after)
         return
     for name, (one, other) in pairs.items():
-        yield from _differences(f"{key}.{name}" if key else name, one, other)
+        yield from differences(f"{key}.{name}" if key else name, one, other)
 
 
 def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
