@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,11 +23,16 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.packing import pack
 from rollcall.learner.tensor_parallel import refuse_indivisible
-from rollcall.learner.whole import Body, LossOf, Whole
+from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import empty_copy
 from rollcall.plan.mesh import split_of
 from rollcall.types import Floats, MicroBatch, Sample
+
+if TYPE_CHECKING:
+    from rollcall.learner.sharded import Sharded  # loads torch.distributed, which few runs need
+
+Body: TypeAlias = "Whole | Sharded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

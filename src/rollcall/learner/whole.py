@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,49 +18,16 @@ from rollcall.types import MicroBatch
 LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-class Body(Protocol):
+class Whole:
     """The weights of one model on one rank of a gang. All ranks make the same calls in the same order."""
 
-    gang: Gang
-    named: dict[str, Tensor]  # what the optimizer steps on
-    in_parts: bool  # whether every forward and backward is one of all ranks
-    counts: bool  # whether no other rank computes the same as this one
-
-    @property
-    def device(self) -> torch.device: ...
-    def compile(self) -> None: ...
-    def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats: ...
-    def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor: ...
-    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]: ...
-    def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]: ...
-    def accumulate(
-        self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
-    ) -> list[dict[str, Tensor]]: ...
-    def sum_gradients(self, optimizer: Optimizer) -> None: ...
-    def norm(self, tensors: Mapping[str, Tensor]) -> Tensor: ...
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Of the whole weights."""
-        ...
-
-    def non_finite(self) -> list[str]:
-        """Weights with a NaN or an infinity in them, on any rank."""
-        ...
-
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-    def load(self, weights: Mapping[str, Tensor]) -> None: ...
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]: ...
-    def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None: ...
-
-
-class Whole:
     def __init__(self, decoder: Decoder, *, gang: Gang, heads: Mapping[str, Tensor] | None = None):
         """``heads`` are a critic's, which take the output head's place."""
         self.decoder = decoder
         self.gang = gang
-        self.named = decoder.named_tensors()
-        self.in_parts = False
-        self.counts = True
+        self.named = decoder.named_tensors()  # what the optimizer steps on
+        self.in_parts = False  # whether all ranks run every forward and backward together
+        self.counts = True  # whether no other rank computes the same as this one
         self._heads = heads
         if heads:
             self.named = {name: tensor for name, tensor in self.named.items() if name != "lm_head"} | dict(heads)
@@ -116,9 +83,11 @@ class Whole:
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
+        """Of the whole weights."""
         return {name: tensor.shape for name, tensor in self.named.items()}
 
     def non_finite(self) -> list[str]:
+        """Weights with a NaN or an infinity in them, on any rank."""
         return everyones(self.gang, non_finite_of(self.named, dtype=self.decoder.dtype))
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -22,8 +22,7 @@ from rollcall.config import Config, ModelReward
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import TokenScores, score_samples, whole_body
-from rollcall.learner.whole import Body
+from rollcall.learner.learner import Body, TokenScores, score_samples, whole_body
 from rollcall.model.load import (
     load_causal_lm,
     load_tokenizer,
