@@ -2,8 +2,8 @@
 
 A secret is the value of a variable whose name says so (``is_secret``), or a value that someone gave to ``remember``: the
 cluster's token, a key in a run file, a key that came with a job. The password or token in a URL is one wherever it stands. ``guard_streams`` puts the redaction under stdout and
-stderr of the ``rollcall`` command, so that no verb, library or traceback has to think of it; what is written to files goes
-through ``redact`` or ``redact_env`` where it is written.
+stderr of the ``rollcall`` command, so that no command, library or traceback has to. Code that writes files calls
+``redact`` or ``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from functools import lru_cache
 from typing import Any, TextIO
 
 REDACTED = "<redacted>"
-SHORTEST = 6  # characters; a shorter value is found in ordinary text too often to be told from it
+SHORTEST = 6  # characters; a shorter value is too often part of ordinary text
 
 _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
-_NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, and is none
-# A variable with its value as a shell or `env` prints it, whoever's it is.
+_NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is; it is not one itself
+# A variable with its value, as a shell or `env` prints it.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
 _EXAMPLE = re.compile(
     r"\.\.\.|VALUE[\].]*"
 )  # what help writes for a value: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
-# The same as YAML writes it, or as somebody who meant YAML did; the value goes to the next comma, bracket or line's end.
+# The same in YAML, also if it is not quite valid; the value ends at the next comma, bracket or line end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
 # scheme://user:password@host, or with one slash, as a path writes it; a user alone is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
 _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]*:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
@@ -83,14 +83,14 @@ def redact_urls(text: str) -> str:
 
 
 def redact_source(text: str) -> str:
-    """The same for a piece of a run file that could not be read, so that nobody knows yet what is in it."""
+    """The same for a piece of a run file that could not be read."""
     return _YAML_ASSIGNMENT.sub(
         lambda match: f"{match[1]}{match[2]}{REDACTED}" if _names_secret(match[1]) else match[0], redact(text)
     )
 
 
 def redact_value(value: Any) -> Any:
-    """The same for a value of a run file of any shape, whether or not it is where it belongs."""
+    """The same for a value of a run file of any shape, also if it is in the wrong place."""
     if isinstance(value, str):
         return redact_source(value)
     if isinstance(value, list | tuple):
@@ -105,7 +105,7 @@ def _names_secret(key: str) -> bool:
 
 
 def hides(name: str, value: str) -> bool:
-    """Whether a variable is to be kept from others: by its name, or because a secret is part of its value."""
+    """Whether a variable must not be shown: because of its name, or because its value contains a secret."""
     return is_secret(name) or redact(value) != value
 
 
@@ -115,8 +115,8 @@ def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_run(run: dict[str, Any]) -> dict[str, Any]:
-    """A run file's sections with the secrets of ``cluster.env`` and ``cluster.node_env`` redacted, and those in URLs where a
-    place is named. Prompts, templates and stop strings are left as they are: there a URL is text like any other."""
+    """A run file's sections with the secrets of ``cluster.env`` and ``cluster.node_env`` redacted, and the secrets in URLs of
+    paths. Prompts, templates and stop strings do not change: a URL there is ordinary text."""
     named = {
         section: {**run[section], **{key: redact_urls(run[section][key]) for key in keys if run[section][key]}}
         for section, keys in _PLACES.items()
@@ -175,7 +175,7 @@ def guard_streams() -> None:
 
 
 class GuardedStream:
-    """A text stream that redacts what is written to it; in all else it is the stream beneath."""
+    """A text stream that redacts what is written to it; otherwise it acts as the stream that it wraps."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -196,7 +196,7 @@ class GuardedStream:
 
 
 class Redactor:
-    """Redacts a text that arrives in pieces: a piece's end that may be the beginning of a secret waits for the next."""
+    """Redacts a text that arrives in pieces: the end of a piece waits for the next one if it may be the start of a secret."""
 
     def __init__(self) -> None:
         self._held = ""

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there.
 
 A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's size and checksum, is flushed to the disk
-and only then renamed to ``step-000020``, by the process that owns the store: a writer elsewhere that was given up on can
-fill its own folder and no other. ``latest`` believes a checkpoint only if its manifest holds, and falls back to the one
-before. One process saves; any number may read. A save that a full or unwritable disk refuses clears its folder, waits and
+and only then renamed to ``step-000020``, by the process that owns the store: a lost writer elsewhere can
+only fill its own folder. ``latest`` accepts a checkpoint only if its manifest is right, and else takes the one
+before. One process saves; any number may read. On a full or read-only disk a save clears its folder, waits and
 begins again (``durable/patience.py``).
 """
 
@@ -53,7 +53,7 @@ class CheckpointEntry:
 
 
 class CheckpointStore:
-    """``guard`` is called before a checkpoint is put in place, and raises where this process may no longer write."""
+    """``guard`` is called before a checkpoint is put in place; it raises if this process may no longer write."""
 
     def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = unguarded) -> None:
         if keep_last < 1 or keep_best < 0:
@@ -77,10 +77,10 @@ class CheckpointStore:
     ) -> Path:
         """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step.
 
-        The best are those with the highest ``score``; or, where what ranks them may change from one save to another, with the
-        highest of their ``scores`` that ``best_by`` names.
+        The best checkpoints have the highest ``score``. If the ranking may change between saves, they have the highest of the
+        ``scores`` that ``best_by`` names.
         """
-        self.clean()  # each time: a worker that was lost may have written into a folder that its failed save removed
+        self.clean()  # each time: a lost worker may have written to a folder after its failed save removed it
         if score is not None and math.isnan(score):
             score = None
         final = self.dir / f"step-{step:06d}"
@@ -106,7 +106,7 @@ class CheckpointStore:
         return final
 
     def add_scores(self, step: int, *, scores: Mapping[str, float], best_by: str) -> None:
-        """Give its scores to a checkpoint that was saved before it was evaluated; it is ranked with the next save."""
+        """Add scores to a checkpoint that was saved before its evaluation; the next save ranks it."""
         entry = next((one for one in self._entries() if one.step == step and one.manifest is not None), None)
         if entry is None or entry.manifest is None or not scores:
             return
@@ -136,13 +136,13 @@ class CheckpointStore:
         return [replace(entry, reason=entry.reason or _changed_file(entry)) for entry in self._entries()]
 
     def clean(self) -> None:
-        """Remove what a save left behind that was killed or refused. For the process that saves."""
+        """Remove what a killed or failed save left behind. Only the process that saves calls this."""
         if not self.dir.is_dir():
             return
         for path in sorted(self.dir.iterdir()):
             kind, _, name = path.name.removeprefix(".").partition("-")
             if path.name.startswith(".") and kind == "old" and not (self.dir / name).exists():
-                log.warning("checkpoint %s was being replaced when the process was killed; it is put back", name)
+                log.warning("checkpoint %s was being replaced when the process was killed; it is restored", name)
                 path.rename(self.dir / name)
             elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
                 log.warning("checkpoint folder %s: removing %s, left by a save that did not end", self.dir, path.name)
@@ -180,7 +180,7 @@ class CheckpointStore:
 
 
 def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
-    """A manifest without ``scores`` is of a version that ranked by accuracy alone."""
+    """A manifest without ``scores`` is from a version that ranked only by accuracy."""
     if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):
         return manifest["score"]
     return manifest.get("scores", {}).get(best_by)
@@ -194,7 +194,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = None
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path / STATE} is not a run's state, though its checksum holds; move {path} away to go on from an earlier "
+            f"{path / STATE} is not a run's state, although its checksum is right; move {path} away to go on from an earlier "
             "checkpoint"
         )
     return state

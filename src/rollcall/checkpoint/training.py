@@ -1,7 +1,7 @@
-"""What a checkpoint holds of the models in training: weights as a model directory, optimizer states beside it.
+"""The trained models in a checkpoint: weights as a model directory, optimizer states beside it.
 
-Weights and states are whole, however many ranks have parts of them, so a checkpoint is read by any number of ranks. All
-ranks of a gang call these functions; the first one writes.
+Weights and states are always whole, so any number of ranks can read a checkpoint. All ranks of a gang call these
+functions; the first one writes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
 
 
 def read_learner(learner: Learner, directory: Path) -> None:
-    """Into the tensors that are there: engine and graphs keep reading the same addresses. (The engine beside a learner
-    that is in parts gets the weights with the next version.)"""
+    """Read into the existing tensors: engine and graphs keep reading the same addresses. (If the learner is in parts, the
+    engine beside it gets the weights with the next version.)"""
     weights = _Stored(directory / "model")
     weights.refuse_others(learner.body.shapes)
     learner.body.load(weights)
@@ -59,7 +59,7 @@ def read_learner(learner: Learner, directory: Path) -> None:
 
 
 class _Stored(Mapping[str, torch.Tensor]):
-    """The weights of a model directory under the decoder's names, each read when it is asked for."""
+    """The weights of a model directory under the decoder's names; each is read when it is needed."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -79,7 +79,7 @@ class _Stored(Mapping[str, torch.Tensor]):
         refuse_other_tensors(
             f"checkpoint {self._directory}",
             missing=missing,
-            # A head that is stored beside the embeddings it is tied to holds the same numbers.
+            # An output head that is tied to the embeddings and stored too holds the same numbers.
             unexpected=[part for part in self._files if part not in parts and part != "lm_head.weight"],
             misshaped={
                 name: (fused[name], shape)
@@ -130,7 +130,7 @@ def read_critic(critic: Critic, directory: Path) -> None:
 
 
 def _save(state: Any, path: Path) -> None:
-    # Through a file of Python's: torch's own says that a write failed, and not why.
+    # Through a Python file: torch's own writer says that a write failed, but not why.
     with plain_disk_errors(path), path.open("wb") as file:
         torch.save(state, file)
 

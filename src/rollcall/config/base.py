@@ -1,7 +1,7 @@
-"""What every section of the run file is: keys that are known, values that do not change, a meaning beside each default.
+"""The base of every section of the run file: known keys, values that do not change, a meaning beside each default.
 
-Every number is finite and small enough to be written and read back exactly, every text can be written to a file; so no
-section has to say it of each of its keys.
+Every number is finite and small enough to be written and read back exactly, and every text can be written to a file. This
+is checked here, so that no section has to.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-LARGEST_INT = 2**53  # beyond it a float, as JSON readers use, has no place for each
-LONGEST_S = 1e9  # seconds; a wait that the operating system still takes
+LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
+LONGEST_S = 1e9  # seconds; the operating system still accepts a wait of this length
 
 
 class KeyProblem(ValueError):
@@ -41,7 +41,7 @@ class Section(BaseModel):
             value = data[key]
             given = value if isinstance(value, list) else [value]
             if any(isinstance(each, bool) for each in given):
-                raise KeyProblem(key, f"={str(value).lower()} is yes or no, and a number belongs here")
+                raise KeyProblem(key, f"={str(value).lower()} is yes or no, and a number is needed")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")

@@ -82,7 +82,7 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
 
 
 def pass_at_k(attempts: int, correct: int, k: int) -> float:
-    """Chance that k of the attempts, drawn without replacement, hold a correct one (arXiv:2107.03374).
+    """Probability that at least one of k attempts, drawn without replacement, is correct (arXiv:2107.03374).
 
     >>> pass_at_k(4, 1, 2)
     0.5

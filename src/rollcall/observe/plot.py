@@ -53,7 +53,7 @@ Series = tuple[list[int], list[float]]
 
 def _draw(figure: Any, *, held_out: Series, reward: Series, name: str, words: str) -> None:
     figure.get_layout_engine().set(w_pad=0.16, h_pad=0.12, hspace=0.04)
-    # Rewards on a scale of their own would flatten what is between 0 and 1, so they get a panel of their own.
+    # Rewards on another scale would flatten values between 0 and 1, so they get their own panel.
     apart = bool(held_out[0] and reward[0]) and _within_unit(held_out[1]) != _within_unit(reward[1])
     panels = figure.subplots(2 if apart else 1, 1, sharex=True, squeeze=False)[:, 0]
     for axes in panels:
@@ -93,7 +93,7 @@ def _draw_held_out(axes: Any, series: Series, *, words: str) -> None:
     from matplotlib.patheffects import withStroke
 
     axes.plot(*series, color=_HELD_OUT, linewidth=2.2, marker="o", markersize=5, label=words, zorder=4)
-    # The first and last value as numbers: what a reader looks for first.
+    # The first and the last value as numbers: readers look for them first.
     for index, place in (
         (0, {"xytext": (-9, 0), "va": "center", "ha": "right"}),
         (-1, {"xytext": (9, 0), "va": "center"}),

@@ -1,4 +1,4 @@
-"""How far a run is and how long it still takes: numbers, and nothing of how they are drawn."""
+"""How far a run is and how long it still takes: only the numbers, not how they are shown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
         self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_COUNTED + 1)
 
     def restart(self, step: int) -> None:
-        """The run goes on from ``step``: what came after it has not happened, and the pace is measured again."""
+        """The run goes on from ``step``: later steps are done again, and the pace is measured again."""
         self.step = step
         self.metrics.clear()
         self._marks.clear()

@@ -1,6 +1,6 @@
 """Where metrics go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
 
-A resumed run replays the steps after its checkpoint, so each sink first forgets the rows it holds of them.
+A resumed run repeats the steps after its checkpoint, so each sink first removes their rows.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class TensorBoardSink:
                     writer.add_scalar(name, float(value), step)
                 writer.flush()
             except OSError:
-                self._writer = None  # its thread has ended with the error; the next one writes another file beside it
+                self._writer = None  # its thread has ended with the error; the next writer adds another file
                 raise
 
         persist(write, path=self._dir, what=f"the TensorBoard curves of step {step}")
 
     def _reopen(self) -> Any:
-        # Tried first by hand: each writer that fails prints a traceback from its thread.
+        # Try a plain file first: a writer that fails prints a traceback from its thread.
         probe = self._dir / ".probe"
         try:
             probe.write_bytes(bytes(1 << 16))
@@ -112,7 +112,7 @@ class WandbSink:
                 f"wandb could not start ({type(error).__name__}); run `wandb login`, set WANDB_MODE=offline, or take "
                 "wandb out of trainer.loggers"
             ) from None
-        # wandb drops rows whose own counter goes backwards, which a replay does; our step as a metric has no such rule.
+        # wandb drops rows whose step goes backwards, as in a replay; with our step as a metric it does not.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

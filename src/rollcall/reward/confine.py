@@ -1,11 +1,11 @@
-"""What a reward's process may do, and how it is kept to that.
+"""What a reward's process may do, and how that is enforced.
 
-A scorer that comes with Rollcall needs nothing but its text, so its process gets no secret, no network, no process beside
-it and no file but Python's own and a private folder (``BUILT_IN``). A function of the user's is the user's own code: it
-gets the variables that its section names, the network unless the section says no, and limits that the section may change.
+A scorer that comes with Rollcall needs only its text. So its process gets no secrets, no network, no other processes, and
+no files except Python's own and a private folder (``BUILT_IN``). A user's function is the user's own code: it gets the
+variables that its section names, the network unless the section turns it off, and limits that the section may change.
 
-The parent makes the environment and the folder; the worker puts the rest on itself (``confine``) before it loads
-anything. What the machine does not offer is left out, and told: ``confine`` returns what is in force, thing by thing.
+The parent makes the environment and the folder; the worker applies the rest to itself (``confine``) before it loads
+anything. What the machine does not offer is left out: ``confine`` returns, for each restriction, whether it is in force.
 
 This module imports the standard library only: a worker has to start fast.
 """
@@ -57,7 +57,7 @@ BUILT_IN = Confinement(own_files=True, network=False, env=(), processes=0, memor
 
 
 def confinement_of(spec: Mapping[str, Any]) -> Confinement:
-    """Of a reward's fields. A function's section may leave the limits out where a test makes it by hand."""
+    """From a reward's fields. A test may leave out the limits of a function."""
     if spec["type"] != "function":
         return BUILT_IN
     return Confinement(
@@ -127,7 +127,7 @@ def sweep_folders() -> None:
 
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
-    """Take from this process what it is not to have; what is in force, by thing. ``readable``: where code lies."""
+    """Restrict this process; returns what is in force, by name. ``readable``: where code is."""
     told = {"memory": _limit_memory(confinement), "file size": _limit_file_size(confinement)}
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     told["processes"] = _limit_processes(confinement)
@@ -177,7 +177,7 @@ def _limit_file_size(confinement: Confinement) -> str:
 
 
 def _limit_processes(confinement: Confinement) -> str:
-    """The kernel counts all processes and threads of the user, so those that are there already come on top."""
+    """The kernel counts all processes and threads of the user, so those that already exist are added."""
     if confinement.processes == 0:
         return ""  # the filter refuses them
     if os.geteuid() == 0:

@@ -5,8 +5,8 @@ Some scorers of reasoning-gym evaluate the model's text as Python, and sympy's p
 products, powers and elementary functions: no attribute, no index, no call of anything else, no f-string, no lambda. The
 scorer gets a ValueError and gives what it gives for an answer that it cannot read.
 
-The hook sits where text becomes code, so it does not matter which scorer does it, or by which way. Modules that are loaded
-meanwhile are code from the disk, and are let through.
+The hook is where text becomes code, so it does not matter which scorer does it, or how. Modules that are loaded meanwhile
+are code from the disk, and are allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SYMBOLS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 
 
 class _State:
-    installed = False  # a hook cannot be taken out again
+    installed = False  # a hook cannot be removed again
     is_on = False
     trusted: frozenset[str] = frozenset()
 
@@ -118,7 +118,7 @@ def _is_arithmetic(node: ast.expr) -> bool:
 
 
 def _is_small(exponent: ast.expr) -> bool:
-    """No tower of powers and no huge number, which cost minutes and gigabytes to work out."""
+    """No towers of powers and no huge numbers, which take minutes and gigabytes to compute."""
     for node in ast.walk(exponent):
         if isinstance(node, ast.Pow):
             return False

@@ -1,4 +1,4 @@
-"""Which files this process may open (landlock, Linux 5.13 and later), which no code in it can widen again.
+"""Which files this process may open (landlock, Linux 5.13 and later). No code in the process can undo it.
 
 It needs no privilege and no library. ``restrict`` applies to the calling thread and to what that starts later, so it is
 called before there are threads. Files that are open already stay open. The numbers are the kernel's, the same on every

@@ -4,8 +4,8 @@ It has a tokenizer of its own, so it reads text, never the policy's token ids. A
 messages carries them as ``metadata["prompt_messages"]``, and they go through the reward model's own chat template.
 
 A decoder scores a text at its last token, which `transformers` finds as the last one that differs from the padding token.
-Where end-of-text stands in for padding, a text that ends with it would be scored one token early. So rows are padded with
-a token that is in none of them.
+If end-of-text is also the padding token, a text that ends with it would be scored one token early. So rows are padded with
+a token that none of them has.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RewardModel:
 
     def __call__(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
         rows = [self._encode(prompt, completion) for completion in completions]
-        # Rows of like length share a forward, so that little of it is padding.
+        # Rows of similar length share a forward pass, so that there is little padding.
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         scores = [0.0] * len(rows)
         for start in range(0, len(order), _ROWS_PER_FORWARD):

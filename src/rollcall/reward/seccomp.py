@@ -1,4 +1,4 @@
-"""A filter on this process's system calls (seccomp), which no code in it can take off again.
+"""A filter on this process's system calls (seccomp). No code in the process can remove it.
 
 The kernel runs the filter for every call. What it refuses fails with EPERM, an ordinary PermissionError in Python. It
 needs no privilege and no library; it is known here for x86_64 and aarch64 on Linux. ``refuse`` applies to the calling

@@ -3,8 +3,8 @@
 The four numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
 READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``Refused`` and then the answers of
 each item in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
-dumps. A message is its length and its bytes: a pickle from the parent, JSON to it, because what a worker says may be the
-work of whatever text it was given, and the parent must be able to read it without running it.
+dumps. A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
+scored may control what it says, and the parent must be able to read that without running it.
 
 The worker confines itself (confine.py) before it loads anything.
 
@@ -106,7 +106,7 @@ def frame(message: Any) -> bytes:
 
 
 def read_said(body: bytes) -> Said:
-    """What a worker says; ValueError if it is none of its messages."""
+    """A message of a worker; ValueError if it is not one."""
     fields = json.loads(body)
     if not isinstance(fields, dict):
         raise ValueError("not an object")
@@ -137,7 +137,7 @@ def _read_answer(fields: Any) -> Answer:
 
 
 def visible(text: str) -> str:
-    """An error may quote a model's text, which must not steer the terminal that shows it."""
+    """An error may quote a model's text, which must not control the terminal that shows it."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -145,10 +145,10 @@ def main(arguments: list[str]) -> None:
     read_fd, write_fd, lifeline_fd, crash_fd = map(int, arguments)
     _end_with_parent(lifeline_fd)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what is held back is lost with a worker that is ended
+        sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a worker is ended
     faulthandler.enable(crash_fd)
     faulthandler.register(STACK_SIGNAL, crash_fd)
-    # A stop that is sent to every process of a run is the controller's to heed: it still needs this one's scores.
+    # When every process of a run gets a signal to stop, only the controller acts on it: it still needs the scores.
     # A handler, since what user code starts would inherit an ignored signal.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     # What the user's functions start themselves must not hold these open.

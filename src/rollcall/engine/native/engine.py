@@ -2,7 +2,7 @@
 
 One ``poll`` is: admit what fits, make room for the next chunk of tokens (preempting the youngest when there is none),
 decode the chunk, take out what finished. A sequence's KV always covers all its tokens but the last; the last is fed
-next. So a fresh prompt, a preempted sequence and one that met a weight update are all the same thing: fill, then
+next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
 """
 

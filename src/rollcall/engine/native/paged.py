@@ -1,6 +1,6 @@
 """The CUDA runner: paged KV, whole decode steps as CUDA graphs, sampling on the card.
 
-A chunk of steps is replayed without a word to the host: the sampled token is fed back on the device, positions and
+A chunk of steps is replayed without the host: the sampled token is fed back on the device, positions and
 draw counters advance there, tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors
 that state exactly (it is a function of the number of steps), so it can change rows between chunks and send the whole
 state again.
@@ -62,7 +62,7 @@ class PagedRunner:
         return self._pool.num_blocks * BLOCK
 
     def steps(self, remaining: list[int]) -> int:
-        """A look costs a round trip, a row decoded past its end next to nothing: go on until the last must end."""
+        """A look at the results costs a round trip, and decoding a row past its end costs almost nothing: go on until the last row ends."""
         return min(CHUNK, max(remaining))
 
     def admit(self, sequences: list[Sequence]) -> int:

@@ -1,8 +1,8 @@
 """The vLLM engine: the protocol on this side, vLLM itself in a child process.
 
 ``poll`` takes the answer to the steps that were asked for before, and asks for the next ones at once, so vLLM decodes while
-the caller is busy with what came back. An update or an abort first takes in what is still to come: so it falls between two
-tokens, and every token is noted under the version that it was sampled from.
+the caller is busy with what came back. An update or an abort first waits for the steps that were asked for. So it falls between two
+tokens, and every token has the version that it was sampled from.
 
 Seeds decide the draws, whatever else is in the batch, but not the same draws as in the native engine: vLLM has its own
 generator. Stop strings are looked for here, in the tokenizer's own text.
