@@ -61,7 +61,9 @@ def test_more_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
 
 def test_fewer_layers_than_are_stored_are_refused(tmp_path: Path) -> None:
     path = configured(save_model(tmp_path), num_hidden_layers=1)
-    with pytest.raises(ModelError, match=r"12 tensors are not part of the model.*model\.layers\.1\.input_layernorm\.weight"):
+    with pytest.raises(
+        ModelError, match=r"12 tensors are not part of the model.*model\.layers\.1\.input_layernorm\.weight"
+    ):
         load(path)
 
 

@@ -110,7 +110,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     others = {name: tensor for name, tensor in whole.items() if name != "model.norm.weight"}
     for change, message in (
         (others, r"1 tensor is missing \(model\.norm\.weight\)"),
-        ({**whole, "model.layers.2.mlp.up_proj.weight": torch.ones(1)}, r"not part of the model.*model\.layers\.2\.mlp\.up_proj"),
+        (
+            {**whole, "model.layers.2.mlp.up_proj.weight": torch.ones(1)},
+            r"not part of the model.*model\.layers\.2\.mlp\.up_proj",
+        ),
         ({**whole, "model.norm.weight": torch.ones(1)}, r"of another shape \(norm is \[1\], not \[64\]\)"),
     ):
         save_file(change, file)
