@@ -145,7 +145,7 @@ def test_a_disk_without_room_for_one_checkpoint_breaks_the_run() -> None:
     node = make_node(0, disks=(Disk(purpose="run.dir", path="/x", free=5 * GIB, total=100 * GIB),))
     (finding,) = checks.judge_disks(node, checkpoint_bytes=7 * GIB)
     assert finding.severity == "breaks" and "one checkpoint of this run takes 7.0 GiB" in finding.what
-    assert checks.judge_disks(node, checkpoint_bytes=4 * GIB) == []
+    assert not list(checks.judge_disks(node, checkpoint_bytes=4 * GIB))
 
 
 def test_the_size_of_a_checkpoint_is_counted_from_the_model() -> None:
@@ -216,16 +216,16 @@ def test_an_all_reduce_that_fails_breaks_and_a_slow_one_warns() -> None:
     assert (finding.node, finding.severity) == (1, "breaks") and "interface eth0: timed out" in finding.what
     (finding,) = checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e6, errors={})
     assert finding.severity == "warns"
-    assert checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e9, errors={}) == []
+    assert not list(checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e9, errors={}))
 
 
 def test_the_run_files_slots_are_held_against_the_nodes() -> None:
     config = parse_config({"cluster": {"nodes": [{"gpus": 8}, {"gpus": 4}, {"gpus": 4}]}})
-    found = judge_slots(config, make_roster(8, 8))
+    found = list(judge_slots(config, make_roster(8, 8)))
     assert [(finding.node, finding.severity) for finding in found] == [(1, "breaks"), (None, "breaks")]
     assert "offers 8 slots, the run file has 4 for node 1" in found[0].what
     assert "asks for 3 nodes, the cluster has 2" in found[1].what
-    assert judge_slots(parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": 8}}), make_roster(8, 8)) == []
+    assert not list(judge_slots(parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": 8}}), make_roster(8, 8)))
 
 
 def test_a_placement_that_cannot_work_is_a_finding() -> None:
@@ -400,8 +400,8 @@ def test_ray_that_answers_beside_the_clusters_network_is_a_warning_unless_it_spe
     (finding,) = judge_exposure(nodes, tls=False, open_at=open_at, head_port=6380)
     assert finding.severity == "warns" and "192.0.2.7 (rank 1" in finding.what
     assert "--tls" in finding.fix and "nft '" in finding.fix
-    assert judge_exposure(nodes, tls=True, open_at=open_at, head_port=6380) == []
-    assert judge_exposure(nodes, tls=False, open_at={}, head_port=6380) == []
+    assert not list(judge_exposure(nodes, tls=True, open_at=open_at, head_port=6380))
+    assert not list(judge_exposure(nodes, tls=False, open_at={}, head_port=6380))
 
 
 def test_a_probe_finds_the_other_addresses_at_which_a_port_is_open() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from rollcall.config import Config
 from rollcall.doctor import checks
 from rollcall.doctor import probe as probing
-from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder
+from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder, find
 from rollcall.doctor.ports import firewall_rule, judge_exposure
 from rollcall.errors import ClusterError, PlacementError, SizesUnknown
 from rollcall.net.door import new_secret
@@ -299,18 +299,12 @@ class _Examination:
         wait = Wait(timeout_s, first_s=5, every_s=5, say=self.say)
         answers, failures = answers_of(calls, wait=wait, to=what)
         for rank, why_not in failures.items():
-            self._failed(rank, what, why_not)
+            info = self.infos[rank]
+            logs = f"{info.temp_dir}/session_latest/logs"
+            fix = f"on {info.host}: rollcall down, then rollcall node --rank {rank} ... ; logs are in {logs}"
+            why = "a worker placed there would fail too"
+            self.findings.append(find(info, "breaks", f"could not {what}: {why_not}", why=why, fix=fix))
         return answers
-
-    def _failed(self, rank: int, what: str, why_not: str) -> None:
-        info = self.infos[rank]
-        self.findings.append(
-            Finding(
-                node=rank, host=info.host, severity="breaks", what=f"could not {what}: {why_not}",
-                why="a worker placed there would fail too",
-                fix=f"on {info.host}: rollcall down, then rollcall node --rank {rank} ... ; logs are in {info.temp_dir}/session_latest/logs",
-            )
-        )  # fmt: skip
 
 
 def partners(rank: int, ranks: Sequence[int]) -> list[int]:
@@ -335,47 +329,34 @@ def _judge_roster(roster: Roster) -> list[Finding]:
     ]  # fmt: skip
 
 
-def judge_slots(config: Config, roster: Roster) -> list[Finding]:
+def judge_slots(config: Config, roster: Roster) -> Iterator[Finding]:
     """The run file's nodes against those that are there."""
-    if config.cluster is None:
-        return []
-    wanted = config.cluster.slots_per_node
-    found = [
-        Finding(
-            node=node.rank, host=node.host, severity="breaks",
-            what=f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}",
-            why="the placement numbers slots node by node",
-            fix=f"set cluster.nodes to what the node offers, or on {node.host}: rollcall down, then rollcall node ... --slots {wanted[node.rank]}",
-        )
-        for node in roster.alive
-        if node.rank is not None and node.rank < len(wanted) and node.slots != wanted[node.rank]
-    ]  # fmt: skip
-    if len(wanted) != roster.num_nodes:
-        found.append(
-            Finding(
-                node=None, host=None, severity="breaks",
-                what=f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}",
-                why="every slot of the run file must exist",
-                fix=f"set cluster.num_nodes={roster.num_nodes}, or bring the cluster up with --num-nodes {len(wanted)}",
-            )
+    wanted = config.cluster.slots_per_node if config.cluster else ()
+    for node in roster.alive:
+        if node.rank is not None and node.rank < len(wanted) and node.slots != wanted[node.rank]:
+            yield find(
+                node, "breaks", f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}",
+                why="the placement numbers slots node by node",
+                fix=f"set cluster.nodes to what the node offers, or on {node.host}: rollcall down, then rollcall node ... --slots {wanted[node.rank]}",
+            )  # fmt: skip
+    if wanted and len(wanted) != roster.num_nodes:
+        yield find(
+            None, "breaks", f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}",
+            why="every slot of the run file must exist",
+            fix=f"set cluster.num_nodes={roster.num_nodes}, or bring the cluster up with --num-nodes {len(wanted)}",
         )  # fmt: skip
-    return found
 
 
-def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> list[Finding]:
+def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """What `rollcall plan` says, with the cards that are really there."""
     cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
     try:
         problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
     except PlacementError as error:
         problems = (str(error),)
-    return [
-        Finding(
-            node=None, host=None, severity="breaks", what=problem, why="the run cannot be placed",
-            fix="rollcall plan shows the placement; change the run file as said",
-        )
-        for problem in problems
-    ]  # fmt: skip
+    for problem in problems:
+        fix = "rollcall plan shows the placement; change the run file as said"
+        yield find(None, "breaks", problem, why="the run cannot be placed", fix=fix)
 
 
 def checkpoint_bytes(config: Config | None) -> int | None:

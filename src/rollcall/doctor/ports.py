@@ -8,9 +8,9 @@ without it a firewall must keep it out. Nothing here sends that call: a connecti
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from rollcall.doctor.checks import Finding, NodeFacts
+from rollcall.doctor.checks import Finding, NodeFacts, find
 from rollcall.nodes.address import FIRST_PORT
 
 LAST_PORT = 65535
@@ -32,18 +32,15 @@ def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
 
 def judge_exposure(
     nodes: Sequence[NodeFacts], *, tls: bool, open_at: Mapping[int, Sequence[str]], head_port: int
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """``open_at``: by rank, addresses beside the cluster's own at which the node's Ray takes connections."""
     exposed = [f"{address} (rank {node.rank} {node.host})" for node in nodes for address in open_at.get(node.rank, ())]
     if tls or not exposed:
-        return []
+        return
     shown = ", ".join(exposed[:4]) + (f" and {len(exposed) - 4} more" if len(exposed) > 4 else "")
-    return [
-        Finding(
-            node=None, host=None, severity="warns",
-            what=f"Ray also listens outside the cluster's own network, at {shown}",
-            why="Ray 2.60 cannot be bound to one interface, and one malformed call from anyone who reaches its ports ends "
-            "the head or a node, before a token is asked for; the run then waits until that node is started again",
-            fix=f"start the nodes with --tls; or, on each node as root: {firewall_rule(nodes, head_port=head_port)}",
-        )
-    ]  # fmt: skip
+    yield find(
+        None, "warns", f"Ray also listens outside the cluster's own network, at {shown}",
+        why="Ray 2.60 cannot be bound to one interface, and one malformed call from anyone who reaches its ports ends "
+        "the head or a node, before a token is asked for; the run then waits until that node is started again",
+        fix=f"start the nodes with --tls; or, on each node as root: {firewall_rule(nodes, head_port=head_port)}",
+    )  # fmt: skip
