@@ -125,17 +125,20 @@ class FolderReceiver:
         self._views = None
 
     def _apply(self, version: int, deadline: Wait) -> None:
-        due = self._read_part(version, 0, deadline)
+        due, sums = self._read_part(version, 0, deadline)
         assert self._views is not None
         for number in range(1, len(_parts_of(self._views.layout))):
-            due += self._read_part(version, number, deadline)
+            more_due, more_sums = self._read_part(version, number, deadline)
+            due, sums = due + more_due, sums + more_sums
         self._views.write()
-        self._views.read()  # of the tensors themselves, not of what was copied into them
-        if [checksum(bucket) for bucket in self._views.buckets(BUCKETS)] != due:
+        if self._views.has_copies:
+            self._views.read()  # of the tensors themselves, not of what was copied into them
+            sums = [checksum(bucket) for bucket in self._views.buckets(BUCKETS)]
+        if sums != due:
             raise TornUpdateError(f"the checksums of version {version} differ after it was applied")
 
-    def _read_part(self, version: int, number: int, deadline: Wait) -> list[int]:
-        """Copy one file into the tensors; returns the checksums of its buckets."""
+    def _read_part(self, version: int, number: int, deadline: Wait) -> tuple[list[int], list[int]]:
+        """Copy one file into the tensors; returns the checksums that it names, and those of what arrived."""
         path = self._find(version, number, deadline)
         with path.open("rb", buffering=0) as file:
             try:
@@ -149,11 +152,10 @@ class FolderReceiver:
                 parsed = Layout.parse(layout)
                 parsed.check(self._tensors)
                 self._views = Views(self._tensors, parsed)
-            _fill(self._views, number, file, path=path)  # type: ignore[arg-type]
-        return sums
+            return sums, _fill(self._views, number, file, path=path)  # type: ignore[arg-type]
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
-        path = _path(self._invitation, version, number)
+        path, pause_s = _path(self._invitation, version, number), LOOK_S / 16
         # Listed, not asked for by name: NFS remembers for a while that a name does not exist.
         while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
             if deadline.is_over:
@@ -162,20 +164,26 @@ class FolderReceiver:
                     "write; put run.dir on a folder that all nodes share"
                 )
             deadline.tell(f"weights: waiting for {path}")
-            time.sleep(LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S)  # most files come within moments, and a share is not asked too often
         return path
 
 
-def _fill(views: Views, number: int, file: BinaryIO, *, path: Path) -> None:
+def _fill(views: Views, number: int, file: BinaryIO, *, path: Path) -> list[int]:
+    """Read one file's tensors; returns the checksum of each bucket, taken while it is in the cache."""
     parts = _parts_of(views.layout)
     first = sum(len(part.buckets(BUCKETS)) for part in parts[:number])
     buckets = views.buckets(BUCKETS)[first : first + len(parts[number].buckets(BUCKETS))]
-    for span in (span for bucket in buckets for span in bucket):
-        host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
-        if file.readinto(host.numpy().data) != len(span):  # type: ignore[attr-defined]
-            raise TornUpdateError(f"{path} is cut short")
-        if host is not span:
-            span.copy_(host)
+    sums = []
+    for bucket in buckets:
+        for span in bucket:
+            host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
+            if file.readinto(host.numpy().data) != len(span):  # type: ignore[attr-defined]
+                raise TornUpdateError(f"{path} is cut short")
+            if host is not span:
+                span.copy_(host)
+        sums.append(checksum(bucket))
+    return sums
 
 
 def _parts_of(layout: Layout) -> list[Layout]:
