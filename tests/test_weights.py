@@ -33,7 +33,7 @@ from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, plan_for
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.wait import Wait
-from rollcall.weights import SameProcessReceiver, SameProcessSender, TornUpdateError, delta, open_receiver, open_sender
+from rollcall.weights import TornUpdateError, delta, open_receiver, open_sender
 from rollcall.weights import checksum as checksums
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
@@ -60,31 +60,20 @@ def streaming(name: str, transport: Any, *, on_host: bool) -> WeightKind:
         }
         return Ends(sender=sender, receivers=receivers)
 
-    return WeightKind(name=name, shares=False, make=make)
+    return WeightKind(name=name, make=make)
 
 
-def sharing(tensors: Tensors, held: Mapping[str, Tensors], folder: Path, timeout_s: float) -> Ends:
-    receivers = {name: SameProcessReceiver(mine, name=name) for name, mine in held.items()}
-    return Ends(sender=SameProcessSender(list(receivers.values())), receivers=receivers)
-
-
-MOVING = [
-    streaming("shared_memory", "shared_memory", on_host=True),
-    streaming("broadcast", "broadcast", on_host=False),
-    streaming("delta_on_a_host", "delta", on_host=True),
-    streaming("delta_across_hosts", "delta", on_host=False),
-]
+KINDS = {
+    "shared_memory": streaming("shared_memory", "shared_memory", on_host=True),
+    "broadcast": streaming("broadcast", "broadcast", on_host=False),
+    "delta_on_a_host": streaming("delta_on_a_host", "delta", on_host=True),
+    "delta_across_hosts": streaming("delta_across_hosts", "delta", on_host=False),
+}
 FILE = streaming("file", "file", on_host=False)
-KINDS = {kind.name: kind for kind in [*MOVING, WeightKind(name="same_process", shares=True, make=sharing)]}
 
 
 @pytest.fixture(params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> WeightKind:
-    return KINDS[request.param]
-
-
-@pytest.fixture(params=[kind.name for kind in MOVING])
-def moving(request: pytest.FixtureRequest) -> WeightKind:
     return KINDS[request.param]
 
 
@@ -201,7 +190,7 @@ def test_weights_on_a_gpu_reach_other_processes_by_handle(device: str, tmp_path:
             total = {key: int(bits(tensor).long().sum()) for key, tensor in tensors.items()}
             assert all(receivers.hear(name) == total for name in receivers.processes), version
             change(tensors, seed=version)
-        assert type(sender._senders[0]._outlet._end).__name__ == "_IpcOutlet"
+        assert type(sender._senders[0]._outlet).__name__ == "_IpcOutlet"
         sender.close()
     finally:
         receivers.end()

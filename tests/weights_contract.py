@@ -1,5 +1,5 @@
-"""What every transport of weights must do, as tests. A test module imports all of it and gives two fixtures: ``kind``,
-each transport in turn, and ``moving``, those that move bytes (all but the one within a process).
+"""What every transport of weights must do, as tests. A test module imports all of it and gives a fixture, ``kind``: each
+transport in turn.
 
     pytest.register_assert_rewrite("weights_contract")
     from weights_contract import *
@@ -39,7 +39,6 @@ class WeightKind:
     """One transport. ``make`` gives its ends, for receivers by name and the tensors that each has."""
 
     name: str
-    shares: bool  # receivers read the sender's own tensors
     make: Callable[..., Ends]  # (sent tensors, received tensors by name, folder, timeout_s) -> Ends
 
 
@@ -83,9 +82,7 @@ class Meeting:
         self, kind: WeightKind, tensors: Tensors, folder: Path, *, num_receivers: int = 2, timeout_s: float = TIMEOUT_S
     ) -> None:
         self.tensors = tensors
-        self.held = {
-            f"rollout {rank}": tensors if kind.shares else blank_like(tensors) for rank in range(num_receivers)
-        }
+        self.held = {f"rollout {rank}": blank_like(tensors) for rank in range(num_receivers)}
         ends = kind.make(tensors, self.held, folder, timeout_s)
         self.sender, self.receivers = ends.sender, ends.receivers
         self.failures: dict[str, Exception] = {}
@@ -110,8 +107,7 @@ class Meeting:
     def _receive(self, name: str, version: int) -> None:
         try:
             receiver: Any = self.receivers[name]
-            if not receiver.__class__.__name__.startswith("SameProcess"):  # its sender does it
-                receiver.receive(version=version)
+            receiver.receive(version=version)
         except Exception as error:
             self.failures[name] = error
 
@@ -178,8 +174,7 @@ def test_a_version_that_is_not_newer_is_refused_and_the_receiver_named(kind: Wei
     meeting = Meeting(kind, make_tensors(0), tmp_path, num_receivers=1)
     meeting.update(3)
     held = {key: bits(tensor).clone() for key, tensor in meeting.held["rollout 0"].items()}
-    if not kind.shares:
-        change(meeting.tensors, seed=1)
+    change(meeting.tensors, seed=1)
     with pytest.raises(RefusedUpdateError, match="rollout 0.*version 3 is not newer than the 3"):
         meeting.update(3)
     assert meeting.receivers["rollout 0"].version == 3
@@ -201,9 +196,9 @@ def test_a_version_that_is_not_newer_is_refused_and_the_receiver_named(kind: Wei
     ids=["missing", "shape", "dtype", "extra"],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    moving: WeightKind, spoil: Callable[[Tensors], object], reason: str, tmp_path: Path
+    kind: WeightKind, spoil: Callable[[Tensors], object], reason: str, tmp_path: Path
 ) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path, num_receivers=1)
+    meeting = Meeting(kind, make_tensors(0), tmp_path, num_receivers=1)
     spoil(meeting.tensors)
     with pytest.raises(RefusedUpdateError, match=f"rollout 0: .*{reason}"):
         meeting.update(0)
@@ -214,16 +209,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 # Those that move bytes
 
 
-def test_an_update_that_is_not_the_one_that_is_due_is_refused(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path, num_receivers=1)
+def test_an_update_that_is_not_the_one_that_is_due_is_refused(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path, num_receivers=1)
     meeting.update(1)
     with pytest.raises(RefusedUpdateError, match="rollout 0: version 2 came, and version 3 is due"):
         meeting.update(2, due=3)
     meeting.close()
 
 
-def test_a_damaged_update_is_refused_and_sent_again_in_full(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path)
+def test_a_damaged_update_is_refused_and_sent_again_in_full(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path)
     meeting.update(0)
     change(meeting.tensors, seed=1)
     damage(meeting.receivers["rollout 1"], times=1)
@@ -236,27 +231,29 @@ def test_a_damaged_update_is_refused_and_sent_again_in_full(moving: WeightKind, 
     meeting.close()
 
 
-def test_an_update_damaged_twice_is_an_error_that_names_the_receiver(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path)
+def test_an_update_damaged_twice_is_an_error_that_names_the_receiver(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path)
+    meeting.update(0)
+    change(meeting.tensors, seed=1)
     damage(meeting.receivers["rollout 1"], times=2)
     with pytest.raises(RefusedUpdateError, match="again when sent in full: rollout 1: .*checksums differ"):
-        meeting.update(0)
+        meeting.update(1)
     assert list(meeting.failures) == ["rollout 1"] and isinstance(meeting.failures["rollout 1"], RefusedUpdateError)
     assert meeting.receivers["rollout 1"].version is None, "nobody may take it for a version"
-    assert meeting.receivers["rollout 0"].version == 0
+    assert meeting.receivers["rollout 0"].version == 1
     meeting.close()
 
 
-def test_a_receiver_that_does_not_come_is_named_at_the_deadline(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path, timeout_s=SHORT_S)
+def test_a_receiver_that_does_not_come_is_named_at_the_deadline(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path, timeout_s=SHORT_S)
     with pytest.raises(MissingPeerError, match="did not come within 1 s: rollout 1$"):
         meeting.update(0, absent=["rollout 1"])
     assert isinstance(meeting.failures["rollout 0"], WeightUpdateError), "who came does not wait for ever"
     meeting.close()
 
 
-def test_a_receiver_that_stays_away_later_is_named_at_the_deadline(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path)
+def test_a_receiver_that_stays_away_later_is_named_at_the_deadline(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path)
     meeting.update(0)
     sender: Any = meeting.sender
     sender._senders[0]._timeout_s = SHORT_S
@@ -266,8 +263,8 @@ def test_a_receiver_that_stays_away_later_is_named_at_the_deadline(moving: Weigh
     meeting.close()
 
 
-def test_a_receiver_that_goes_away_is_named_at_once_and_the_rest_meets_anew(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path)
+def test_a_receiver_that_goes_away_is_named_at_once_and_the_rest_meets_anew(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path)
     meeting.update(0)
 
     def leave(*args: Any, **kwargs: Any) -> list[int]:
@@ -279,14 +276,14 @@ def test_a_receiver_that_goes_away_is_named_at_once_and_the_rest_meets_anew(movi
         meeting.update(1)
     with pytest.raises(WeightUpdateError, match="closed"):
         meeting.sender.send(meeting.tensors, version=2)
-    again = Meeting(moving, meeting.tensors, tmp_path / "again", num_receivers=1)
+    again = Meeting(kind, meeting.tensors, tmp_path / "again", num_receivers=1)
     again.update(1)
     again.check()
     again.close()
 
 
-def test_a_sender_that_goes_away_is_named(moving: WeightKind, tmp_path: Path) -> None:
-    meeting = Meeting(moving, make_tensors(0), tmp_path, num_receivers=1)
+def test_a_sender_that_goes_away_is_named(kind: WeightKind, tmp_path: Path) -> None:
+    meeting = Meeting(kind, make_tensors(0), tmp_path, num_receivers=1)
     meeting.update(0)
     meeting.sender.close()
     with pytest.raises(MissingPeerError, match="actor 0"):

@@ -22,7 +22,7 @@ from rollcall.plan.placement import HOLDERS, Role
 from rollcall.roles.team import Team
 from rollcall.weights import (
     Invitation,
-    SameProcessReceiver,
+    StaleUpdateError,
     WeightReceiver,
     WeightSender,
     open_receiver,
@@ -108,7 +108,7 @@ class WorkerWeights:
         self._folder = folder
         self._on_gpu = on_gpu
         self._sender: WeightSender | None = None
-        self._shared = SameProcessReceiver(name="the actor's own process")
+        self._shared: int | None = None  # version of the tensors that learner and engine both read
         self._receiver: WeightReceiver | None = None
         self._invitation: Invitation | None = None
 
@@ -138,9 +138,12 @@ class WorkerWeights:
         self._sender.send(dict(tensors), version=version)
 
     def share(self, version: int) -> None:
-        """Note the version of the tensors that the learner and the engine of this process both read."""
-        if self._shared.version != version:  # a push for a new process repeats the version
-            self._shared.receive(version=version)
+        """Nothing moves where learner and engine read the same tensors: an update is only a new version number."""
+        if self._shared is not None and version < self._shared:  # a push for a new process repeats the version
+            raise StaleUpdateError(
+                f"the actor's own process: version {version} is not newer than the {self._shared} that is here"
+            )
+        self._shared = version
 
     def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
         if self._receiver is None or invitation != self._invitation:

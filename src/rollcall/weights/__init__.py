@@ -13,10 +13,8 @@ from rollcall.weights.protocol import (
     WeightReceiver,
     WeightSender,
 )
-from rollcall.weights.same_process import SameProcessReceiver, SameProcessSender
 from rollcall.weights.transports import open_receiver, open_sender
 
 __all__ = [
-    "Invitation", "MissingPeerError", "RefusedUpdateError", "SameProcessReceiver", "SameProcessSender", "Sent",
-    "StaleUpdateError", "TornUpdateError", "WeightReceiver", "WeightSender", "WeightUpdateError", "open_receiver", "open_sender",
+    "Invitation", "MissingPeerError", "RefusedUpdateError", "Sent", "StaleUpdateError", "TornUpdateError", "WeightReceiver", "WeightSender", "WeightUpdateError", "open_receiver", "open_sender",
 ]  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from rollcall.errors import MissingPeerError
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.wait import Wait
-from rollcall.weights.carrier import Bucket
+from rollcall.weights.carrier import Bucket, Hellos, Inlet, Outlet
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Line
@@ -99,40 +100,31 @@ class _Group:
         return list(flat.split([len(span) for span in bucket]))
 
 
-class BroadcastOutlet:
+class BroadcastOutlet(Outlet):
     bucket_size = BUCKETS
 
-    def __init__(self) -> None:
-        self._group: _Group | None = None
-        self._server: MeetingServer | None = None
-        self._lines: Mapping[str, Line] = {}
-
-    def open(
-        self,
-        lines: Mapping[str, Line],
-        hellos: Mapping[str, Mapping[str, Any]],
-        *,
-        device: torch.device,
-        deadline: Wait,
-    ) -> None:
+    def __init__(self, lines: Mapping[str, Line], hellos: Hellos, device: torch.device, deadline: Wait) -> None:
         on_gpus = device.type == "cuda" and all(hello["device"] == "cuda" for hello in hellos.values())
-        backend = "nccl" if on_gpus else "gloo"
+        backend, size = "nccl" if on_gpus else "gloo", len(lines) + 1
         self._lines = lines
         address = _own_address(next(iter(lines.values())))
         listener = listen_at(address)  # before the others learn its port
         place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
         self._server = MeetingServer(listener, secret=place.secret)
-        told = {"backend": backend, "port": place.port, "secret": place.secret, "size": len(lines) + 1}
-        for rank, line in enumerate(lines.values(), start=1):
-            line.tell({**told, "rank": rank}, deadline)
-        with _naming(lines, deadline):
-            self._group = _Group(
-                backend=backend, place=place, rank=0, size=len(lines) + 1, address=address, deadline=deadline
-            )
+        told = {"backend": backend, "port": place.port, "secret": place.secret, "size": size}
+        try:
+            for rank, line in enumerate(lines.values(), start=1):
+                line.tell({**told, "rank": rank}, deadline)
+            with _naming(lines, deadline):
+                self._group = _Group(
+                    backend=backend, place=place, rank=0, size=size, address=address, deadline=deadline
+                )
+        except BaseException:
+            self._server.close()
+            raise
 
     def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         group = self._group
-        assert group is not None, "open comes first"
         sums: list[int] = []
         flying: deque[tuple[Any, Bucket]] = deque()  # a bucket must live until its bytes have left
         with _naming(self._lines, deadline):
@@ -151,21 +143,14 @@ class BroadcastOutlet:
         return sums
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        if self._server is not None:
-            self._server.close()
-        self._group = self._server = None
+        self._group.close()
+        self._server.close()
 
 
-class BroadcastInlet:
+class BroadcastInlet(Inlet):
     bucket_size = BUCKETS
 
-    def __init__(self) -> None:
-        self._group: _Group | None = None
-        self._line: Line | None = None
-
-    def open(self, line: Line, *, device: torch.device, deadline: Wait) -> None:
+    def __init__(self, line: Line, deadline: Wait) -> None:
         told = line.hear(deadline)
         self._line = line
         place = Place(address=_address(line.socket.getpeername()), port=told["port"], secret=told["secret"])
@@ -181,7 +166,6 @@ class BroadcastInlet:
 
     def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         group, line = self._group, self._line
-        assert group is not None and line is not None, "open comes first"
         sums: list[int] = []
         flying: deque[tuple[Any, Bucket, Bucket]] = deque()
 
@@ -202,31 +186,24 @@ class BroadcastInlet:
         return sums
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+        self._group.close()
 
 
-class _naming:
+@contextmanager
+def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
     """What a collective raises says nothing of who: the lines do."""
-
-    def __init__(self, lines: Mapping[str, Line], deadline: Wait) -> None:
-        self._lines = lines
-        self._deadline = deadline
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, MissingPeerError):
-            return
-        gone = [name for name, line in self._lines.items() if line.is_closed()]
+    try:
+        yield
+    except MissingPeerError:
+        raise
+    except RuntimeError as error:
+        gone = [name for name, line in lines.items() if line.is_closed()]
         first = str(error).splitlines()[0]
         if gone:
             raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
         raise MissingPeerError(
-            f"the broadcast of weights broke off with {', '.join(self._lines)}, which may take at most "
-            f"{self._deadline.timeout_s:g} s ({first})"
+            f"the broadcast of weights broke off with {', '.join(lines)}, which may take at most "
+            f"{deadline.timeout_s:g} s ({first})"
         ) from error
 
 

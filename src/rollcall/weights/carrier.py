@@ -1,4 +1,4 @@
-"""What moves the bytes of an update, once sender and receivers have agreed on what comes.
+"""What moves the bytes of an update, once sender and receivers have agreed on what comes. Each end is made open, over lines.
 
 Both sides give the same buckets: the sender's are read, the receivers' are written. Each side returns a checksum per
 bucket, the receivers' of what lies in their own memory.
@@ -6,7 +6,7 @@ bucket, the receivers' of what lies in their own memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,18 +24,10 @@ class Outlet(Protocol):
 
     bucket_size: BucketSize
 
-    def open(
-        self,
-        lines: Mapping[str, Line],
-        hellos: Mapping[str, Mapping[str, Any]],
-        *,
-        device: torch.device,
-        deadline: Wait,
-    ) -> None: ...
-
     def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Of what does not go with the object; closing twice does nothing."""
 
 
 class Inlet(Protocol):
@@ -43,13 +35,17 @@ class Inlet(Protocol):
 
     bucket_size: BucketSize
 
-    def open(self, line: Line, *, device: torch.device, deadline: Wait) -> None: ...
-
     def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         """Raises TornUpdateError where it can tell by itself, and both ends can go on."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """As the sender's."""
+
+
+Hellos = Mapping[str, Mapping[str, Any]]  # what each receiver says of itself
+OpenOutlet = Callable[[Mapping[str, Line], Hellos, torch.device, Wait], Outlet]  # the device of what is sent
+OpenInlet = Callable[[Line, Wait], Inlet]
 
 
 def visible_gpus() -> list[str]:

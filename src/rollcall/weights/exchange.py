@@ -22,7 +22,7 @@ from torch import Tensor
 from rollcall.errors import WeightUpdateError
 from rollcall.wait import Wait
 from rollcall.weights import delta
-from rollcall.weights.carrier import Inlet, Outlet, visible_gpus
+from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, visible_gpus
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Layout, Views, cut, places
 from rollcall.weights.line import Desk, Line, call, hear_all
@@ -37,7 +37,7 @@ class StreamSender:
 
     def __init__(
         self,
-        outlet: Outlet,
+        open_outlet: OpenOutlet,
         *,
         carrying: Carrying,
         name: str,
@@ -46,7 +46,8 @@ class StreamSender:
         changes_only: bool,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._outlet = outlet
+        self._open_outlet = open_outlet
+        self._outlet: Outlet | None = None
         self._timeout_s = timeout_s
         self._changes_only = changes_only
         self._desk = Desk(sender=name, receivers=receivers, carrying=carrying, host=host, timeout_s=timeout_s)
@@ -70,7 +71,7 @@ class StreamSender:
             views = self._view(tensors)
             if self._lines is None:
                 self._lines, hellos = self._desk.welcome(deadline)
-                self._outlet.open(self._lines, hellos, device=views.device, deadline=deadline)
+                self._outlet = self._open_outlet(self._lines, hellos, views.device, deadline)
             sent = self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
             self.close()
@@ -82,8 +83,9 @@ class StreamSender:
         self._desk.close()
         for line in (self._lines or {}).values():
             line.close()
-        self._outlet.close()
-        self._views = self._base = None
+        if self._outlet is not None:
+            self._outlet.close()
+        self._outlet = self._views = self._base = None
 
     def _view(self, tensors: Mapping[str, Tensor]) -> Views:
         where = places(tensors)
@@ -112,7 +114,7 @@ class StreamSender:
         self, views: Views, *, version: int, deadline: Wait, in_full: bool, is_last: bool
     ) -> tuple[dict[str, str], int, bool]:
         """Who refused and why; the bytes that went out; whether they were all of the weights."""
-        assert self._lines is not None
+        assert self._lines is not None and self._outlet is not None
         after_refusal = {"step": "end" if is_last else "again"}
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None if in_full else self._changes(views, held=[word["version"] for word in ready.values()])
@@ -176,9 +178,12 @@ class StreamSender:
 class StreamReceiver:
     """Receives over one carrier into tensors that stay where they are."""
 
-    def __init__(self, inlet: Inlet, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, open_inlet: OpenInlet, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]
+    ) -> None:
         self.name = name
-        self._inlet = inlet
+        self._open_inlet = open_inlet
+        self._inlet: Inlet | None = None
         self._invitation = invitation
         self._tensors = dict(tensors)
         self._line: Line | None = None
@@ -208,15 +213,16 @@ class StreamReceiver:
     def close(self) -> None:
         if self._line is not None:
             self._line.close()
-            self._line = None
-        self._inlet.close()
+        if self._inlet is not None:
+            self._inlet.close()
+        self._line = self._inlet = None
 
     def _join(self, deadline: Wait) -> Line:
         device = next(iter(self._tensors.values())).device
         about = {"device": device.type, "gpus": visible_gpus()}
         line = call(self._invitation, name=self.name, deadline=deadline, about=about)
         try:
-            self._inlet.open(line, device=device, deadline=deadline)
+            self._inlet = self._open_inlet(line, deadline)
         except BaseException:
             line.close()
             raise
@@ -263,18 +269,18 @@ class StreamReceiver:
             self._views = Views(self._tensors, layout)
 
     def _apply(self, header: Mapping[str, Any], deadline: Wait) -> list[int]:
-        views, size = self._views, self._inlet.bucket_size
-        assert views is not None
-        buckets = views.buckets(size)
+        views, inlet = self._views, self._inlet
+        assert views is not None and inlet is not None
+        buckets = views.buckets(inlet.bucket_size)
         counts = header["counts"]
         if counts is None:
-            sums = self._inlet.take(buckets, deadline)
+            sums = inlet.take(buckets, deadline)
             views.write()
             if not views.has_copies:
                 return sums
         else:
             payload = torch.empty(delta.total_bytes(views.layout, counts), dtype=torch.uint8, device=views.device)
-            self._inlet.take(cut(payload, size), deadline)
+            inlet.take(cut(payload, inlet.bucket_size), deadline)
             views.read()
             delta.apply(views.layout, delta.Delta(counts=counts, payload=payload), flat=views.flat)
             views.write()

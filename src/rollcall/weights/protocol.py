@@ -61,7 +61,7 @@ class Sent:
 class WeightSender(Protocol):
     @property
     def invitations(self) -> Mapping[str, Invitation]:
-        """By receiver; none where sender and receiver are one process."""
+        """By receiver."""
         ...
 
     def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:

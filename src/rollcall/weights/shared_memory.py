@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollcall.errors import MissingPeerError
 from rollcall.wait import Wait
-from rollcall.weights.carrier import Bucket, visible_gpus
+from rollcall.weights.carrier import Bucket, Hellos, Inlet, Outlet, visible_gpus
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Line
@@ -31,53 +31,22 @@ NUM_SLOTS = 8
 BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
 
 
-class SharedMemoryOutlet:
+def open_outlet(lines: Mapping[str, Line], hellos: Hellos, device: torch.device, deadline: Wait) -> Outlet:
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    by_handle = gpu is not None and all(gpu in hello["gpus"] for hello in hellos.values())
+    for line in lines.values():
+        line.tell({"gpu": gpu if by_handle else None}, deadline)
+    return _IpcOutlet(lines) if by_handle else _RingOutlet(lines, deadline)
+
+
+def open_inlet(line: Line, deadline: Wait) -> Inlet:
+    gpu = line.hear(deadline)["gpu"]
+    return _RingInlet(line, deadline) if gpu is None else _IpcInlet(line, visible_gpus().index(gpu))
+
+
+class _RingOutlet(Outlet):
     bucket_size = BUCKETS
 
-    def __init__(self) -> None:
-        self._end: _RingOutlet | _IpcOutlet | None = None
-
-    def open(
-        self,
-        lines: Mapping[str, Line],
-        hellos: Mapping[str, Mapping[str, Any]],
-        *,
-        device: torch.device,
-        deadline: Wait,
-    ) -> None:
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        by_handle = gpu is not None and all(gpu in hello["gpus"] for hello in hellos.values())
-        for line in lines.values():
-            line.tell({"gpu": gpu if by_handle else None}, deadline)
-        self._end = _IpcOutlet(lines) if by_handle else _RingOutlet(lines, deadline)
-
-    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        assert self._end is not None, "open comes first"
-        return self._end.put(buckets, deadline)
-
-    def close(self) -> None:
-        self._end = None
-
-
-class SharedMemoryInlet:
-    bucket_size = BUCKETS
-
-    def __init__(self) -> None:
-        self._end: _RingInlet | _IpcInlet | None = None
-
-    def open(self, line: Line, *, device: torch.device, deadline: Wait) -> None:
-        gpu = line.hear(deadline)["gpu"]
-        self._end = _RingInlet(line, deadline) if gpu is None else _IpcInlet(line, visible_gpus().index(gpu))
-
-    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        assert self._end is not None, "open comes first"
-        return self._end.take(buckets, deadline)
-
-    def close(self) -> None:
-        self._end = None
-
-
-class _RingOutlet:
     def __init__(self, lines: Mapping[str, Line], deadline: Wait) -> None:
         self._lines = lines
         descriptor = os.memfd_create("rollcall-weights")
@@ -128,7 +97,9 @@ class _RingOutlet:
                     deadline.tell(f"weights: waiting for {', '.join(late)} to take them")
 
 
-class _RingInlet:
+class _RingInlet(Inlet):
+    bucket_size = BUCKETS
+
     def __init__(self, line: Line, deadline: Wait) -> None:
         self._line = line
         descriptor = line.take_descriptor(deadline)
@@ -156,16 +127,15 @@ def _map(descriptor: int) -> list[Tensor]:
     return list(memory.split(SLOT_BYTES))
 
 
-def _parts(slot: Tensor, bucket: Bucket) -> list[Tensor]:
+def _parts(slot: Tensor, bucket: Bucket) -> Sequence[Tensor]:
     """The places of a bucket's spans in a slot."""
-    parts, start = [], 0
-    for span in bucket:
-        parts.append(slot[start : start + len(span)])
-        start += len(span)
-    return parts
+    sizes = [len(span) for span in bucket]
+    return slot[: sum(sizes)].split(sizes)
 
 
-class _IpcOutlet:
+class _IpcOutlet(Outlet):
+    bucket_size = BUCKETS
+
     def __init__(self, lines: Mapping[str, Line]) -> None:
         self._lines = lines
         self._known: list[int] = []  # addresses whose handles the receivers have
@@ -188,7 +158,9 @@ class _IpcOutlet:
         return sums
 
 
-class _IpcInlet:
+class _IpcInlet(Inlet):
+    bucket_size = BUCKETS
+
     def __init__(self, line: Line, device: int) -> None:
         self._line = line
         self._device = device

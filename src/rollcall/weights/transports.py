@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rollcall.config import WeightTransport
 from rollcall.errors import WeightUpdateError
+from rollcall.weights import shared_memory
 from rollcall.weights.broadcast import BroadcastInlet, BroadcastOutlet
 from rollcall.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
 from rollcall.weights.folder import FolderReceiver, FolderSender
 from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
-from rollcall.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool, receiver: str) -> Carrying:
@@ -60,7 +60,7 @@ def open_sender(
     return FanOut(
         [
             StreamSender(
-                SharedMemoryOutlet() if carrying == "shared_memory" else BroadcastOutlet(),
+                shared_memory.open_outlet if carrying == "shared_memory" else BroadcastOutlet,
                 carrying=carrying,
                 name=name,
                 receivers=names,
@@ -76,8 +76,8 @@ def open_sender(
 def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
     if invitation.carrying == "file":
         return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
-    inlet = SharedMemoryInlet() if invitation.carrying == "shared_memory" else BroadcastInlet()
-    return StreamReceiver(inlet, invitation=invitation, name=name, tensors=tensors)
+    open_inlet = shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
+    return StreamReceiver(open_inlet, invitation=invitation, name=name, tensors=tensors)
 
 
 class FanOut:
