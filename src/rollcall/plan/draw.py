@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rollcall.plan.judge import RunPlan, describe_model, gib
-from rollcall.plan.memory import GIB, RoleMemory, SlotMemory
+from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
 from rollcall.plan.placement import Plan, Role
 from rollcall.plan.slots import slot_text
 
@@ -22,10 +22,7 @@ COLOURS = {
     Role.ACTOR: "cyan", Role.CRITIC: "magenta", Role.REFERENCE: "white", Role.ROLLOUT: "yellow", Role.INFERENCE: "green",
     Role.REWARD: "red",
 }  # fmt: skip
-PARTS = (
-    ("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer"), ("activations", "activations"),
-    ("kv", "KV cache"),
-)  # fmt: skip
+PART_NAMES = {"kv": "KV cache"}  # the others are called what they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +43,17 @@ class NodeRun:
 
 
 def node_runs(plan: Plan) -> list[NodeRun]:
+    widths = {role: len(processes[0].slots) for role, processes in plan.processes.items()}
     runs: list[NodeRun] = []
-    sizes: list[int] = []
-    for node, roles in enumerate(_patterns(plan)):
-        if runs and runs[-1].roles == roles and sizes[-1] == plan.slots_per_node[node]:
-            runs[-1] = NodeRun(first=runs[-1].first, last=node, roles=roles)
+    for node, held in groupby(plan.slots, key=lambda slot: slot.node_rank):
+        slots = list(held)
+        local = {role: tuple(slot.local for slot in slots if role in slot.roles) for role in plan.roles}
+        roles = tuple((role, where, widths[role]) for role, where in local.items() if where)
+        if runs and runs[-1].roles == roles and plan.slots_per_node[runs[-1].last] == len(slots):
+            runs[-1] = replace(runs[-1], last=node)
         else:
             runs.append(NodeRun(first=node, last=node, roles=roles))
-            sizes.append(plan.slots_per_node[node])
     return runs
-
-
-def _patterns(plan: Plan) -> Iterator[tuple[tuple[Role, tuple[int, ...], int], ...]]:
-    start = 0
-    widths = {role: len(processes[0].slots) for role, processes in plan.processes.items()}
-    for size in plan.slots_per_node:
-        slots = plan.slots[start : start + size]
-        start += size
-        local = {role: tuple(slot.local for slot in slots if role in slot.roles) for role in plan.roles}
-        yield tuple((role, where, widths[role]) for role, where in local.items() if where)
 
 
 def make_console() -> Console:
@@ -82,17 +71,12 @@ def draw_text(run: RunPlan) -> RenderableType:
     if run.memory:
         parts.append(_memory(run))
     parts += [Text(f"note: {note}", style="dim") for note in run.notes]
-    if run.problems:
-        parts += [Text(f"cannot work: {problem}", style="bold red") for problem in run.problems]
-    else:
-        parts.append(Text(verdict(run), style="bold green"))
-    return Group(*parts)
+    wrong = [Text(f"cannot work: {problem}", style="bold red") for problem in run.problems]
+    return Group(*parts, *(wrong or [Text(verdict(run), style="bold green")]))
 
 
 def verdict(run: RunPlan) -> str:
-    if run.memory:
-        return "this placement can work"
-    return "this placement can work, if it fits into memory"
+    return "this placement can work" + ("" if run.memory else ", if it fits into memory")
 
 
 def heading(run: RunPlan) -> str:
@@ -108,14 +92,14 @@ def _heading(run: RunPlan) -> Text:
     return Text.assemble((run.config.run.name, "bold"), f": {heading(run)}; {describe_model(run)}")
 
 
+def _table(*columns: Column | str, title: str | None = None) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+
+
 def _grid(plan: Plan) -> Table:
     """A row per node and role, a column per local slot; the cells are the role's ranks."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("node")
-    table.add_column("slots")
-    table.add_column("role \\ local slot")
-    for local in range(max(plan.slots_per_node)):
-        table.add_column(str(local), justify="right")
+    columns = [Column(str(local), justify="right") for local in range(max(plan.slots_per_node))]
+    table = _table("node", "slots", "role \\ local slot", *columns)
     rank_at = _ranks(plan)
     for node in range(plan.num_nodes):
         slots = plan.node_slots(node)
@@ -141,24 +125,18 @@ def _ranks(plan: Plan) -> dict[Role, dict[int, int]]:
 
 
 def _abbreviated(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("nodes", "slots", "role", "on local slots", "ranks", "slots per process"):
-        table.add_column(name)
-    starts = [0]
-    for size in plan.slots_per_node:
-        starts.append(starts[-1] + size)
+    table = _table("nodes", "slots", "role", "on local slots", "ranks", "slots per process")
     ranks = _ranks(plan)
     for run in node_runs(plan):
-        first, last = starts[run.first], starts[run.last + 1] - 1
+        first, last = plan.node_slots(run.first), plan.node_slots(run.last)
         for row, (role, local, width) in enumerate(run.roles):
-            top = starts[run.last] + local[-1]
-            span = (ranks[role][first + local[0]], ranks[role][top])
+            lowest, highest = ranks[role][first[local[0]].index], ranks[role][last[local[-1]].index]
             table.add_row(
                 run.name.partition(" ")[2] if row == 0 else "",
-                slot_text(range(first, last + 1)) if row == 0 else "",
+                slot_text(range(first[0].index, last[-1].index + 1)) if row == 0 else "",
                 Text(role, style=COLOURS[role]),
                 slot_text(local),
-                slot_text(range(span[0], span[1] + 1)),
+                slot_text(range(lowest, highest + 1)),
                 str(width),
                 end_section=row == len(run.roles) - 1,
             )
@@ -166,9 +144,7 @@ def _abbreviated(plan: Plan) -> Table:
 
 
 def _meshes(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("role", "slots", "processes", "mesh (data x tensor)", "shares its processes with"):
-        table.add_column(name)
+    table = _table("role", "slots", "processes", "mesh (data x tensor)", "shares its processes with")
     for role in plan.roles:
         mesh = plan.meshes[role]
         others = [other for other in plan.roles for group in plan.groups if {role, other} <= set(group.roles)]
@@ -183,12 +159,8 @@ def _meshes(plan: Plan) -> Table:
 
 
 def _memory(run: RunPlan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="memory per slot, GiB", title_justify="left")
-    table.add_column("slots")
-    table.add_column("role")
-    for _, title in PARTS:
-        table.add_column(title, justify="right")
-    table.add_column("together")
+    columns = [Column(PART_NAMES.get(part, part), justify="right") for part in PARTS]
+    table = _table("slots", "role", *columns, "together", title="memory per slot, GiB")
     for entry in run.memory:
         for row, role in enumerate(entry.roles):
             table.add_row(
@@ -202,7 +174,7 @@ def _memory(run: RunPlan) -> Table:
 
 
 def _cells(role: RoleMemory) -> list[str]:
-    values = [getattr(role, part) / GIB for part, _ in PARTS]
+    values = [getattr(role, part) / GIB for part in PARTS]
     return [f"{value:.1f}" if value >= 0.05 else "<0.1" if value else "·" for value in values]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.errors import PlacementError, SizesUnknown
-from rollcall.plan.memory import GIB, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
+from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
 from rollcall.plan.mesh import split_problems
 from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_for
 from rollcall.plan.slots import slot_text
@@ -48,7 +48,7 @@ class RunPlan:
                 {"roles": list(group.roles), "slots": _slots_of(group.processes), "processes": len(group.processes)}
                 for group in self.plan.groups
             ],
-            "meshes": {role: {"data": mesh.data, "tensor": mesh.tensor} for role, mesh in self.plan.meshes.items()},
+            "meshes": {role: asdict(mesh) for role, mesh in self.plan.meshes.items()},
             "parameters": self.sizes.num_parameters if self.sizes else None,
             "card_bytes": self.card,
             "memory": [_memory_json(entry) for entry in self.memory],
@@ -79,11 +79,8 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         notes.append(f"memory is not estimated: {error}")
     problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
-    _judge_batch(config, plan, notes)
-    _judge_overlap(config, plan, notes)
-    _judge_inference(config, plan, notes)
-    _judge_elastic(config, plan, notes)
-    notes += unused(config)
+    notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
+    notes += [*_on_elastic(config, plan), *unused(config)]
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -216,62 +213,54 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
             notes.append(f"{who}: {gib(entry.total)} of {gib(card)} is tight, since this is an estimate")
 
 
-def _judge_batch(config: Config, plan: Plan, notes: list[str]) -> None:
+def _on_batch(config: Config, plan: Plan) -> Iterator[str]:
     rows = config.completions_per_step // config.actor.minibatches
     data = plan.meshes[Role.ACTOR].data
     if rows < data:
-        notes.append(
+        yield (
             f"an update has {config.completions_per_step} / {config.actor.minibatches} = {rows} completions for {data} actor "
             f"data ranks, so {data - rows} have nothing to do; raise data.prompts_per_step"
         )
 
 
-def _judge_overlap(config: Config, plan: Plan, notes: list[str]) -> None:
+def _on_overlap(config: Config, plan: Plan) -> Iterator[str]:
     """Whether sampling and training can run at the same time, and do."""
     trains = {process.slots for process in plan.processes[Role.ACTOR]}
     shared = [process.slots in trains for process in plan.processes[Role.ROLLOUT]]
     staleness = config.trainer.staleness
     if staleness and all(shared):
-        notes.append(
+        yield (
             f"trainer.staleness={staleness}, but every rollout process also trains, so it samples or trains, never both at once; give "
             "rollout slots of its own, or leave staleness at 0"
         )
     if not staleness and not any(shared):
-        notes.append(
+        yield (
             "with trainer.staleness=0 rollout's slots wait while the actor trains, and the actor's while rollout samples; "
             "staleness=1 lets both work at once"
         )
 
 
-def _judge_inference(config: Config, plan: Plan, notes: list[str]) -> None:
-    if (
-        Role.INFERENCE not in plan.processes
-        or config.rescores
-        or any(one.type == "self_certainty" for one in config.reward)
-    ):
-        return
-    notes.append(
-        f"inference has slots {_slots_of(plan.processes[Role.INFERENCE])} and nothing to do: log-probs are computed before an "
-        "update with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give the "
-        "slots to rollout"
-    )
+def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
+    has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
+    if Role.INFERENCE in plan.processes and not has_work:
+        yield (
+            f"inference has slots {slot_text(plan.role_slots(Role.INFERENCE))} and nothing to do: log-probs are computed before "
+            "an update with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
+            "the slots to rollout"
+        )
 
 
-def _judge_elastic(config: Config, plan: Plan, notes: list[str]) -> None:
+def _on_elastic(config: Config, plan: Plan) -> Iterator[str]:
     elastic = config.trainer.elastic
     if elastic is None or config.cluster is None:
         return
     if elastic.min_nodes == plan.num_nodes:
-        notes.append(
-            f"trainer.elastic.min_nodes={elastic.min_nodes} is the number of all nodes, so the run waits for a lost one; use fewer"
-        )
+        yield f"trainer.elastic.min_nodes={elastic.min_nodes} is the number of all nodes, so the run waits for a lost one; use fewer"
         return
     for role, processes in plan.processes.items():
         nodes = {process.node_rank for process in processes}
         if len(nodes) == 1:
-            notes.append(
-                f"trainer.elastic cannot go on without node {min(nodes)}, the only one with {role}; place {role} on several nodes"
-            )
+            yield f"trainer.elastic cannot go on without node {min(nodes)}, the only one with {role}; place {role} on several nodes"
 
 
 def gib(count: int) -> str:
@@ -307,10 +296,9 @@ def _processes_json(processes: Sequence[Process]) -> list[dict[str, Any]]:
 
 
 def _memory_json(entry: SlotMemory) -> dict[str, Any]:
-    parts = ("weights", "gradients", "optimizer", "activations", "kv")
     return {
         "slots": entry.slots,
-        "roles": {role.role: {part: getattr(role, part) for part in parts} for role in entry.roles},
+        "roles": {role.role: {part: getattr(role, part) for part in PARTS} for role in entry.roles},
         "runtime": entry.runtime,
         "total": entry.total,
     }

@@ -110,6 +110,9 @@ class ModelSizes:
         return 2 * self.hidden + max((self.heads + 2 * self.kv_heads) * self.head_dim, 3 * self.intermediate) // tensor
 
 
+PARTS = ("weights", "gradients", "optimizer", "activations", "kv")  # of what a role needs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
     """Bytes that one role needs on one slot."""
@@ -148,20 +151,17 @@ class SlotMemory:
 
 def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
     """Sizes of ``model.path``: an embedded model, a directory, a hub name in the local cache, or the given config.json."""
-    if model_config is not None:
-        return _read(model_config / "config.json" if model_config.is_dir() else model_config)
-    if path == "builtin:arithmetic":
-        return _read(MODEL_DIR / "config.json")
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return _read(local / "config.json")
-    cached = _in_hub_cache(path)
-    if cached is None:
+    place = model_config or Path(MODEL_DIR if path == "builtin:arithmetic" else path).expanduser()
+    file = place / "config.json" if place.is_dir() else model_config or _in_hub_cache(path)
+    if file is None:
         raise SizesUnknown(
             f"model.path={path} is not on this machine, so its sizes are not known; download it, or give its "
             "config.json with --model-config FILE"
         )
-    return _read(cached)
+    try:
+        return ModelSizes.of(read_model_config(file), where=str(file))
+    except ModelFilesError as error:
+        raise SizesUnknown(str(error)) from None
 
 
 def _in_hub_cache(name: str) -> Path | None:
@@ -175,14 +175,6 @@ def _in_hub_cache(name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
-
-
-def _read(path: Path) -> ModelSizes:
-    try:
-        fields = read_model_config(path)
-    except ModelFilesError as error:
-        raise SizesUnknown(str(error)) from None
-    return ModelSizes.of(fields, where=str(path))
 
 
 def slot_memory(
@@ -226,13 +218,9 @@ class _Job:
     def role(self, role: Role, mesh: Mesh, group: RoleGroup) -> RoleMemory:
         match role:
             case Role.ACTOR:
-                section, num_parameters = self.config.actor, self.sizes.num_parameters
-                data = self._data_shards(section, mesh, group)
-                return self._trained(role, section, mesh, data=data, num_parameters=num_parameters, head=True)
+                return self._trained(role, self.config.actor, mesh, group)
             case Role.CRITIC:
-                section, num_parameters = self.config.critic, self.sizes.body_parameters
-                data = self._data_shards(section, mesh, group)
-                return self._trained(role, section, mesh, data=data, num_parameters=num_parameters, head=False)
+                return self._trained(role, self.config.critic, mesh, group)
             case Role.REFERENCE:
                 data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
                 return self._frozen(role, mesh, shards=data * mesh.tensor)
@@ -250,9 +238,10 @@ class _Job:
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.data)
         return mesh.data if section.sharding == "fsdp" else 1
 
-    def _trained(
-        self, role: Role, section: OptimizerSection, mesh: Mesh, *, data: int, num_parameters: int, head: bool
-    ) -> RoleMemory:
+    def _trained(self, role: Role, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> RoleMemory:
+        has_head = role is Role.ACTOR
+        num_parameters = self.sizes.num_parameters if has_head else self.sizes.body_parameters
+        data = self._data_shards(section, mesh, group)
         shards, width = data * mesh.tensor, self.width
         gathered = self._gathered(mesh) if data > 1 else 0
         masters = width == 2 and section.master_weights
@@ -264,7 +253,7 @@ class _Job:
             activations = tokens * (self.sizes.layers * self.sizes.hidden + kept) * width
         else:
             activations = tokens * self.sizes.layers * kept * width
-        if head:
+        if has_head:
             activations += self._logits(tokens, mesh) + 4 * self.sizes.vocab * self.sizes.hidden // mesh.tensor
         weights = num_parameters * width // shards + gathered
         if section.cpu_offload:
@@ -334,8 +323,7 @@ class _Job:
 def lever(role: RoleMemory) -> str:
     """What to change if this role does not fit."""
     name = "critic" if role.role is Role.CRITIC else "actor"
-    largest = max(("weights", "optimizer", "kv", "gradients", "activations"), key=lambda part: getattr(role, part))
-    match largest:
+    match max(PARTS, key=lambda part: getattr(role, part)):
         case "kv":
             return "lower rollout.kv_memory_fraction, or set rollout.kv_tokens"
         case "activations" if role.role is Role.ROLLOUT:
