@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from runs import letter_rows, make_run
 from transformers import AutoModelForCausalLM
@@ -118,6 +119,8 @@ def test_settings_are_given_as_dotted_keys_or_maps_and_checked_as_on_the_command
 def test_a_run_works_inside_a_running_event_loop_and_twice_in_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = set(psutil.Process().children(recursive=True))
+
     async def cell(**changes: Any) -> rollcall.Run:
         return rollcall.train(small(tmp_path), **changes)
 
@@ -125,7 +128,13 @@ def test_a_run_works_inside_a_running_event_loop_and_twice_in_one_process(
     assert "loading torch and transformers" in capsys.readouterr().out
     assert asyncio.run(cell(quiet=True, **{"trainer.steps": 3})).step == 3
     assert capsys.readouterr().out == ""
+
+    async def measure() -> float:
+        return rollcall.evaluate(tmp_path / "run", quiet=True).evaluation.accuracy
+
+    assert asyncio.run(measure()) == rollcall.load_run(tmp_path / "run").summary["eval"]["accuracy"]["last"]
     assert "rollcall" not in {thread.name for thread in threading.enumerate()}
+    assert set(psutil.Process().children(recursive=True)) == before
 
 
 def send(number: signal.Signals) -> None:

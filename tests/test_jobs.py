@@ -172,8 +172,14 @@ def test_relative_paths_become_absolute_where_the_nodes_see_the_folder(tmp_path:
 
 
 def test_absolute_paths_hub_names_and_built_in_tasks_stay(tmp_path: Path) -> None:
-    run = config(model={"path": "org/model"}, reward=[{"type": "model", "path": "org/judge"}])
+    data = {"train": "hub:org/sums", "val": "hub:/share/sums"}
+    run = config(model={"path": "org/model"}, reward=[{"type": "model", "path": "org/judge"}], data=data)
     assert resolve_paths(run, folder=tmp_path, record=None) == run
+
+
+def test_a_folder_laid_out_as_a_hub_dataset_is_a_path_too(tmp_path: Path) -> None:
+    run = config(run={"dir": str(tmp_path / "run")}, data={"train": "hub:./sums", "val": None})
+    assert resolve_paths(run, folder=tmp_path, record=record()).data.train == f"hub:{tmp_path / 'sums'}"
 
 
 def test_a_mount_is_told_from_the_one_around_it(tmp_path: Path) -> None:
