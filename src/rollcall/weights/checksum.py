@@ -30,7 +30,7 @@ _MASK = (1 << 64) - 1
 def checksum(spans: Sequence[Tensor]) -> int:
     """Of flat uint8 tensors on one device, one after the other."""
     if all(span.device.type == "cpu" for span in spans):
-        return _fold(0, _in_two([_Piece(part) for span in spans for part in _cut(span)]))
+        return _fold(_in_two([_Piece(part) for span in spans for part in _cut(span)]))
     total = 0
     for span in spans:
         total = _fold_on_device(total, span)
@@ -44,7 +44,7 @@ def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_o
             target.copy_(source)
         return checksum(total_of)
     summed, there, here = ([part for span in spans for part in _cut(span)] for spans in (total_of, targets, sources))
-    return _fold(0, _in_two([_Piece(*three) for three in zip(summed, there, here, strict=True)]))
+    return _fold(_in_two([_Piece(*three) for three in zip(summed, there, here, strict=True)]))
 
 
 class _Piece(NamedTuple):
@@ -85,18 +85,10 @@ def _helper() -> ThreadPoolExecutor | None:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")
 
 
-def _sums(span: Tensor) -> list[int]:
-    return [_sum(part) for part in _cut(span)]
-
-
-def _fold(total: int, sums: Iterable[int]) -> int:
+def _fold(sums: Iterable[int], *, total: int = 0) -> int:
     for one in sums:
-        total = _add(total, one)
+        total = (total * _FACTOR + one + 1) & _MASK
     return total
-
-
-def _add(total: int, piece: int) -> int:
-    return (total * _FACTOR + piece + 1) & _MASK
 
 
 def _sum(data: np.ndarray) -> int:
@@ -113,5 +105,5 @@ def _fold_on_device(total: int, span: Tensor) -> int:
     if whole:
         # Integer sums wrap around, so signed words add up to the same 64 bits.
         sums = span[:whole].view(torch.int64).view(-1, PIECE_BYTES // 8).sum(1)
-        total = _fold(total, (piece & _MASK for piece in sums.tolist()))
-    return _fold(total, _sums(span[whole:].cpu()))
+        total = _fold((piece & _MASK for piece in sums.tolist()), total=total)
+    return _fold(map(_sum, _cut(span[whole:].cpu())), total=total)

@@ -24,7 +24,7 @@ from rollcall.wait import Wait
 from rollcall.weights import delta
 from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, visible_gpus
 from rollcall.weights.checksum import checksum
-from rollcall.weights.layout import Layout, Views, cut, places
+from rollcall.weights.layout import Views, cut, fit, view
 from rollcall.weights.line import Desk, Line, call, hear_all
 from rollcall.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
 
@@ -54,7 +54,6 @@ class StreamSender:
         self._receivers = tuple(receivers)
         self._lines: dict[str, Line] | None = None
         self._views: Views | None = None
-        self._places: tuple[object, ...] = ()
         self._base: list[Tensor] | None = None  # the bytes of the version that was sent last
         self._base_version: int | None = None
         self._is_closed = False
@@ -68,7 +67,10 @@ class StreamSender:
             raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
         deadline = Wait(self._timeout_s)
         try:
-            views = self._view(tensors)
+            views = view(tensors, kept=self._views)
+            if self._views is not None and views.layout != self._views.layout:
+                self._base = self._base_version = None
+            self._views = views
             if self._lines is None:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet = self._open_outlet(self._lines, hellos, views.device, deadline)
@@ -86,16 +88,6 @@ class StreamSender:
         if self._outlet is not None:
             self._outlet.close()
         self._outlet = self._views = self._base = None
-
-    def _view(self, tensors: Mapping[str, Tensor]) -> Views:
-        where = places(tensors)
-        if self._views is None or where != self._places:
-            views = Views(tensors, Layout.of(tensors))
-            if self._views is not None and views.layout != self._views.layout:
-                self._base = self._base_version = None
-            self._views, self._places = views, where
-        self._views.read()
-        return self._views
 
     def _exchange(self, views: Views, *, version: int, deadline: Wait) -> Sent:
         first: dict[str, str] = {}
@@ -263,10 +255,7 @@ class StreamReceiver:
             raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that is here")
         if header["base"] is not None and header["base"] != self._held:
             raise StaleUpdateError(f"the changes are to version {header['base']}, and this receiver has {self._held}")
-        if self._views is None or header["layout"] != self._views.layout.text:
-            layout = Layout.parse(header["layout"])
-            layout.check(self._tensors)
-            self._views = Views(self._tensors, layout)
+        self._views = fit(header["layout"], self._tensors, kept=self._views)
 
     def _apply(self, header: Mapping[str, Any], deadline: Wait) -> list[int]:
         views, inlet = self._views, self._inlet

@@ -16,9 +16,9 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
 from rollcall.wait import Wait
 from rollcall.weights.checksum import checksum
-from rollcall.weights.layout import BucketSize, Entry, Layout, Views, places
+from rollcall.weights.layout import BucketSize, Entry, Layout, Views, fit, view
 from rollcall.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
 from rollcall.weights.safetensors_header import read_metadata, write_header
 
@@ -52,7 +52,6 @@ class FolderSender:
             timeout_s=timeout_s,
         )
         self._views: Views | None = None
-        self._places: tuple[object, ...] = ()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._clear()  # what a sender that was killed has left
 
@@ -61,21 +60,16 @@ class FolderSender:
         return dict.fromkeys(self._receivers, self._invitation)
 
     def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
-        where = places(tensors)
-        if self._views is None or where != self._places:
-            self._views, self._places = Views(tensors, Layout.of(tensors)), where
-        views = self._views
-        views.read()
-        buckets, written = iter(views.buckets(BUCKETS)), set[str]()
-        for number, part in enumerate(_parts_of(views.layout)):
-            mine = list(islice(buckets, len(part.buckets(BUCKETS))))
-            sums = json.dumps([checksum(bucket) for bucket in mine])
+        self._views = views = view(tensors, kept=self._views)
+        written = set[str]()
+        for number, (part, buckets) in enumerate(_parts_of(views)):
+            sums = json.dumps([checksum(bucket) for bucket in buckets])
             path = _path(self._invitation, version, number)
             with replacing(path, durable=False) as file:
                 entries = ((entry.name, entry.torch_dtype, entry.stored_shape) for entry in part.entries)
                 about = {"version": str(version), "layout": views.layout.text, "sums": sums}
                 write_header(file, entries, metadata=about)
-                for span in (span for bucket in mine for span in bucket):
+                for span in (span for bucket in buckets for span in bucket):
                     file.write(span.cpu().numpy().data)
             written.add(path.name)
         self._clear(keep=written)
@@ -127,7 +121,7 @@ class FolderReceiver:
     def _apply(self, version: int, deadline: Wait) -> None:
         due, sums = self._read_part(version, 0, deadline)
         assert self._views is not None
-        for number in range(1, len(_parts_of(self._views.layout))):
+        for number in range(1, len(_parts_of(self._views))):
             more_due, more_sums = self._read_part(version, number, deadline)
             due, sums = due + more_due, sums + more_sums
         self._views.write()
@@ -148,11 +142,9 @@ class FolderReceiver:
                 raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
             if found != version:
                 raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
-            if self._views is None or layout != self._views.layout.text:
-                parsed = Layout.parse(layout)
-                parsed.check(self._tensors)
-                self._views = Views(self._tensors, parsed)
-            return sums, _fill(self._views, number, file, path=path)  # type: ignore[arg-type]
+            self._views = fit(layout, self._tensors, kept=self._views)
+            _, buckets = _parts_of(self._views)[number]
+            return sums, [_fill(bucket, file, path=path) for bucket in buckets]
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
         path, pause_s = _path(self._invitation, version, number), LOOK_S / 16
@@ -169,35 +161,31 @@ class FolderReceiver:
         return path
 
 
-def _fill(views: Views, number: int, file: BinaryIO, *, path: Path) -> list[int]:
-    """Read one file's tensors; returns the checksum of each bucket, taken while it is in the cache."""
-    parts = _parts_of(views.layout)
-    first = sum(len(part.buckets(BUCKETS)) for part in parts[:number])
-    buckets = views.buckets(BUCKETS)[first : first + len(parts[number].buckets(BUCKETS))]
-    sums = []
-    for bucket in buckets:
-        for span in bucket:
-            host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
-            if file.readinto(host.numpy().data) != len(span):  # type: ignore[attr-defined]
-                raise TornUpdateError(f"{path} is cut short")
-            if host is not span:
-                span.copy_(host)
-        sums.append(checksum(bucket))
-    return sums
+def _fill(bucket: Sequence[Tensor], file: FileIO, *, path: Path) -> int:
+    """Read a bucket; returns its checksum, taken while it is in the cache."""
+    for span in bucket:
+        host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
+        if file.readinto(host.numpy().data) != len(span):
+            raise TornUpdateError(f"{path} is cut short")
+        if host is not span:
+            span.copy_(host)
+    return checksum(bucket)
 
 
-def _parts_of(layout: Layout) -> list[Layout]:
-    """The tensors of each file, in order."""
-    least = max(PART_BYTES, layout.num_bytes // MOST_PARTS)
+def _parts_of(views: Views) -> list[tuple[Layout, list[list[Tensor]]]]:
+    """The tensors of each file, in order, and their buckets."""
+    least = max(PART_BYTES, views.layout.num_bytes // MOST_PARTS)
     parts: list[list[Entry]] = [[]]
     size = 0
-    for entry in layout.entries:
+    for entry in views.layout.entries:
         if size >= least:
             parts.append([])
             size = 0
         parts[-1].append(entry)
         size += entry.num_bytes
-    return [Layout(tuple(part)) for part in parts]
+    buckets = iter(views.buckets(BUCKETS))
+    layouts = [Layout(tuple(part)) for part in parts]
+    return [(part, list(islice(buckets, len(part.buckets(BUCKETS))))) for part in layouts]
 
 
 def _path(invitation: Invitation, version: int, number: int) -> Path:

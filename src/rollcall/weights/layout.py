@@ -127,6 +127,7 @@ class Views:
 
     def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self.layout = layout
+        self.places = _places(tensors)
         self.flat: list[Tensor] = []
         self._apart: list[tuple[Tensor, Tensor]] = []  # a tensor that does not lie as the layout says, and its copy
         for entry in layout.entries:
@@ -165,8 +166,23 @@ class Views:
         return self._buckets[size]
 
 
-def places(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
-    """Equal as long as the tensors stay where they are, so that views of them can be kept."""
+def view(tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
+    """What the tensors hold at this moment; ``kept`` serves again as long as they stay where they are."""
+    views = kept if kept is not None and kept.places == _places(tensors) else Views(tensors, Layout.of(tensors))
+    views.read()
+    return views
+
+
+def fit(text: str, tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
+    """The tensors in the order of a layout that was sent, which is checked unless it is that of ``kept``."""
+    if kept is not None and text == kept.layout.text:
+        return kept
+    layout = Layout.parse(text)
+    layout.check(tensors)
+    return Views(tensors, layout)
+
+
+def _places(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
     return tuple(
         (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
     )
