@@ -42,16 +42,15 @@ def needs_carry(a: int, b: int) -> bool:
 
 
 def test_arithmetic_splits_its_sums_into_disjoint_parts() -> None:
-    train = [row["prompt"] for row in arithmetic(split="train", max_number=20, seed=1)]
-    val = [row["prompt"] for row in arithmetic(split="val", max_number=20, seed=1)]
-    sums = [(a, b) for a in range(21) for b in range(21) if needs_carry(a, b) or (a + b) % 2]
+    train = [row["prompt"] for row in arithmetic(split="train", seed=1)]
+    val = [row["prompt"] for row in arithmetic(split="val", seed=1)]
+    sums = [(a, b) for a in range(50) for b in range(50) if needs_carry(a, b) or (a + b) % 2]
     assert sorted(train + val) == sorted(f"{a}+{b}=" for a, b in sums)
     assert sum(needs_carry(a, b) for a, b in sums) > len(sums) / 2
     assert 0.03 < len(val) / len(sums) < 0.25
     held_out = set(val)
     assert all(f"{b}+{a}=" in held_out for a, b in (prompt[:-1].split("+") for prompt in val))
-    assert {row["answer"] for row in arithmetic(split="train", max_number=1, val_fraction=0)} == {"1"}
-    assert train != [row["prompt"] for row in arithmetic(split="train", max_number=20, seed=2)]
+    assert train != [row["prompt"] for row in arithmetic(split="train", seed=2)]
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -5,6 +5,7 @@ Nothing in this package imports torch at the top of a module, so that help and `
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -36,26 +37,29 @@ def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose user errors are one message on stderr and status 1; with ``--debug`` they are tracebacks."""
+    """The command with one more option, ``--debug``: its user errors are tracebacks, and else one message and status 1."""
 
     @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: Any, debug: bool, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except Stopped as stopped:
-            complain(f"stopped by {stopped}")
+            say(f"stopped by {stopped}")
             raise typer.Exit(STOPPED) from None
         except KeyboardInterrupt:
-            complain("stopped by Ctrl-C")
+            say("stopped by Ctrl-C")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # the reader of our output is gone; typer ends quietly
         except Exception as error:
-            if kwargs.get("debug") or not _is_for_the_user(error):
+            if debug or not _is_for_the_user(error):
                 raise
-            complain(f"error: {_explain(error)}")
+            say(f"error: {_explain(error)}")
             raise typer.Exit(FAILED) from None
 
+    own = inspect.signature(command, eval_str=True)
+    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), debug])  # type: ignore[attr-defined]
     return run
 
 
@@ -64,11 +68,7 @@ def say_unused(config: Any, *, in_folder: bool = False) -> None:
     from rollcall.config.checks import unused
 
     for text in unused(config, in_folder=in_folder):
-        complain(f"note: {text}")
-
-
-def complain(text: str) -> None:
-    say(text)
+        say(f"note: {text}")
 
 
 def calm_libraries() -> None:

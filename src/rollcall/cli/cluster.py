@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import Debug, Json, complain
+from rollcall.cli import Json
+from rollcall.wait import say
 from rollcall.words import all_of, are, counted
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def node(
             "--save-wait", min=0, help="With --block: seconds that a run on this node has to save after SIGTERM."
         ),
     ] = 25.0,
-    debug: Debug = False,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, the others join it.
 
@@ -98,10 +98,10 @@ def node(
         tls=tls,
         timeout_s=timeout,
     )
-    started = start_node(request, say=complain)
+    started = start_node(request, say=say)
     _introduce(started.record, was_running=started.was_running)
     if block:
-        hold(started.record, say=complain, save_s=save_wait)
+        hold(started.record, say=say, save_s=save_wait)
 
 
 def check(
@@ -109,7 +109,6 @@ def check(
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for them.")] = 300.0,
     cluster: Cluster = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Wait until exactly N accelerators have joined. Names the ranks that are missing.
 
@@ -121,7 +120,7 @@ def check(
     from rollcall.nodes.check import wait_for_slots
     from rollcall.nodes.state import current_cluster
 
-    found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout, say=complain)
+    found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout, say=say)
     if as_json:
         print(json.dumps(_as_json(found)))
     else:
@@ -135,7 +134,6 @@ def status(
     ] = None,
     cluster: Cluster = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """List the nodes of the cluster: rank, host, address, slots, memory, alive or dead.
 
@@ -162,7 +160,7 @@ def status(
         _show(found)
 
 
-def down(cluster: Cluster = None, debug: Debug = False) -> None:
+def down(cluster: Cluster = None) -> None:
     """Stop what this cluster started on this node, and nothing else.
 
     \b

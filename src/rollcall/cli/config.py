@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from rollcall.cli import Debug, Overrides, RunFile, say_unused, split_arguments
+from rollcall.cli import Overrides, RunFile, say_unused, split_arguments
 
 
 def config(
     file: RunFile = None,
     overrides: Overrides = None,
-    debug: Debug = False,
 ) -> None:
     """Print the resolved run file: every key with its value.
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rollcall.cli import Debug, Json
+from rollcall.cli import Json
 from rollcall.data.make import TaskRows, make_task, write_parquet
 from rollcall.words import counted
 
@@ -42,7 +43,6 @@ def data(
         ),
     ] = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Make the data files of a task.
 
@@ -63,12 +63,21 @@ def data(
 
 
 def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
+    """How many rows each file has, and the first row ever."""
     example: dict[str, Any] = {}
     written: dict[Path, int] = {}
-    with _LateProgress(made.num_rows) as progress:
+    with _late_progress(made.num_rows) as advance:
+
+        def watched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            for row in rows:
+                if not example:
+                    example.update(row)
+                advance()
+                yield row
+
         for split, rows in (("train", made.train), ("test", made.test)):
             path = out / f"{split}.parquet"
-            written[path] = write_parquet(progress.watch(rows, keep=example), path)
+            written[path] = write_parquet(watched(rows), path)
     return written, example
 
 
@@ -85,29 +94,18 @@ def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> Non
     console.print(f"[bold]use[/bold]\n  data:   {{train: {train}, val: {test}}}\n  reward: \\[{{type: {reward}}}]")
 
 
-class _LateProgress:
-    """A progress bar on stderr that shows itself only when the work takes longer than two seconds."""
-
-    def __init__(self, total: int | None) -> None:
-        columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._row = self._progress.add_task("rows", total=total)
-        self._timer = threading.Timer(_QUIET_S, self._progress.start)
-        self._timer.daemon = True
-
-    def __enter__(self) -> Self:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
-        self._progress.stop()
-
-    def watch(self, rows: Iterable[dict[str, Any]], *, keep: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Pass the rows on; the first one ever is copied into ``keep``."""
-        for row in rows:
-            if not keep:
-                keep.update(row)
-            self._progress.advance(self._row)
-            yield row
+@contextmanager
+def _late_progress(total: int | None) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr that shows itself only when the work takes longer than two seconds; call it for each row."""
+    columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task("rows", total=total)
+    timer = threading.Timer(_QUIET_S, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda: progress.advance(task)
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()

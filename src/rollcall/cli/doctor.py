@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, complain
+from rollcall.cli import FAILED, Json, Overrides
 from rollcall.cli.cluster import Cluster
+from rollcall.wait import say
 
 
 def doctor(
@@ -20,7 +21,6 @@ def doctor(
     overrides: Overrides = None,
     cluster: Cluster = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Examine this node's cluster: versions, clocks, disks, memory, shared folder, ports, GPUs, bandwidth.
 
@@ -38,7 +38,7 @@ def doctor(
     from rollcall.doctor.show import show
 
     config = load_config(file, overrides or []) if file is not None else None
-    report = examine(cluster, config=config, say=complain)
+    report = examine(cluster, config=config, say=say)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain
+from rollcall.cli import Json, Overrides, calm_libraries
 from rollcall.observe.console import samples_table
 from rollcall.observe.headline import REWARD
 from rollcall.stop import heed
+from rollcall.wait import say
 from rollcall.words import counted
 
 LINE_EVERY_S = 5.0
@@ -39,7 +40,6 @@ def evaluate(
         int | None, typer.Option("--max-prompts", min=1, help="Evaluate on the first N prompts only.")
     ] = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure accuracy, pass@k and lengths, and show samples.
 
@@ -52,7 +52,7 @@ def evaluate(
       rollcall eval runs/gsm8k --samples 8 --temperature 0.8 --max-prompts 200
       rollcall eval MODEL --data data/gsm8k/test.parquet 'reward=[{type: math}]'
     """
-    complain("loading torch and transformers")
+    say("loading torch and transformers")
     with heed():
         calm_libraries()
         from rollcall.evaluation import plan_evaluation, run_evaluation

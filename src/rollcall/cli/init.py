@@ -8,12 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rollcall.cli import Debug
-
 
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("run.yaml"),
-    debug: Debug = False,
 ) -> None:
     """Write a short run file with comments. As it stands, it trains the demo. Never overwrites a file.
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, complain, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, reported, split_arguments
+from rollcall.cli.cluster import Cluster
 from rollcall.stop import INTERRUPTED, STOPPED
+from rollcall.wait import say
 
 if TYPE_CHECKING:
     from rollcall.doctor.worker_view import NodeView
@@ -21,10 +23,6 @@ if TYPE_CHECKING:
 Address = Annotated[
     str | None,
     typer.Option("--address", metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster."),
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
 ]
 Meeting = Annotated[
     Path | None,
@@ -43,7 +41,6 @@ def submit(
     cluster: Cluster = None,
     rendezvous: Meeting = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Run a run file on a cluster. The driver runs there, so this machine may leave.
 
@@ -67,9 +64,9 @@ def submit(
     reached = _reach(cluster, address, rendezvous)
     jobs = reached.jobs
     job = jobs.submit(config, folder=Path.cwd(), record=reached.record, environ=os.environ)
-    complain(f"submitted {job.id} to {jobs.where}")
+    say(f"submitted {job.id} to {jobs.where}")
     if no_wait:
-        complain(f"follow it with `rollcall job logs --follow {job.id}`, stop it with `rollcall job stop {job.id}`")
+        say(f"follow it with `rollcall job logs --follow {job.id}`, stop it with `rollcall job stop {job.id}`")
     else:
         job = _follow(jobs, job.id, out=sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -85,7 +82,6 @@ def job_list(
     cluster: Cluster = None,
     rendezvous: Meeting = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """List the jobs of the cluster, the newest first.
 
@@ -109,7 +105,6 @@ def job_status(
     cluster: Cluster = None,
     rendezvous: Meeting = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show the state of a job.
 
@@ -134,7 +129,6 @@ def job_logs(
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
-    debug: Debug = False,
 ) -> None:
     """Print the log of a job's driver.
 
@@ -157,7 +151,6 @@ def job_stop(
     cluster: Cluster = None,
     rendezvous: Meeting = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Stop a job: it saves and ends. Submit the same run again to continue.
 
@@ -167,7 +160,7 @@ def job_stop(
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
     jobs = _reach(cluster, address, rendezvous).jobs
-    job = jobs.stop(jobs.find(job_id).id, say=complain)
+    job = jobs.stop(jobs.find(job_id).id, say=say)
     if as_json:
         print(json.dumps(job.as_json()))
     else:
@@ -179,7 +172,6 @@ def env(
     overrides: Overrides = None,
     cluster: Cluster = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show the environment variables of the workers on each node, and where each comes from. Secrets are redacted.
 
@@ -199,7 +191,7 @@ def env(
 
     section = load_config(*split_arguments(file, overrides)).cluster
     submitted = submitted_env(section)
-    complain("asking a worker on each node")
+    say("asking a worker on each node")
     views = view_workers(require_record(current_cluster(cluster)), section, submitted=submitted)
     if as_json:
         print(json.dumps({"nodes": [asdict(view) for view in views]}))
@@ -207,7 +199,7 @@ def env(
         _print_environment(views)
     given = {seen.name for view in views for seen in view.variables if seen.value is not None}
     if names := missed(os.environ, given=given):
-        complain(hint(names))
+        say(hint(names))
     if any(seen.wanted is not None for view in views for seen in view.variables):
         raise typer.Exit(FAILED)
 
@@ -234,10 +226,10 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
         out.flush()
 
     try:
-        jobs.wait_started(job_id, say=complain)
-        return jobs.follow(job_id, write=write, say=complain)
+        jobs.wait_started(job_id, say=say)
+        return jobs.follow(job_id, write=write, say=say)
     except KeyboardInterrupt:
-        complain(
+        say(
             f"\n{job_id} still runs on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "
             f"`rollcall job stop {job_id}`"
         )
@@ -247,14 +239,14 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
 def _end_as(job: Job) -> None:
     """This command's exit status is the job's."""
     if job.status == "SUCCEEDED":
-        complain(f"{job.id} succeeded")
+        say(f"{job.id} succeeded")
         return
     # Ray's message of a failed driver repeats the end of the log, which has just been shown.
     if job.exit_code == STOPPED:
-        complain(f"{job.id} was told to stop; submit the same run again to continue")
+        say(f"{job.id} was told to stop; submit the same run again to continue")
         raise typer.Exit(STOPPED)
     why = f"with status {job.exit_code}" if job.exit_code else job.message
-    complain(f"error: {job.id} {job.status.lower()} {why}".rstrip())
+    say(f"error: {job.id} {job.status.lower()} {why}".rstrip())
     raise typer.Exit(job.exit_code if job.exit_code and 0 < job.exit_code < 256 else FAILED)
 
 

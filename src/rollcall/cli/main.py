@@ -112,9 +112,9 @@ for name, command in (
     ("submit", submit),
     ("env", env),
     *(("node", node), ("check", check), ("status", status), ("down", down)),
-    ("version", version),
 ):
     app.command(name)(reported(command))
+app.command("version")(version)
 app.add_typer(job, name="job")
 app.add_typer(reward, name="reward")
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, split_arguments
 
 
 def plan(
@@ -23,7 +23,6 @@ def plan(
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the plan as a picture in this file.")] = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.
 

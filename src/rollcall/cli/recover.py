@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcall.cli import Debug, Json, complain
+from rollcall.cli import Json
+from rollcall.wait import say
 from rollcall.words import counted
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ def recover(
         bool, typer.Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")
     ] = False,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Explain a run directory: last checkpoint, finished groups, torn files, its owner, what a resume will do.
 
@@ -39,7 +39,7 @@ def recover(
     from rollcall.inspect.recover import look
     from rollcall.inspect.recover import repair as set_aside
 
-    moved = set_aside(run_dir, say=complain) if repair else []
+    moved = set_aside(run_dir, say=say) if repair else []
     report = look(run_dir)
     if as_json:
         print(json.dumps(report.as_json() | {"set_aside": [str(path) for path in moved]}))

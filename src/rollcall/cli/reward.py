@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, calm_libraries, reported, split_arguments
 
 if TYPE_CHECKING:
     from rollcall.roles.reward_trial import Trial
@@ -22,7 +22,6 @@ def test(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows of data.train to score.")] = 3,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Score a few rows before training, each with three completions: its own answer, nothing, and an unrelated text.
 

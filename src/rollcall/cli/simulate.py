@@ -7,11 +7,12 @@ from dataclasses import asdict
 
 import typer
 
-from rollcall.cli import FAILED, Debug, Json, Overrides, RunFile, calm_libraries, complain, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, calm_libraries, split_arguments
+from rollcall.wait import say
 from rollcall.words import counted
 
 
-def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False) -> None:
     """Rehearse a run on this machine: its nodes, slots and placement, with a tiny model, for two steps.
 
     Needs no GPU and no data. Exits with status 1 and the reason if the run does not work.
@@ -28,7 +29,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
     calm_libraries()
     from rollcall.simulate import simulate as rehearse
 
-    verdict = rehearse(config, say=complain)
+    verdict = rehearse(config, say=say)
     if as_json:
         print(json.dumps(asdict(verdict)))
     else:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.cli import Debug, Json, Overrides, calm_libraries, complain, say_unused, split_arguments
+from rollcall.cli import Json, Overrides, calm_libraries, say_unused, split_arguments
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
+from rollcall.wait import say
 
 
 def train(
@@ -68,7 +69,6 @@ def train(
         ),
     ] = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model. The same command again continues the run.
 
@@ -116,10 +116,10 @@ def train(
             else:
                 result = api.train(config, fresh=fresh, quiet=as_json, phase=phase, split=split).result
     except Stopped as stopped:
-        complain(_standing(config.run.dir, num_steps=config.trainer.steps, by=str(stopped)))
+        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=str(stopped)))
         raise typer.Exit(STOPPED) from None
     except KeyboardInterrupt:
-        complain(_standing(config.run.dir, num_steps=config.trainer.steps, by="Ctrl-C"))
+        say(_standing(config.run.dir, num_steps=config.trainer.steps, by="Ctrl-C"))
         raise typer.Exit(INTERRUPTED) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))

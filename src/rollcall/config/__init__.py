@@ -2,7 +2,6 @@
 
 from rollcall.config.algorithms import (
     Algorithm,
-    AlgorithmBase,
     Cispo,
     Dapo,
     DrGrpo,
@@ -23,8 +22,6 @@ from rollcall.config.rewards import (
     NumberReward,
     ReasoningGymReward,
     RegexReward,
-    Reward,
-    RewardBase,
     SelfCertaintyReward,
 )
 from rollcall.config.run import Config, default_run, dump_config, load_config, load_saved_run, parse_config, public_dump
@@ -32,11 +29,8 @@ from rollcall.config.sections import (
     SLOT_SYNTAX,
     ClusterSection,
     DataSection,
-    ElasticSection,
     EvalSection,
-    ModelSection,
     NodeSection,
-    OptimizerChoice,
     OptimizerSection,
     RolloutSection,
     RunSection,
@@ -44,4 +38,3 @@ from rollcall.config.sections import (
     VllmSection,
     WeightTransport,
 )
-from rollcall.errors import ConfigError

@@ -7,6 +7,7 @@ is checked here, so that no section has to.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
 LONGEST_S = 1e9  # seconds; the operating system still accepts a wait of this length
+NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 has no bytes for
 
 
 class KeyProblem(ValueError):
@@ -83,18 +85,8 @@ def _check_leaf(where: str, value: Any) -> None:
         raise KeyProblem(where, f" is a number of {value.bit_length()} bits; the largest is {LARGEST_INT}")
     if isinstance(value, float) and not math.isfinite(value):
         raise KeyProblem(where, f"={value} is not a finite number; give one")
-    if isinstance(value, str) or hasattr(value, "__fspath__"):
-        text = str(value)
-        if "\0" in text or not _has_bytes(text):
-            raise KeyProblem(where, " holds a NUL or half a surrogate pair, which no file takes; leave it out")
-
-
-def _has_bytes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
+        raise KeyProblem(where, " holds a NUL or half a surrogate pair, which no file takes; leave it out")
 
 
 def field(default: Any, meaning: str, **kwargs: Any) -> Any:

@@ -38,14 +38,13 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             return f"{path} is missing; give it a value"
         case "union_tag_not_found":
             tag = item["ctx"]["discriminator"].strip("'")
-            return (
-                f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={_example(tag)}"
-            )
+            example = "grpo" if tag == "name" else "exact"
+            return f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={example}"
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
         case "model_type" | "dict_type":
             field = section.model_fields.get(path.rpartition(".")[2]) if section else None
-            inner = _target(field.annotation)[0] if field else None
+            inner = target(field.annotation)[0] if field else None
             keys = f"; its keys are {', '.join(inner.model_fields)}" if inner else ", such as {name: value}"
             return f"{given} is not a map{keys}"
         case "string_type" if isinstance(item["input"], bool | int | float | date):
@@ -96,7 +95,7 @@ def _homes(name: str, root: type[BaseModel]) -> list[str]:
     return [
         f"{key}.{name}"
         for key, field in root.model_fields.items()
-        if (sections := section_classes(field.annotation)) and not _target(field.annotation)[1]
+        if (sections := section_classes(field.annotation)) and not target(field.annotation)[1]
         for section in sections
         if name in section.model_fields
     ]
@@ -107,10 +106,6 @@ def _unknown_tag(path: str, context: dict[str, Any]) -> str:
     near = nearest(context["tag"], tags)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(tags)}"
     return f"{path}.{tag}={shown(context['tag'])} is not known; {hint}"
-
-
-def _example(tag: str) -> str:
-    return "grpo" if tag == "name" else "exact"
 
 
 def nearest(given: str, names: list[str]) -> str | None:
@@ -153,11 +148,11 @@ def _locate(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
         if place == len(loc) - 1:
             break
         if isinstance(element, str) and section is not None and element in section.model_fields:
-            section, union = _target(section.model_fields[element].annotation)
+            section, union = target(section.model_fields[element].annotation)
     return ".".join(parts), section
 
 
-def _target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
+def target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
     """The section class behind a field, or the variants of a union by their tag."""
     variants = section_classes(annotation)
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from rollcall.config.base import read_number
-from rollcall.config.errors import shown
+from rollcall.config.errors import shown, target
 from rollcall.config.yaml import parse_yaml
 from rollcall.errors import ConfigError
 from rollcall.redact import secrets_of_run
@@ -87,19 +87,12 @@ def _annotation(key: str, root: type[BaseModel]) -> Any:
     """Of a key's field; None where there is no such field, or a union decides."""
     section: Any = root
     for part in key.split("."):
-        section = _section_of(section)
+        section, _ = target(section)
         info = section.model_fields.get(part) if section else None
         if info is None:
             return None
         section = info.annotation
     return section
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """A section, or a section or nothing."""
-    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-    found = [kind for kind in kinds if kind is not NoneType and issubclass(kind, BaseModel)]
-    return found[0] if len(found) == 1 else None
 
 
 def _parse_value(text: str, override: str, *, is_text: bool) -> Any:

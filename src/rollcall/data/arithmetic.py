@@ -11,24 +11,18 @@ MAX_NUMBER = 49
 TEST_FRACTION = 0.1
 
 
-def arithmetic(
-    *,
-    split: Literal["train", "val"],
-    max_number: int = MAX_NUMBER,
-    val_fraction: float = TEST_FRACTION,
-    seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Sums a+b with both numbers up to ``max_number``, each in one split, in an order as good as random.
+def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Sums a+b with both numbers up to ``MAX_NUMBER``, each in one split, in an order as good as random.
 
     a+b and b+a fall on the same side, so the held-out sums are new in either order. They are the same for every ``seed``,
     which decides the order alone: the embedded model has seen all the others. Even sums whose units need no carry are left
     out, so that six in ten of the rest need one: a carry is what there is to learn.
     """
     rows: list[tuple[float, int, int]] = []
-    for a, b in itertools.product(range(max_number + 1), repeat=2):
+    for a, b in itertools.product(range(MAX_NUMBER + 1), repeat=2):
         if a % 10 + b % 10 < 10 and (a + b) % 2 == 0:
             continue
-        held_out = fraction(f"0:{min(a, b)}+{max(a, b)}") < val_fraction
+        held_out = fraction(f"0:{min(a, b)}+{max(a, b)}") < TEST_FRACTION
         if held_out == (split == "val"):
             rows.append((fraction(f"{seed}:order:{a}+{b}"), a, b))
     for _, a, b in sorted(rows):

@@ -11,12 +11,14 @@ import base64
 import datetime
 import json
 import math
+import re
 import uuid
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 50  # of lists and maps in each other
 
 
@@ -29,14 +31,9 @@ def check_texts(value: Any, *, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise ColumnError(f"has lists and maps nested more than {MAX_DEPTH} deep")
     if isinstance(value, str):
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                half = value[error.start].encode("unicode_escape").decode()
-                raise ColumnError(
-                    f"holds half a surrogate pair ({half}), which is not a character; write the whole pair"
-                ) from None
+        if half := _HALF_A_PAIR.search(value):
+            shown = half[0].encode("unicode_escape").decode()
+            raise ColumnError(f"holds half a surrogate pair ({shown}), which is not a character; write the whole pair")
     elif isinstance(value, list | tuple):
         for each in value:
             check_texts(each, depth=depth + 1)

@@ -9,8 +9,9 @@ import difflib
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
     if source is not None and name not in _HUB:
         raise MakeError(f"{task} is generated and reads no file; leave --source out")
     if name == "reasoning-gym":
-        return _make_generated(name, reasoning_gym(gym_task, num_rows=_total(name, num), seed=seed), num=num)
+        return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num=num)
     if task == "countdown":
-        return _make_generated(task, countdown(_total(task, num), seed=seed), num=num)
+        return _make_generated(task, partial(countdown, seed=seed), num=num)
     if task == "arithmetic":
         return _make_arithmetic(num=num, seed=seed)
     if task in _HUB:
@@ -240,15 +241,14 @@ def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
         raise MakeError(
             f"reasoning-gym's {task} gives any text the full score, so nothing can be learnt; choose another"
         )
-    return (_reasoning_gym_row(task, entry) for entry in itertools.chain([first], entries))
-
-
-def _reasoning_gym_row(task: str, entry: RowDict) -> RowDict:
-    return {
-        "prompt": f"{entry['question']}\n\n{_ANSWER_TAG_ADVICE}",
-        "answer": str(entry["answer"]),
-        "reasoning_gym": {"task": task, "entry": encode_entry(entry)},
-    }
+    return (
+        {
+            "prompt": f"{entry['question']}\n\n{_ANSWER_TAG_ADVICE}",
+            "answer": str(entry["answer"]),
+            "reasoning_gym": {"task": task, "entry": encode_entry(entry)},
+        }
+        for entry in itertools.chain([first], entries)
+    )
 
 
 def _reasoning_gym_dataset(task: str, *, num_rows: int, seed: int) -> Any:
@@ -277,17 +277,10 @@ def _scores_nonsense(dataset: Any, entry: RowDict) -> bool:
 # Generated tasks
 
 
-def _total(name: str, num: int | None) -> int:
-    num = num or _DEFAULT_ROWS[name]
-    return num + _num_test_rows(num)
-
-
-def _num_test_rows(num: int) -> int:
-    return max(1, min(_MAX_GENERATED_TEST_ROWS, int(num * TEST_FRACTION)))
-
-
-def _make_generated(name: str, rows: Iterator[RowDict], *, num: int | None) -> TaskRows:
+def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: int | None) -> TaskRows:
     num_train = num or _DEFAULT_ROWS[name]
+    num_rows = num_train + max(1, min(_MAX_GENERATED_TEST_ROWS, int(num_train * TEST_FRACTION)))
+    rows = make(num_rows=num_rows)
     seen: set[str] = set()
 
     def train() -> Iterator[RowDict]:
@@ -297,4 +290,4 @@ def _make_generated(name: str, rows: Iterator[RowDict], *, num: int | None) -> T
 
     # A task with few different questions repeats itself: a question from training is no test.
     test = (row for row in rows if row["prompt"] not in seen)
-    return TaskRows(train=train(), test=test, num_rows=_total(name, num), reward=name.replace("-", "_"))
+    return TaskRows(train=train(), test=test, num_rows=num_rows, reward=name.replace("-", "_"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from rollcall.types import Longs
@@ -18,7 +20,7 @@ class DataOrder:
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._permutations: dict[int, Longs] = {}
+        self._permutation = lru_cache(_EPOCHS_KEPT)(self._permute)
 
     def index(self, draw: int) -> int:
         """The prompt of this draw, counted from 0 over the whole run."""
@@ -27,12 +29,8 @@ class DataOrder:
         epoch, position = divmod(draw, self.num_prompts)
         return int(self._permutation(epoch)[position]) if self._shuffle else position
 
-    def _permutation(self, epoch: int) -> Longs:
-        if epoch not in self._permutations:
-            # Sorting raw draws: numpy promises that a bit generator's stream never changes, and does not promise it of
-            # `Generator.permutation`; a run may resume under another numpy.
-            draws = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.num_prompts)
-            self._permutations[epoch] = np.argsort(draws, kind="stable")
-            while len(self._permutations) > _EPOCHS_KEPT:
-                del self._permutations[next(iter(self._permutations))]
-        return self._permutations[epoch]
+    def _permute(self, epoch: int) -> Longs:
+        # Sorting raw draws: numpy promises that a bit generator's stream never changes, and does not promise it of
+        # `Generator.permutation`; a run may resume under another numpy.
+        draws = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.num_prompts)
+        return np.argsort(draws, kind="stable")

@@ -39,6 +39,9 @@ _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
 _MB = 1 << 20
+_RESTRICTED = {
+    "files": "own folder and Python's alone (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,23 +131,25 @@ def sweep_folders() -> None:
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
     """Restrict this process; returns what is in force, by name. ``readable``: where code is."""
-    told = {"memory": _limit_memory(confinement), "file size": _limit_file_size(confinement)}
+    # Of a function: what it writes to. Address space would count what GPU libraries reserve and never touch.
+    memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
+    told = {
+        "memory": _limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",
+        "file size": _limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB",
+        "processes": _limit_processes(confinement),
+        "files": "the user's own",
+        "network": "on",
+    }
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    told["processes"] = _limit_processes(confinement)
     if confinement.own_files:
-        told["files"] = _restrict_files(folder, readable)
+        code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
+        told["files"] = _restricted("files", landlock.restrict(readable=code, writable=[folder]))
         _drop_capabilities()
         resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
-    else:
-        told["files"] = "the user's own"
-    told["network"] = "on"
-    alone = confinement.processes == 0
-    if alone or not confinement.network:
-        why_not = seccomp.refuse(network=not confinement.network, processes=alone)
-        if not confinement.network:
-            told["network"] = f"not restricted ({why_not})" if why_not else "off (seccomp)"
-        if alone:
-            told["processes"] = f"not restricted ({why_not})" if why_not else "none (seccomp)"
+    refused = {"network": not confinement.network, "processes": confinement.processes == 0}
+    if any(refused.values()):
+        why_not = seccomp.refuse(**refused)
+        told |= {thing: _restricted(thing, why_not) for thing, is_refused in refused.items() if is_refused}
     return told
 
 
@@ -159,21 +164,12 @@ def limit_cpu(seconds: float) -> None:
 def available() -> dict[str, str]:
     """How this machine confines built-in scorers, in the words of ``confine``, by thing."""
     filtered, none = seccomp.why_missing(), "" if landlock.version() else "the kernel has no landlock"
-    return {
-        "processes": f"not restricted ({filtered})" if filtered else "none (seccomp)",
-        "files": f"not restricted ({none})" if none else "own folder and Python's alone (landlock)",
-        "network": f"not restricted ({filtered})" if filtered else "off (seccomp)",
-    }
+    why_not = {"processes": filtered, "files": none, "network": filtered}
+    return {thing: _restricted(thing, why) for thing, why in why_not.items()}
 
 
-def _limit_memory(confinement: Confinement) -> str:
-    # Of a function: what it writes to. Address space would count what GPU libraries reserve and never touch.
-    kind = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
-    return _limit(kind, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB"
-
-
-def _limit_file_size(confinement: Confinement) -> str:
-    return _limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB"
+def _restricted(thing: str, why_not: str) -> str:
+    return f"not restricted ({why_not})" if why_not else _RESTRICTED[thing]
 
 
 def _limit_processes(confinement: Confinement) -> str:
@@ -219,9 +215,3 @@ def _drop_capabilities() -> None:
     if libc.capget(head, sets) == 0:
         kept = sets[1] & _KEPT_CAPABILITIES
         libc.capset(head, (ctypes.c_uint32 * 6)(kept, kept))
-
-
-def _restrict_files(folder: str, readable: list[str]) -> str:
-    code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
-    why_not = landlock.restrict(readable=code, writable=[folder])
-    return f"not restricted ({why_not})" if why_not else "own folder and Python's alone (landlock)"

@@ -63,12 +63,8 @@ _AF_UNIX, _CLONE_THREAD = 1, 0x00010000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = (
-    0,
-    4,
-    16,
-    24,
-)  # in struct seccomp_data; both machines are little-endian
+# In struct seccomp_data; both machines are little-endian.
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, value
 

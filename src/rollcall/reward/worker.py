@@ -181,9 +181,8 @@ def main(arguments: list[str]) -> None:
             else:
                 answer = _score(function, item, memory_mb=setup.confinement.memory_mb)
             if os.getpid() != own_pid:
-                os._exit(
-                    1
-                )  # a fork of the function's own that came back here: its answer would be taken for another item's
+                # A fork of the function's own that came back here: its answer would be taken for another item's.
+                os._exit(1)
             _send(sink, answer)
 
 
