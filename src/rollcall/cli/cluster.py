@@ -19,51 +19,43 @@ if TYPE_CHECKING:
     from rollcall.nodes.state import NodeRecord
 
 Cluster = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
+    str | None, typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
 ]
 
 
 def node(
-    rank: Annotated[
-        int | None, typer.Option("--rank", min=0, help="Rank of this node. Rank 0 starts the head.")
-    ] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1, help="Number of nodes in the cluster.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node. Rank 0 starts the head.")] = None,
+    num_nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes in the cluster.")] = None,
     rendezvous: Annotated[
-        Path | None,
-        typer.Option("--rendezvous", metavar="DIR", help="Shared folder in which nodes find the head."),
+        Path | None, typer.Option(metavar="DIR", help="Shared folder in which nodes find the head.")
     ] = None,
     head_address: Annotated[
-        str | None,
-        typer.Option("--head-address", metavar="HOST:PORT", help="Where rank 0 listens. Needs ROLLCALL_TOKEN."),
+        str | None, typer.Option(metavar="HOST:PORT", help="Where rank 0 listens. Needs ROLLCALL_TOKEN.")
     ] = None,
     master: Annotated[bool, typer.Option("--master", help="The same as --rank 0.")] = False,
-    worker: Annotated[int | None, typer.Option("--worker", metavar="R", min=0, help="The same as --rank R.")] = None,
-    slots: Annotated[int | None, typer.Option("--slots", min=1, help="Slots of this node. Default: its GPUs.")] = None,
+    worker: Annotated[int | None, typer.Option(metavar="R", min=0, help="The same as --rank R.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots of this node. Default: its GPUs.")] = None,
     node_ip: Annotated[
-        str | None, typer.Option("--node-ip", help="Address of this node. Default: the one that reaches the head.")
+        str | None, typer.Option(help="Address of this node. Default: the one that reaches the head.")
     ] = None,
-    interface: Annotated[str | None, typer.Option("--interface", help="Use the address of this interface.")] = None,
+    interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
     dashboard_host: Annotated[
-        str, typer.Option("--dashboard-host", help="Address on which the dashboard of rank 0 listens.")
+        str, typer.Option(help="Address on which the dashboard of rank 0 listens.")
     ] = "127.0.0.1",
     temp_dir: Annotated[
-        Path | None,
-        typer.Option("--temp-dir", metavar="DIR", help="Ray's folder for sockets and logs: a short, local path."),
+        Path | None, typer.Option(metavar="DIR", help="Ray's folder for sockets and logs: a short, local path.")
     ] = None,
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt Ray's traffic. Give it on rank 0; with --head-address on every node.")
     ] = False,
     cluster: Cluster = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for rank 0.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for rank 0.")] = 300.0,
     block: Annotated[
         bool, typer.Option("--block", help="Stay until Ray ends here. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
     save_wait: Annotated[
         float,
-        typer.Option(
-            "--save-wait", min=0, help="With --block: seconds that a run on this node has to save after SIGTERM."
-        ),
+        typer.Option(min=0, help="With --block: seconds that a run on this node has to save after SIGTERM."),
     ] = 25.0,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, the others join it.
@@ -106,7 +98,7 @@ def node(
 
 def check(
     num_slots: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of accelerators in the whole cluster.")],
-    timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for them.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for them.")] = 300.0,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:

@@ -25,14 +25,12 @@ def data(
     task: Annotated[
         str, typer.Argument(metavar="TASK", help="arithmetic, countdown, gsm8k, math or reasoning-gym:TASK.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Directory for train.parquet and test.parquet.")],
+    out: Annotated[Path, typer.Option(help="Directory for train.parquet and test.parquet.")],
     num: Annotated[
-        int | None,
-        typer.Option("--num", min=1, help="Number of training rows. Generated tasks add a tenth of it as test rows."),
+        int | None, typer.Option(min=1, help="Number of training rows. Generated tasks add a tenth of it as test rows.")
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option("--seed", min=0, help="Seed for generated rows and splits. For arithmetic: for the order only."),
+        int, typer.Option(min=0, help="Seed for generated rows and splits. For arithmetic: for the order only.")
     ] = 0,
     source: Annotated[
         Path | None,

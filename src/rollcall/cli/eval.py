@@ -27,18 +27,12 @@ if TYPE_CHECKING:
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR", help="What to evaluate.")],
     overrides: Overrides = None,
-    data: Annotated[
-        str | None, typer.Option("--data", help="JSONL or Parquet file. Default: the run's data.val.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL or Parquet file. Default: the run's data.val.")] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Completions per prompt. More than one gives pass@k.")
+        int | None, typer.Option(min=1, help="Completions per prompt. More than one gives pass@k.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, help="Sampling temperature. 0 is greedy.")
-    ] = None,
-    max_prompts: Annotated[
-        int | None, typer.Option("--max-prompts", min=1, help="Evaluate on the first N prompts only.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature. 0 is greedy.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Evaluate on the first N prompts only.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy, pass@k and lengths, and show samples.

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rollcall.jobs.submit import Job, Jobs, Reached
 
 Address = Annotated[
-    str | None,
-    typer.Option("--address", metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster."),
+    str | None, typer.Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
 ]
 Meeting = Annotated[
     Path | None,

@@ -15,13 +15,12 @@ def plan(
     file: RunFile = None,
     overrides: Overrides = None,
     gpu_memory: Annotated[
-        float | None, typer.Option("--gpu-memory", min=1, help="Memory of one accelerator in GiB. Default: 80.")
+        float | None, typer.Option(min=1, help="Memory of one accelerator in GiB. Default: 80.")
     ] = None,
     model_config: Annotated[
-        Path | None,
-        typer.Option("--model-config", help="The model's config.json, if model.path is not on this machine."),
+        Path | None, typer.Option(help="The model's config.json, if model.path is not on this machine.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the plan as a picture in this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the plan as a picture in this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.

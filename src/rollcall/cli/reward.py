@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def test(
     file: RunFile = None,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows of data.train to score.")] = 3,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows of data.train to score.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Score a few rows before training, each with three completions: its own answer, nothing, and an unrelated text.

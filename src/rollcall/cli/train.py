@@ -36,23 +36,20 @@ def train(
         ),
     ] = Phase.BOTH,
     split: Annotated[
-        Split, typer.Option("--split", help="With --phase rollout. eval: only evaluate the newest checkpoint.")
+        Split, typer.Option(help="With --phase rollout. eval: only evaluate the newest checkpoint.")
     ] = Split.TRAIN,
     eval_interval: Annotated[
-        int | None, typer.Option("--eval-interval", metavar="N", min=0, help="The same as trainer.eval_every=N.")
+        int | None, typer.Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")
     ] = None,
     master: Annotated[
         bool, typer.Option("--master", help="For nodes that share only a folder: this is node 0, which trains.")
     ] = False,
     worker: Annotated[
         int | None,
-        typer.Option(
-            "--worker", metavar="R", help="For nodes that share only a folder: this is node R, which samples."
-        ),
+        typer.Option(metavar="R", help="For nodes that share only a folder: this is node R, which samples."),
     ] = None,
     num_nodes: Annotated[
-        int | None,
-        typer.Option("--num-nodes", metavar="N", help="With --master or --worker: number of nodes, with the master."),
+        int | None, typer.Option(metavar="N", help="With --master or --worker: number of nodes, with the master.")
     ] = None,
     rank_weights: Annotated[
         str | None,
@@ -64,9 +61,7 @@ def train(
     ] = None,
     log_path: Annotated[
         Path | None,
-        typer.Option(
-            "--log-path", metavar="DIR", help="With --master or --worker: the shared folder. Its mode must be 700."
-        ),
+        typer.Option(metavar="DIR", help="With --master or --worker: the shared folder. Its mode must be 700."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -34,13 +34,19 @@ _MAX_CELL = 400
 class Console:
     """Prints nothing: the console of `--json`, whose only output is the summary. The others say more."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.progress.update(step, metrics)
 
     def restart(self, step: int) -> None:
         """An attempt at the run begins at this step; later steps are done again."""
+        self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:
         """What the run does from now on; None: nothing that has a name."""
+        self.progress.phase(text)
 
     def note(self, text: str) -> None: ...
 
@@ -66,10 +72,10 @@ def make_console(
     file: TextIO | None = None,
 ) -> Console:
     """``start_step`` is the step resumed from, ``rows`` those of the metrics so far; ``quiet`` is the `--json` mode."""
-    if quiet:
-        return Console()
-    rich = RichConsole(file=file, highlight=False)
     progress = Progress(name=name, num_steps=num_steps, start_step=start_step, rows=rows)
+    if quiet:
+        return Console(progress)
+    rich = RichConsole(file=file, highlight=False)
     if rich.is_terminal and not rich.is_dumb_terminal:
         return LiveConsole(progress, rich=rich)
     return LineConsole(progress, file=file)
@@ -79,21 +85,12 @@ class LiveConsole(Console):
     """One panel that redraws itself in place. Other output, also of child processes, appears above it."""
 
     def __init__(self, progress: Progress, *, rich: RichConsole) -> None:
-        self.progress = progress
+        super().__init__(progress)
         self._rich = rich
         self._keys = QuietKeys()
         self._prints: ChildPrints | None = ChildPrints()
         self._live = Live(console=rich, get_renderable=self._draw, refresh_per_second=4)
         self._live.start()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.progress.update(step, metrics)
-
-    def restart(self, step: int) -> None:
-        self.progress.restart(step)
-
-    def phase(self, text: str | None) -> None:
-        self.progress.phase(text)
 
     def note(self, text: str) -> None:
         self._rich.print(Text(text))
@@ -111,9 +108,8 @@ class LiveConsole(Console):
 
     def __exit__(self, kind: object = None, *exc: object) -> None:
         if kind is not None:
-            self._live.transient = (
-                True  # the messages that follow say how far the run is; an old panel would contradict them
-            )
+            # The messages that follow say how far the run is; an old panel would contradict them.
+            self._live.transient = True
         self.close()
 
     def _draw(self) -> Panel:
@@ -125,8 +121,9 @@ class LiveConsole(Console):
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
         if self._prints is not None:  # or this is the last picture
-            now = progress.current
-            shown = "" if now is None or now.seconds < 1 else f"{now.text}, {format_duration(now.seconds)}"
+            doing = progress.current
+            seconds = progress.elapsed_s - doing.since_s if doing else 0.0
+            shown = f"{doing.text}, {format_duration(seconds)}" if doing and seconds >= 1 else ""
             body.add_row(Text(shown, style="dim"))
         return Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
 
@@ -135,7 +132,7 @@ class LineConsole(Console):
     """A line every few seconds, and for each evaluation: what a log file wants. A thread adds what takes long."""
 
     def __init__(self, progress: Progress, *, file: TextIO | None) -> None:
-        self.progress = progress
+        super().__init__(progress)
         self._rich = RichConsole(file=file, width=_PLAIN_WIDTH, highlight=False)
         self._file = file
         self._printed_s: float | None = None
@@ -198,12 +195,15 @@ class LineConsole(Console):
         said = None
         while not self._closed.wait(0.5):
             with self._lock:
-                now, silent_s = self.progress.current, self.progress.elapsed_s - (self._printed_s or 0.0)
-                quiet_s = _LINE_EVERY_S if self.progress.has_stepped else 0.0
-                if now is None or now is said or now.seconds < _PHASE_AFTER_S or silent_s < quiet_s:
+                doing, now_s = self.progress.current, self.progress.elapsed_s
+                silent_s, quiet_s = (
+                    now_s - (self._printed_s or 0.0),
+                    _LINE_EVERY_S if self.progress.has_stepped else 0.0,
+                )
+                if doing is None or doing is said or now_s - doing.since_s < _PHASE_AFTER_S or silent_s < quiet_s:
                     continue
-                said, self._printed_s = now, self.progress.elapsed_s
-                self._print(now.text)
+                said, self._printed_s = doing, now_s
+                self._print(doing.text)
 
     def _print(self, text: str) -> None:
         file = self._file or sys.stdout

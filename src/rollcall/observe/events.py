@@ -144,17 +144,9 @@ def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
     """None: a line of another kind, or one that no controller wrote."""
     if not isinstance(row.get("phase"), str) or not is_count(row.get("step")) or not _is_time(row.get("start_s")):
         return None
-    end_s, duration_s = (value if _is_time(value) else None for value in (row.get("end_s"), row.get("duration_s")))
-    waited_for, result = (str(row[key]) if row.get(key) is not None else None for key in ("waited_for", "result"))
-    return PhaseEvent(
-        phase=row["phase"],
-        step=row["step"],
-        start_s=row["start_s"],
-        end_s=end_s,
-        duration_s=duration_s,
-        waited_for=waited_for,
-        result=result,
-    )
+    rest: dict[str, Any] = {key: row[key] if _is_time(row.get(key)) else None for key in ("end_s", "duration_s")}
+    rest |= {key: str(row[key]) if row.get(key) is not None else None for key in ("waited_for", "result")}
+    return PhaseEvent(phase=row["phase"], step=row["step"], start_s=row["start_s"], **rest)
 
 
 def _is_time(value: Any) -> bool:

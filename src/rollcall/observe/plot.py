@@ -72,9 +72,8 @@ def _draw(figure: Any, *, held_out: Series, reward: Series, name: str, words: st
     top.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=30)
     bottom.set_xlabel("training step", color=_INK)
     for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
         axes.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(-0.012, 1.0), ncols=3, frameon=False, borderaxespad=0.2,
+            loc="lower left", bbox_to_anchor=(-0.012, 1.0), ncols=3, frameon=False, borderaxespad=0.2,
             labelcolor=_INK, handlelength=1.6, columnspacing=1.6,
         )  # fmt: skip
 

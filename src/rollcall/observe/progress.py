@@ -5,24 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollcall.observe.headline import headline_of
 
 STEPS_COUNTED = 20  # recent ones: lengths drift
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Doing:
-    """What a run does, since when."""
+class Doing(NamedTuple):
+    """What a run does, and how many seconds after its start it began."""
 
     text: str
     since_s: float
-    clock: Callable[[], float]
-
-    @property
-    def seconds(self) -> float:
-        return self.clock() - self.since_s
 
 
 class Progress:
@@ -63,7 +57,7 @@ class Progress:
             self._evaluations[step] = dict(metrics)
 
     def phase(self, text: str | None) -> None:
-        self.current = None if text is None else Doing(text=text, since_s=self._clock(), clock=self._clock)
+        self.current = None if text is None else Doing(text, self.elapsed_s)
 
     @property
     def elapsed_s(self) -> float:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import resource
-import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from rollcall.durable.atomic import write_atomic
@@ -28,12 +28,10 @@ def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None
     """
     rows = read_rows(metrics_path)
     earlier = [row for row in rows if resume_step is not None and row["step"] <= resume_step]
-    before_s = sum(_sum(earlier, name) for name in ("time/step_s", "time/eval_s", "time/save_s"))
+    before_s = sum(sum(_values(earlier, name)) for name in ("time/step_s", "time/eval_s", "time/save_s"))
     # A replayed step generates little or nothing, so its speed says nothing.
     generated = [row for row in rows if not row.get("rollout/groups_from_journal")]
-    errors = sum(
-        row[name] for row in rows for name in row if name.startswith("reward_errors/") and row[name] is not None
-    )
+    errors = sum(row[name] or 0 for row in rows for name in row if name.startswith("reward_errors/"))
     rewards = _values(rows, "train/reward_mean")
     return {
         "steps": max((row["step"] for row in rows if "time/step_s" in row), default=0),
@@ -41,12 +39,12 @@ def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None
         "headline": headline_of(rows).metric,
         "eval": {one.key: _course(one.values(rows)) for one in (ACCURACY, REWARD)},
         "reward_mean": {"first": next(iter(rewards), None), "last": next(reversed(rewards), None)},
-        "tokens_generated": int(_sum(rows, "rollout/tokens")),
-        "tokens_trained": int(_sum(rows, "train/tokens")),
-        "rollout_tokens_per_s": _median(generated, "rollout/tokens_per_s"),
-        "train_tokens_per_s": _median(rows, "perf/train_tokens_per_s"),
-        "step_s": _median(generated, "time/step_s"),
-        "logprob_mismatch": _mean(rows, "rollout/logprob_mismatch"),
+        "tokens_generated": int(sum(_values(rows, "rollout/tokens"))),
+        "tokens_trained": int(sum(_values(rows, "train/tokens"))),
+        "rollout_tokens_per_s": _middle(median, generated, "rollout/tokens_per_s"),
+        "train_tokens_per_s": _middle(median, rows, "perf/train_tokens_per_s"),
+        "step_s": _middle(median, generated, "time/step_s"),
+        "logprob_mismatch": _middle(fmean, rows, "rollout/logprob_mismatch"),
         "logprob_mismatch_max": max(_values(rows, "rollout/logprob_mismatch_max"), default=None),
         "peak_memory_gib": round(max([*_values(rows, "perf/peak_memory_gib"), peak_memory_gib()]), 3),
         "reward_errors": int(errors),
@@ -123,15 +121,6 @@ def _values(rows: list[dict[str, Any]], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
-def _sum(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(_values(rows, name))
-
-
-def _median(rows: list[dict[str, Any]], name: str) -> float | None:
+def _middle(of: Callable[[list[float]], float], rows: list[dict[str, Any]], name: str) -> float | None:
     values = _values(rows, name)
-    return statistics.median(values) if values else None
-
-
-def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
-    values = _values(rows, name)
-    return statistics.fmean(values) if values else None
+    return of(values) if values else None
