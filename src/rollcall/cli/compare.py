@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.cli import Debug, Json
+from rollcall.cli import Json
 
 if TYPE_CHECKING:
     from rollcall.inspect.compare import Comparison
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")]
 
 
-def compare(first: RunDir, second: RunDir, as_json: Json = False, debug: Debug = False) -> None:
+def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
     """Compare two runs: settings that differ, accuracy, reward, lengths, speed.
 
     \b
