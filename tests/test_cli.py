@@ -89,7 +89,7 @@ def _app(group: Any) -> Any:
 
 def test_these_are_the_verbs() -> None:
     assert sorted(commands()) == [
-        "check", "config", "data", "doctor", "down", "env", "eval", "init", "job list", "job logs", "job status", "job stop",
+        "check", "compare", "config", "data", "doctor", "down", "env", "eval", "init", "job list", "job logs", "job status", "job stop",
         "node", "plan", "recover", "reward test", "simulate", "status", "submit", "train", "version",
     ]  # fmt: skip
 
