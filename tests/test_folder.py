@@ -27,7 +27,7 @@ from rollcall.durable.journal import Journal
 from rollcall.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.folder import mailbox
-from rollcall.groups.folder.layout import ANSWERS, ENDED, HERE, INBOX, MASTER, MESSAGES, RUNNING, node_folder
+from rollcall.groups.folder.layout import Messages, State
 from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
 from rollcall.groups.folder.master import FolderBackend
 from rollcall.groups.folder.worker import FolderWorker
@@ -128,11 +128,11 @@ def test_a_folder_that_others_may_open_is_refused(tmp_path: Path) -> None:
 def test_a_master_that_has_just_appeared_is_not_said_to_stand_still(tmp_path: Path) -> None:
     worker, told = FolderWorker(tmp_path, rank=1, num_nodes=2), list[str]()
     worker._label = "m-w-1"
-    worker._master.facts = {"host": "one", "pid": 7, "state": HERE}
-    worker._wait_for_master(SimpleNamespace(tell=told.append), waited_s=0.0)  # type: ignore[arg-type]
+    worker._master.facts = {"host": "one", "pid": 7, "state": State.HERE}
+    worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
     assert told == ["the master on one (process 7) has appeared; waiting to see its counter move"]
     worker._master._since -= 30
-    worker._wait_for_master(SimpleNamespace(tell=told.append), waited_s=0.0)  # type: ignore[arg-type]
+    worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
     assert told[1].startswith("the master on one (process 7) has not moved for 30 s; waiting for it")
 
 
@@ -140,13 +140,13 @@ def test_a_process_is_alive_when_its_counter_moves_and_not_because_its_file_is_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mailbox, "BEAT_S", 0.02)
-    presence, peer = Presence(tmp_path, {"state": HERE}), Peer(tmp_path)
+    presence, peer = Presence(tmp_path, {"state": State.HERE}), Peer(tmp_path)
     presence.begin()
-    presence.end(state=HERE)
+    presence.end(state=State.HERE)
     peer.look()
     peer.look()
     assert peer.incarnation == presence.incarnation and not peer.is_alive
-    successor = Presence(tmp_path, {"state": HERE})
+    successor = Presence(tmp_path, {"state": State.HERE})
     successor.begin()
     until(lambda: peer.look() or peer.is_alive, what="the successor's counter to move")
     assert peer.incarnation == successor.incarnation != presence.incarnation
@@ -161,8 +161,8 @@ def test_a_second_master_and_a_second_worker_of_a_rank_are_refused_while_the_fir
         second,
     ):
         pass
-    own = node_folder(share / MESSAGES, 1)
-    presence = Presence(own, {"state": HERE, "host": "elsewhere", "pid": 1})
+    own = Messages(share).node(1)
+    presence = Presence(own, {"state": State.HERE, "host": "elsewhere", "pid": 1})
     presence.begin()
     with pytest.raises(ClusterError, match="worker 1 runs already, as process 1 on elsewhere"):
         FolderWorker(share, rank=1, num_nodes=2).run()
@@ -203,10 +203,10 @@ def echoes(share: Path, *, num_nodes: int = 2) -> Iterator[tuple[WorkerGroup, li
 
 def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_behind(share: Path) -> None:
     # Left by an earlier master for an earlier worker: nobody may answer it.
-    (node_folder(share / MESSAGES, 1) / INBOX).mkdir(parents=True)
-    put(node_folder(share / MESSAGES, 1) / INBOX / message_name("oldmaster-oldworker-00001", 1), b"not even a pickle")
-    (share / MESSAGES / ANSWERS).mkdir()
-    put(share / MESSAGES / ANSWERS / message_name("oldmaster-oldworker-00001", 1), b"not even a pickle")
+    Messages(share).inbox(1).mkdir(parents=True)
+    put(Messages(share).inbox(1) / message_name("oldmaster-oldworker-00001", 1), b"not even a pickle")
+    Messages(share).answers.mkdir()
+    put(Messages(share).answers / message_name("oldmaster-oldworker-00001", 1), b"not even a pickle")
     with echoes(share) as (group, _):
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
         pids = {worker["pid"] for worker in group.worker_metadata}
@@ -228,7 +228,7 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
 def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_its_seat(share: Path) -> None:
     with echoes(share) as (group, nodes):
         slow = group.run_single_worker_single_data("sleep", 1, 600)
-        until(lambda: not names(node_folder(share / MESSAGES, 1) / INBOX), what="the call to be taken")
+        until(lambda: not names(Messages(share).inbox(1)), what="the call to be taken")
         nodes[0].kill()
         nodes.append(Node(share, 1, num_nodes=2))
         with pytest.raises(WorkerDiedError, match="echo rank 1 on node 1 .* is dead: another process took its place"):
@@ -374,9 +374,9 @@ def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_wei
     assert [row["step"] for row in metric_rows(config) if "time/step_s" in row] == [1, 2, 3]
     makers = audit(config)
     assert makers == {"rollout-0 on node 0": 24, "rollout-1 on node 1": 12, "rollout-2 on node 2": 12}
-    assert [path for path in (share / MESSAGES).rglob("*") if path.is_file() and path.name != "presence.json"] == []
-    said = json.loads((share / MESSAGES / MASTER / "presence.json").read_text())
-    assert said["state"] == ENDED != RUNNING
+    assert [path for path in Messages(share).root.rglob("*") if path.is_file() and path.name != "presence.json"] == []
+    said = json.loads((Messages(share).master / "presence.json").read_text())
+    assert said["state"] == State.ENDED != State.RUNNING
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import os
 import platform
 import socket
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,30 @@ from rollcall.errors import ClusterError
 from rollcall.groups.folder.mailbox import BEAT_S, Peer
 from rollcall.version import __version__
 
-MESSAGES, MASTER, ANSWERS, INBOX = "messages", "master", "answers", "inbox"
-RUNNING, ENDED, BROKE_OFF = "running", "ended", "broke off"  # what a master says of itself
-HERE, LEFT = "here", "left"  # and a worker
+
+class State(StrEnum):
+    """What a process says of itself: a master the first three, a worker the last two."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    BROKE_OFF = "broke off"
+    HERE = "here"
+    LEFT = "left"
 
 
-def node_folder(messages: Path, rank: int) -> Path:
-    return messages / f"node-{rank:04d}"
+class Messages:
+    """The folders below FOLDER."""
+
+    def __init__(self, shared: Path) -> None:
+        self.root = shared / "messages"
+        self.master = self.root / "master"
+        self.answers = self.root / "answers"
+
+    def node(self, rank: int) -> Path:
+        return self.root / f"node-{rank:04d}"
+
+    def inbox(self, rank: int) -> Path:
+        return self.node(rank) / "inbox"
 
 
 def label_of(*, master: str, worker: str, epoch: int) -> str:
@@ -46,7 +64,7 @@ def refuse_second(folder: Path, *, who: str) -> None:
     """Refuse a second process under this name: the counter of the first moves while we look."""
     peer = Peer(folder)
     peer.look()
-    if not peer.facts or peer.facts.get("state") not in (RUNNING, HERE):
+    if not peer.facts or peer.facts.get("state") not in (State.RUNNING, State.HERE):
         return
     until = time.monotonic() + 3 * BEAT_S
     while time.monotonic() < until:

@@ -103,14 +103,14 @@ def remove(path: Path) -> None:
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full is waited for."""
-    deadline, progress = time.monotonic() + WRITE_DEADLINE_S, Wait()
+    wait = Wait(WRITE_DEADLINE_S)
     while True:
         try:
             return write_atomic(path, data, durable=durable)
         except OSError as error:
-            if error.errno not in _WAITS or time.monotonic() >= deadline:
+            if error.errno not in _WAITS or wait.is_over:
                 raise
-            progress.tell(f"{path.parent} cannot be written ({error.strerror}); waiting until it can")
+            wait.tell(f"{path.parent} cannot be written ({error.strerror}); waiting until it can")
             time.sleep(LONGEST_LOOK_S)
 
 

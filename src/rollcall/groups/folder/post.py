@@ -25,21 +25,7 @@ from typing import Any, Self
 from rollcall.errors import ClusterError, NoRoomError, WorkerDiedError
 from rollcall.groups.backend import WorkerSpec, whom
 from rollcall.groups.failures import RemoteFailureError
-from rollcall.groups.folder.layout import (
-    ANSWERS,
-    BROKE_OFF,
-    ENDED,
-    HERE,
-    INBOX,
-    LEFT,
-    MASTER,
-    MESSAGES,
-    RUNNING,
-    about_this_process,
-    label_of,
-    node_folder,
-    refuse_second,
-)
+from rollcall.groups.folder.layout import Messages, State, about_this_process, label_of, refuse_second
 from rollcall.groups.folder.mailbox import (
     BEAT_S,
     SILENT_S,
@@ -85,7 +71,6 @@ class Member:
         self.rank = rank
         self.incarnation: str = facts["incarnation"]
         self.host: str = facts["host"]
-        self.pid: int = facts["pid"]
         self.death: str | None = None
         self.number = 0
         self.calls: dict[int, Call] = {}  # in the inbox, by number
@@ -108,15 +93,15 @@ class Post:
         self.num_nodes = num_nodes
         self.epoch = 0
         self.changed = threading.Condition()
-        self.messages = self.folder / MESSAGES
+        self._messages = Messages(self.folder)
         self._appear_s = appear_s
         self._silent_s = silent_s
         self._presence = Presence(
-            self.messages / MASTER,
-            {**about_this_process(), "state": RUNNING, "why": "", "run": run, "num_nodes": num_nodes, "epoch": 0}
+            self._messages.master,
+            {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "num_nodes": num_nodes, "epoch": 0}
             | {"folder": str(self.folder), "dismissed": []},
         )
-        self._peers = {rank: Peer(node_folder(self.messages, rank)) for rank in range(num_nodes)}
+        self._peers = {rank: Peer(self._messages.node(rank)) for rank in range(num_nodes)}
         self._members: dict[int, Member] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._rhythm = Rhythm()
@@ -125,11 +110,10 @@ class Post:
         self._trouble: Exception | None = None
 
     def __enter__(self) -> Self:
-        self.messages.mkdir(mode=0o700, exist_ok=True)
-        refuse_second(self.messages / MASTER, who="a master")
-        answers = self.messages / ANSWERS
-        answers.mkdir(mode=0o700, exist_ok=True)
-        for folder in (answers, self.messages / MASTER):
+        self._messages.root.mkdir(mode=0o700, exist_ok=True)
+        refuse_second(self._messages.master, who="a master")
+        self._messages.answers.mkdir(mode=0o700, exist_ok=True)
+        for folder in (self._messages.answers, self._messages.master):
             sweep(folder)
         self._presence.begin()
         self._postman.start()
@@ -140,22 +124,22 @@ class Post:
         why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped) else why
         self._ended.set()
         self.end_child()
-        self._presence.end(state=ENDED if error is None else BROKE_OFF, why=why)
+        self._presence.end(state=State.ENDED if error is None else State.BROKE_OFF, why=why)
 
     def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[Member]:
         """A living worker of each rank."""
         if 0 in ranks:
             self.start_child()
-        deadline, progress = time.monotonic() + timeout_s, Wait(every_s=5)
+        wait = Wait(timeout_s, every_s=5)
         while missing := [rank for rank in ranks if not self._welcome(rank)]:
             self.check()
             listed = ", ".join(map(str, missing))
-            if time.monotonic() >= deadline:
+            if wait.is_over:
                 raise NoRoomError(
                     f"worker {listed} did not appear in {self.folder} within {timeout_s:g} s; on each of those nodes run `rollcall train "
                     f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
                 )
-            progress.tell(f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}")
+            wait.tell(f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}")
             time.sleep(0.1)
         return [self._members[rank] for rank in ranks]
 
@@ -167,7 +151,7 @@ class Post:
                 return True
             peer = self._peers[rank]
             facts = peer.facts
-            if not peer.is_alive or facts.get("state") != HERE:
+            if not peer.is_alive or facts.get("state") != State.HERE:
                 return False
             if known is not None and known.incarnation == peer.incarnation:
                 return False
@@ -203,11 +187,10 @@ class Post:
         with self.changed:
             self._bury(0, "it was ended")
 
-    def begin_epoch(self) -> int:
+    def begin_epoch(self) -> None:
         """Start a new group: workers drop all work for an older one."""
         self.epoch += 1
         self._presence.say(epoch=self.epoch)
-        return self.epoch
 
     def post(self, member: Member, call: Call) -> None:
         """Put a call into the inbox, or into the queue if the inbox is full."""
@@ -220,14 +203,16 @@ class Post:
             self._fill(member)
 
     def _fill(self, member: Member) -> None:
-        inbox = node_folder(self.messages, member.rank) / INBOX
+        inbox = self._messages.inbox(member.rank)
         while member.waiting and len(member.calls) < OUTSTANDING:
             call = member.waiting.popleft()
             assert call.data is not None
             member.calls[call.number] = call
-            label = label_of(master=self._presence.incarnation, worker=member.incarnation, epoch=self.epoch)
             data, call.data = call.data, None
-            put(inbox / message_name(label, call.number), data)
+            put(inbox / message_name(self._label(member), call.number), data)
+
+    def _label(self, member: Member) -> str:
+        return label_of(master=self._presence.incarnation, worker=member.incarnation, epoch=self.epoch)
 
     def _carry(self) -> None:
         """The postman's loop."""
@@ -250,7 +235,7 @@ class Post:
             raise ClusterError(f"the messages in {self.folder} cannot be read: {self._trouble}") from self._trouble
 
     def _take_answers(self) -> bool:
-        answers, found = self.messages / ANSWERS, False
+        answers, found = self._messages.answers, False
         for name in names(answers):
             data = read(answers / name)
             if data is None:
@@ -280,8 +265,7 @@ class Post:
         label, number = parsed
         with self.changed:
             for member in self._members.values():
-                own = label_of(master=self._presence.incarnation, worker=member.incarnation, epoch=self.epoch)
-                if label == own and member.death is None:
+                if label == self._label(member) and member.death is None:
                     return member.calls.pop(number, None)
         return None
 
@@ -299,10 +283,10 @@ class Post:
             return f"its process ended with status {status}"
         if peer.incarnation != member.incarnation:
             return f"another process took its place, on {peer.facts.get('host')}"
-        if peer.facts.get("state") == LEFT:
+        if peer.facts.get("state") == State.LEFT:
             return f"it said goodbye ({peer.facts.get('why')})"
         if peer.silent_s > self._silent_s:
-            return f"its counter in {node_folder(self.messages, rank)} has not moved for {peer.silent_s:.0f} s"
+            return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
         return None
 
     def _bury(self, rank: int, why: str) -> None:

@@ -25,21 +25,7 @@ from typing import Any
 
 from rollcall.errors import ClusterError
 from rollcall.groups.failures import RemoteFailureError
-from rollcall.groups.folder.layout import (
-    ANSWERS,
-    BROKE_OFF,
-    ENDED,
-    HERE,
-    INBOX,
-    LEFT,
-    MASTER,
-    MESSAGES,
-    RUNNING,
-    about_this_process,
-    label_of,
-    node_folder,
-    refuse_second,
-)
+from rollcall.groups.folder.layout import Messages, State, about_this_process, label_of, refuse_second
 from rollcall.groups.folder.mailbox import (
     SILENT_S,
     Inbox,
@@ -80,11 +66,12 @@ class FolderWorker:
         self.rank = rank
         self.num_nodes = num_nodes
         self._wait_s = wait_s
-        self._messages = self.folder / MESSAGES
-        self._own = node_folder(self._messages, rank)
-        self._master = Peer(self._messages / MASTER)
+        self._messages = Messages(self.folder)
+        self._own = self._messages.node(rank)
+        self._calls = self._messages.inbox(rank)
+        self._master = Peer(self._messages.master)
         self._presence = Presence(
-            self._own, {**about_this_process(), "state": HERE, "why": "", "rank": rank}, beside=self._look
+            self._own, {**about_this_process(), "state": State.HERE, "why": "", "rank": rank}, beside=self._look
         )
         self._label = ""  # of the current conversation; empty: there is none
         self._served: set[str] = set()  # masters
@@ -96,16 +83,16 @@ class FolderWorker:
 
     def run(self) -> None:
         """Serve until the master says that the run is over."""
-        for path in (self._messages, self._own, self._own / INBOX, self._messages / ANSWERS):
+        for path in (self._messages.root, self._own, self._calls, self._messages.answers):
             path.mkdir(mode=0o700, exist_ok=True)
         refuse_second(self._own, who=f"worker {self.rank}")
-        for path in (self._own, self._own / INBOX):
+        for path in (self._own, self._calls):
             sweep(path)
         for number in heeded_signals():
             signal.signal(number, self._terminate)
         signal.signal(signal.SIGUSR1, self._abandon)
         self._master.look()
-        before = self._master.incarnation if self._master.facts.get("state") == ENDED else None
+        before = self._master.incarnation if self._master.facts.get("state") == State.ENDED else None
         self._presence.begin()
         why = "it was ended"
         try:
@@ -123,28 +110,27 @@ class FolderWorker:
             raise
         finally:
             self._drop()
-            self._presence.end(state=LEFT, why=why)
+            self._presence.end(state=State.LEFT, why=why)
 
     def _serve(self, *, ended_before: str | None) -> None:
-        rhythm, progress = Rhythm(), Wait(first_s=0, every_s=30)
-        waited_since: float | None = time.monotonic()
+        rhythm = Rhythm()
+        waiting: Wait | None = Wait(self._wait_s, first_s=0, every_s=30)
         while True:
             state = self._master.facts.get("state")
-            if state == ENDED and self._master.incarnation != ended_before:
+            if state == State.ENDED and self._master.incarnation != ended_before:
                 self._say(f"the run of the master on {self._master.facts['host']} has ended")
                 return
-            if not self._master.is_alive or state != RUNNING:
-                if waited_since is None:
-                    waited_since, progress = time.monotonic(), Wait(first_s=0, every_s=30)
-                self._wait_for_master(progress, waited_s=time.monotonic() - waited_since)
+            if not self._master.is_alive or state != State.RUNNING:
+                waiting = waiting or Wait(self._wait_s, first_s=0, every_s=30)
+                self._wait_for_master(waiting)
                 continue
-            if waited_since is not None:
+            if waiting is not None:
                 self._check_master()
                 self._say(
                     f"serving the master on {self._master.facts['host']} (process {self._master.facts['pid']}), run "
                     f"{self._master.facts['run']}"
                 )
-                waited_since = None
+                waiting = None
             self._attach()
             try:
                 worked = self._work()
@@ -156,11 +142,11 @@ class FolderWorker:
                 rhythm.slow_down()
                 time.sleep(rhythm.wait_s)
 
-    def _wait_for_master(self, progress: Wait, *, waited_s: float) -> None:
+    def _wait_for_master(self, waiting: Wait) -> None:
         facts = self._master.facts
-        if not facts or facts.get("state") == ENDED or not self._label:
+        if not facts or facts.get("state") == State.ENDED or not self._label:
             what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
-        elif facts.get("state") == BROKE_OFF:
+        elif facts.get("state") == State.BROKE_OFF:
             what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
         elif self._master.silent_s < SILENT_S:
             what = (
@@ -171,10 +157,10 @@ class FolderWorker:
                 f"the master on {facts['host']} (process {facts['pid']}) has not moved for {self._master.silent_s:.0f} s; "
                 "waiting for it, or for the same command to be run there again"
             )
-        if waited_s > self._wait_s:
-            raise ClusterError(f"{what}: no sign of it for {waited_s:.0f} s, so worker {self.rank} stops")
+        if waiting.is_over:
+            raise ClusterError(f"{what}: no sign of it for {waiting.waited_s:.0f} s, so worker {self.rank} stops")
         if self._tells:
-            progress.tell(what)
+            waiting.tell(what)
         time.sleep(0.2)
 
     def _check_master(self) -> None:
@@ -212,14 +198,14 @@ class FolderWorker:
         self._drop()
         self._label = label
         self._served.add(label.partition("-")[0])
-        for name in names(self._own / INBOX):
+        for name in names(self._calls):
             # A call may be of a later epoch already, or of a master that this worker has not seen yet.
             master, _, rest = name.partition("-")
             is_ours = rest.startswith(f"{self._presence.incarnation}-")
             is_past = master in self._served and not label.startswith(f"{master}-")
             if not is_ours or is_past or (label.startswith(f"{master}-") and name.rpartition(".")[0] < label):
-                remove(self._own / INBOX / name)
-        self._inbox = Inbox(self._own / INBOX, label=label)
+                remove(self._calls / name)
+        self._inbox = Inbox(self._calls, label=label)
 
     def _drop(self) -> None:
         """End the worker and the processes that it started."""
@@ -240,7 +226,7 @@ class FolderWorker:
         number, data = taken
         label = self._label
         outcome = self._outcome(data)
-        put(self._messages / ANSWERS / message_name(label, number), outcome)
+        put(self._messages.answers / message_name(label, number), outcome)
         return True
 
     def _outcome(self, data: bytes) -> bytes:
