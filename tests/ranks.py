@@ -13,8 +13,8 @@ from typing import Any
 from commands import fork_context
 
 from rollcall.net.door import listen_at, new_secret
+from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
-from rollcall.nodes.address import interface_of
 
 DEADLINE_S = 600.0
 

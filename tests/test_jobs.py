@@ -442,7 +442,7 @@ def test_a_node_needs_neither_address_nor_token(monkeypatch: pytest.MonkeyPatch,
     write_record(record())
     write_token("default", "the-nodes-token")
     found = reach("default", address=None, rendezvous=None)
-    assert (found.jobs.where, found.record) == ("http://10.0.0.1:8265", record())
+    assert (found.where, found.record) == ("http://10.0.0.1:8265", record())
 
 
 def test_a_nodes_token_goes_to_its_own_cluster_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_a_rendezvous_folder_gives_address_and_token(
     monkeypatch.delenv(TOKEN, raising=False)
     publish(tmp_path / "meet", dashboard=bound)
     found = reach("default", address=None, rendezvous=tmp_path / "meet")
-    assert (found.jobs.where, found.record) == (url, None)
+    assert (found.where, found.record) == (url, None)
 
 
 @pytest.mark.parametrize("address", ["http://host:8265/path", "ftp://host", "two words"])

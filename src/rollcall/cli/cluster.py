@@ -90,10 +90,10 @@ def node(
         tls=tls,
         timeout_s=timeout,
     )
-    started = start_node(request, say=say)
-    _introduce(started.record, was_running=started.was_running)
+    record, was_running = start_node(request, say=say)
+    _introduce(record, was_running=was_running)
     if block:
-        hold(started.record, say=say, save_s=save_wait)
+        hold(record, say=say, save_s=save_wait)
 
 
 def check(

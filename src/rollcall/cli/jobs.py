@@ -18,7 +18,7 @@ from rollcall.wait import say
 
 if TYPE_CHECKING:
     from rollcall.doctor.worker_view import NodeView
-    from rollcall.jobs.submit import Job, Jobs, Reached
+    from rollcall.jobs.submit import Job, Jobs
 
 Address = Annotated[
     str | None, typer.Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
@@ -60,9 +60,8 @@ def submit(
     config = load_config(*split_arguments(file, overrides))
     if config.cluster is not None:
         workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
-    reached = _reach(cluster, address, rendezvous)
-    jobs = reached.jobs
-    job = jobs.submit(config, folder=Path.cwd(), record=reached.record, environ=os.environ)
+    jobs = _reach(cluster, address, rendezvous)
+    job = jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"submitted {job.id} to {jobs.where}")
     if no_wait:
         say(f"follow it with `rollcall job logs --follow {job.id}`, stop it with `rollcall job stop {job.id}`")
@@ -89,7 +88,7 @@ def job_list(
       rollcall job list
       rollcall job list --json
     """
-    jobs = _reach(cluster, address, rendezvous).jobs.jobs()
+    jobs = _reach(cluster, address, rendezvous).jobs()
     if as_json:
         print(json.dumps({"jobs": [job.as_json() for job in jobs]}))
         return
@@ -112,7 +111,7 @@ def job_status(
       rollcall job status
       rollcall job status rollcall-gsm8k-1115-093000-1f2e --json
     """
-    job = _reach(cluster, address, rendezvous).jobs.find(job_id)
+    job = _reach(cluster, address, rendezvous).find(job_id)
     if as_json:
         print(json.dumps(job.as_json()))
         return
@@ -136,7 +135,7 @@ def job_logs(
       rollcall job logs
       rollcall job logs --follow latest
     """
-    jobs = _reach(cluster, address, rendezvous).jobs
+    jobs = _reach(cluster, address, rendezvous)
     job = jobs.find(job_id)
     if follow:
         _end_as(_follow(jobs, job.id, out=sys.stdout))
@@ -158,7 +157,7 @@ def job_stop(
       rollcall job stop
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
-    jobs = _reach(cluster, address, rendezvous).jobs
+    jobs = _reach(cluster, address, rendezvous)
     job = jobs.stop(jobs.find(job_id).id, say=say)
     if as_json:
         print(json.dumps(job.as_json()))
@@ -210,7 +209,7 @@ for _name, _command in (("list", job_list), ("status", job_status), ("logs", job
     job.command(_name)(reported(_command))
 
 
-def _reach(cluster: str | None, address: str | None, rendezvous: Path | None) -> Reached:
+def _reach(cluster: str | None, address: str | None, rendezvous: Path | None) -> Jobs:
     from rollcall.jobs.submit import reach
     from rollcall.nodes.state import current_cluster
 

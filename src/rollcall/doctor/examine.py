@@ -23,6 +23,7 @@ from rollcall.doctor import probe as probing
 from rollcall.doctor.checks import Finding, NodeFacts, SharedFolder, find
 from rollcall.doctor.ports import firewall_rule, judge_exposure
 from rollcall.errors import ClusterError, PlacementError, SizesUnknown
+from rollcall.net import interfaces
 from rollcall.net.door import new_secret
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
@@ -114,7 +115,7 @@ class _Examination:
 
     def _start_probes(self) -> None:
         self.say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
-        self.probes = {rank: Pinned(rank, probing.Probe, by_value=probing) for rank in self.infos}
+        self.probes = {rank: Pinned(rank, probing.Probe, by_value=(probing, interfaces)) for rank in self.infos}
 
     def _facts(self) -> list[NodeFacts]:
         folder = None if self.config is None else str(self.config.run.dir.absolute())

@@ -1,14 +1,13 @@
 """What a node says of itself, and the small experiments nodes make with each other.
 
-This file is sent to the nodes as code and uses only the standard library: a node with a wrong rollcall, or none, must
-still be able to say so. Answers are plain dictionaries. Each experiment is one method of ``Probe``, one probe per node;
+This file and ``net/interfaces.py`` are sent to the nodes as code and use only the standard library: a node with a wrong
+rollcall, or none, must still be able to say so. Answers are plain dictionaries. Each experiment is one method of ``Probe``, one probe per node;
 every method returns by the deadline it is given.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import importlib.metadata
 import importlib.util
 import ipaddress
@@ -19,12 +18,13 @@ import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from typing import Any
+
+from rollcall.net.interfaces import interface_addresses, interface_of
 
 SMI_S = 20.0  # nvidia-smi on a sick card may never return
 GPU_FIELDS = (
@@ -100,7 +100,7 @@ class Probe:
         """This node's other addresses, but loopback, at which that port takes connections; nothing is said there."""
         found: list[str] = []
         for _, name in socket.if_nameindex():
-            for other in _addresses(name):
+            for other in interface_addresses(name):
                 local = ipaddress.ip_address(other)
                 if other == address or local.is_loopback or local.is_link_local:
                     continue
@@ -339,32 +339,6 @@ def parse_gpu(row: list[str], reasons: str) -> dict[str, Any]:
         "temperature": number(row[6]),
         "slowed_by": [reason for bit, reason in SLOWED.items() if mask & bit],
     }
-
-
-def interface_of(address: str) -> str | None:
-    """Which interface has the address."""
-    for _, name in socket.if_nameindex():
-        if address in _addresses(name):
-            return name
-    return None
-
-
-def _addresses(name: str) -> list[str]:
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-    try:
-        with open("/proc/net/if_inet6") as file:
-            rows = [line.split() for line in file]
-    except FileNotFoundError:
-        rows = []
-    found += [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == name]
-    return found
 
 
 def link_speed(interface: str | None) -> int | None:

@@ -90,7 +90,7 @@ def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[Checkpo
         if file.num_bad_bytes
     ]
     for name in LINE_FILES:
-        bad = bad_lines(run_dir / name)
+        bad = sum(not good for _, good in judge_file(run_dir / name))
         if bad:
             torn.append(Torn(path=run_dir / name, why=f"{bad} lines are not whole"))
     torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
@@ -103,28 +103,16 @@ def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[Checkpo
     return torn
 
 
-def bad_lines(path: Path) -> int:
-    """Lines that are not JSON; a last line without its end counts too."""
-    if not path.is_file():
-        return 0
-    return sum(not good for _, good in judge_file(path))
-
-
 def judge_file(path: Path) -> list[tuple[bytes, bool]]:
-    """Each line with its end, and whether it is whole: a JSON object, and of trained steps one that names a step's draws."""
-    data = path.read_bytes()
-    end, is_good = lines_end(data), _is_trained if path.name == TRAINED else _is_object
-    judged = [(line + b"\n", is_good(line)) for line in data[:end].split(b"\n")[:-1]]
+    """Each line with its end, and whether it is whole: a JSON object, and of trained steps one that names a step's draws.
+
+    A last line without its end is not whole. A file that does not exist has no lines.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    end = lines_end(data)
+    rows = [(line + b"\n", parse_row(line)) for line in data[:end].split(b"\n")[:-1]]
+    judged = [(line, row is not None and (path.name != TRAINED or is_trained_row(row))) for line, row in rows]
     return judged + ([(data[end:], False)] if end < len(data) else [])
-
-
-def _is_object(line: bytes) -> bool:
-    return parse_row(line) is not None
-
-
-def _is_trained(line: bytes) -> bool:
-    row = parse_row(line)
-    return row is not None and is_trained_row(row)
 
 
 def _is_superseded(path: Path) -> bool:
@@ -135,10 +123,7 @@ def _is_superseded(path: Path) -> bool:
 def read_trained(run_dir: Path) -> list[tuple[int, list[int]]]:
     """Steps and their draws in the order in which they were trained, replays included; lines that are not whole are left
     out."""
-    path = run_dir / "journal" / "trained.jsonl"
-    if not path.is_file():
-        return []
-    rows = [json.loads(line) for line, good in judge_file(path) if good]
+    rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
     return [(row["step"], row["draws"]) for row in rows]
 
 

@@ -126,9 +126,7 @@ def repair(run_dir: Path, *, say: Callable[[str], None]) -> list[Path]:
 
 def num_steps_of(run_dir: Path) -> int | None:
     """``trainer.steps`` of the run; None: its run file does not say."""
-    trainer = _run_file(run_dir).get("trainer")
-    steps = trainer.get("steps") if isinstance(trainer, dict) else None
-    return steps if isinstance(steps, int) else None
+    return _count_in(_run_file(run_dir), "trainer", "steps")
 
 
 def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:

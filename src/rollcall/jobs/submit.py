@@ -16,7 +16,7 @@ import socket
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,34 +66,26 @@ class Job:
         return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "run": self.run,
-            "status": self.status,
-            "message": redact(self.message),
-            "started": self.started.isoformat(),
-            "ended": self.ended.isoformat() if self.ended else None,
-            "exit_code": self.exit_code,
-            "submitter": self.submitter,
-            "run_dir": self.run_dir,
-        }
+        ended = self.ended.isoformat() if self.ended else None
+        return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
 
 
 class Jobs:
-    """The jobs of one cluster."""
+    """The jobs of one cluster. ``record``: this node's part in it; None when this machine is not one of its nodes."""
 
-    def __init__(self, channel: Channel, *, token: str) -> None:
+    def __init__(self, channel: Channel, *, token: str, record: NodeRecord | None = None) -> None:
         self.where = channel.where
+        self.record = record
         self._channel = channel
         self._token = token  # opens what came sealed with a job
         remember([token])
 
-    def submit(self, config: Config, *, folder: Path, record: NodeRecord | None, environ: Mapping[str, str]) -> Job:
+    def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str]) -> Job:
         """Send the run's code and start its driver; returns as soon as Ray has it."""
         named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
-        config = resolve_paths(config, folder=folder, record=record)
+        config = resolve_paths(config, folder=folder, record=self.record)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         job_id = _new_id(config.run.name)
         # A refusal of the token, or no answer, before anything is sent.
@@ -246,15 +238,7 @@ class Jobs:
         return reply
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """A cluster's jobs, and this node's part in it; None when this machine is not one of its nodes."""
-
-    jobs: Jobs
-    record: NodeRecord | None
-
-
-def reach(cluster: str, *, address: str | None, rendezvous: Path | None) -> Reached:
+def reach(cluster: str, *, address: str | None, rendezvous: Path | None) -> Jobs:
     """The cluster that the user means: the one at ``address``, or the one whose node this is, or the rendezvous' one."""
     record = read_record(cluster)
     head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
@@ -271,11 +255,11 @@ def reach(cluster: str, *, address: str | None, rendezvous: Path | None) -> Reac
         url = _url(address)
         record = record if record is not None and _is_its(record, url) else None
     elif record is not None and record.dashboard_url is None:
-        return Reached(jobs=Jobs(RelayChannel(record), token=read_token(cluster)), record=record)
+        return Jobs(RelayChannel(record), token=read_token(cluster), record=record)
     else:
         url = _url(record.dashboard_url) if record is not None and record.dashboard_url else _published(head)
     token, source = _token(cluster, record=record, rendezvous=rendezvous)
-    return Reached(jobs=Jobs(HttpChannel(url, token=token, token_source=source), token=token), record=record)
+    return Jobs(HttpChannel(url, token=token, token_source=source), token=token, record=record)
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:

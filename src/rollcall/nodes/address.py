@@ -8,11 +8,9 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
-import struct
-from collections.abc import Iterator
-from pathlib import Path
 
 from rollcall.errors import ClusterError
+from rollcall.net.interfaces import interface_addresses
 
 # Documentation addresses (RFC 5737, RFC 3849): no one has them, so only a default route leads there.
 FAR_AWAY = ("198.51.100.1", "2001:db8::1")
@@ -92,20 +90,6 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
     return "127.0.0.1"
 
 
-def interface_addresses(name: str) -> list[str]:
-    """IPv4 first; link-local IPv6 is left out, since it means nothing without the interface's name."""
-    return [*_ipv4_of(name), *_ipv6_of(name)]
-
-
-def interface_of(address: str) -> str | None:
-    """Which interface has the address; of 127.0.0.0/8 it is the loopback one, whichever is asked for."""
-    for _, name in socket.if_nameindex():
-        held = interface_addresses(name)
-        if address in held or (is_loopback(address) and any(map(is_loopback, held))):
-            return name
-    return None
-
-
 def free_ports(count: int) -> list[int]:
     """Distinct ports that nobody listens on, on any address."""
     taken: list[int] = []
@@ -143,7 +127,6 @@ def listens(address: str, *, timeout_s: float) -> bool:
 
 
 _NO_SUCH_FAMILY = (97, 99)  # EAFNOSUPPORT, EADDRNOTAVAIL: a kernel without IPv6
-_SIOCGIFADDR = 0x8915
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -180,25 +163,3 @@ def _interface_names() -> list[str]:
 def _listed() -> str:
     found = [f"{address} ({name})" for name in [*_interface_names(), "lo"] for address in interface_addresses(name)]
     return ", ".join(found) or "none"
-
-
-def _ipv4_of(name: str) -> Iterator[str]:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # an interface without an IPv4 address
-            return
-    yield socket.inet_ntoa(answer[20:24])
-
-
-def _ipv6_of(name: str) -> Iterator[str]:
-    table = Path("/proc/net/if_inet6")
-    if not table.exists():
-        return
-    for line in table.read_text().splitlines():
-        digits, _, _, _, _, interface = line.split()
-        address = ipaddress.IPv6Address(int(digits, 16))
-        if interface == name and not address.is_link_local:
-            yield str(address)

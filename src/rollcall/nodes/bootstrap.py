@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,14 +48,8 @@ SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second
 TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    record: NodeRecord
-    was_running: bool
-
-
-def start_node(request: NodeRequest, *, say: Say) -> Started:
-    """Make this node part of the cluster, or find that it is."""
+def start_node(request: NodeRequest, *, say: Say) -> tuple[NodeRecord, bool]:
+    """Make this node part of the cluster, or find that it is: its record, and whether it was running."""
     if (request.rendezvous is None) == (request.head_address is None):
         raise ClusterError(
             "give the way in which nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
@@ -63,7 +57,7 @@ def start_node(request: NodeRequest, *, say: Say) -> Started:
     slots, accelerator = find_slots(request.slots)
     temp_dir = choose_temp_dir(request)
     if running := _running(request, say=say):
-        return Started(record=running, was_running=True)
+        return running, True
     given = os.environ.get(TOKEN, "").strip() or None
     if given is not None:
         check_token(given)
@@ -77,7 +71,7 @@ def start_node(request: NodeRequest, *, say: Say) -> Started:
     found = None if request.rank == 0 else _find(request, token=given, say=say)
     with sole_owner(request.cluster):
         if running := _running(request, say=say):  # another command was faster, or its head answers again
-            return Started(record=running, was_running=True)
+            return running, True
         _stop(request.cluster)
         if found is None:
             _refuse_second_head(request, token=given)
@@ -85,7 +79,7 @@ def start_node(request: NodeRequest, *, say: Say) -> Started:
         else:
             found = _wait_for_rank(request, found, say=say)
             start = plan_worker(request, found, slots=slots, accelerator=accelerator, temp_dir=temp_dir)
-        return Started(record=_launch(request, start, say=say), was_running=False)
+        return _launch(request, start, say=say), False
 
 
 def stop_node(cluster: str) -> int:

@@ -11,6 +11,7 @@ from rollcall.nodes.address import split_address
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, read_record, require_record
+from rollcall.plan.slots import slot_text
 from rollcall.wait import Say, Wait
 
 ASK_EVERY_S = 1.0
@@ -108,24 +109,13 @@ def describe(found: Roster, *, num_slots: int) -> str:
     """One line: how many there are, whose, and which ranks are missing."""
     parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'nobody'}"]
     if found.missing:
-        parts.append(f"missing: {_ranks(found.missing)}")
+        ranks = slot_text(found.missing).replace(",", ", ")  # as spans: a hundred nodes fit on a line
+        parts.append(f"missing: rank{'' if len(found.missing) == 1 else 's'} {ranks}")
     return "; ".join(parts)
 
 
 def who(nodes: Sequence[NodeInfo]) -> str:
     return ", ".join(f"rank {'?' if n.rank is None else n.rank} {n.host} ({n.address}) {n.slots}" for n in nodes)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``ranks 1-3, 7``: a hundred nodes fit on a line."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
 
 
 def _advice(record: NodeRecord, found: Roster | None) -> str:

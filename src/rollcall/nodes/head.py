@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -104,31 +103,23 @@ def ask_head(
     address: str, *, token: str, tls: bool = False, timeout_s: float = ASK_S, claim: tuple[int, str] | None = None
 ) -> Answer:
     """``claim``: a rank, and the mark of the node that is to have it."""
-    with TemporaryDirectory(prefix="rollcall-ask-") as folder:
-        certificates: dict[str, str] = {}
-        if tls:
-            write_certificates(Path(folder), token=token, addresses=())
-            certificates = tls_env(Path(folder))
-        return _ask(address, token=token, certificates=certificates, timeout_s=timeout_s, claim=claim)
-
-
-def _ask(
-    address: str, *, token: str, certificates: Mapping[str, str], timeout_s: float, claim: tuple[int, str] | None
-) -> Answer:
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
     script = Path(__file__).parents[1] / "on_ray" / "gcs.py"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
-    env |= certificates
     # -P: nothing is imported from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
-    try:
-        done = subprocess.run(command, input=token, env=env, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        other = "without" if certificates else "with"
-        raise HeadUnreachable(
-            f"the head at {address} does not answer within {timeout_s:.0f} s; was it started {other} --tls?"
-        ) from None
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
+    with TemporaryDirectory(prefix="rollcall-ask-") as folder:
+        if tls:
+            write_certificates(Path(folder), token=token, addresses=())
+            env |= tls_env(Path(folder))
+        try:
+            done = subprocess.run(command, input=token, env=env, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            other = "without" if tls else "with"
+            raise HeadUnreachable(
+                f"the head at {address} does not answer within {timeout_s:.0f} s; was it started {other} --tls?"
+            ) from None
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise HeadUnreachable(f"what listens at {address} does not answer as a Ray head does: {last}")

@@ -52,6 +52,10 @@ TUNED = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "false",  # they would be served to anyone, on every interface of every node
 }
+CHOSEN_PORTS = (
+    *("node-manager", "object-manager", "runtime-env-agent", "metrics-export"),
+    *("dashboard-agent-listen", "dashboard-agent-grpc", "min-worker", "max-worker"),
+)
 # What would lead Ray to another cluster, or carry the token where only its file's name belongs.
 UNWANTED = (
     "RAY_ADDRESS",
@@ -203,9 +207,10 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
         "accelerator": start.accelerator,
         "mark": start.mark,
     }
+    launcher = "rollcall.on_ray.loopback" if is_loopback(start.node_ip) else "ray.scripts.scripts"
     cores = len(os.sched_getaffinity(0))
     command = [
-        *(sys.executable, "-m", _launcher(start.node_ip), "start", *start.arguments),
+        *(sys.executable, "-m", launcher, "start", *start.arguments),
         f"--node-ip-address={start.node_ip}",
         f"--num-gpus={start.slots}",
         # There may be more logical slots than cores, and each worker on one takes a CPU in Ray's accounting.
@@ -214,11 +219,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
         f"--resources={json.dumps({f'{RANK_RESOURCE}{request.rank}': 1000})}",
         # 0: the kernel chooses when the port is bound, so nobody else can take it first; _joined() reads what it chose.
-        *(f"--{name}-port=0" for name in ("node-manager", "object-manager", "runtime-env-agent", "metrics-export")),
-        *(
-            f"--{name}-port=0"
-            for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "min-worker", "max-worker")
-        ),
+        *(f"--{name}-port=0" for name in CHOSEN_PORTS),
     ]
     if request.object_store_gib is not None:
         command.append(f"--object-store-memory={int(request.object_store_gib * 2**30)}")
@@ -259,10 +260,6 @@ def _head_ip(host: str | None, request: NodeRequest) -> str:
         )
     # Many systems give their own host name a loopback address, where no other node gets through.
     return chosen if is_loopback(address) and host != address else address
-
-
-def _launcher(node_ip: str) -> str:
-    return "rollcall.on_ray.loopback" if is_loopback(node_ip) else "ray.scripts.scripts"
 
 
 def _logical_ids(count: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ is imported, which ``connect`` sets before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -44,13 +44,13 @@ def run_on(rank: int, function: Callable[[], Any], *, env: Mapping[str, str]) ->
 class Pinned:
     """An object of this class in a process on one node, until this process disconnects."""
 
-    def __init__(self, rank: int, target: type, *args: Any, by_value: ModuleType | None = None) -> None:
-        """``by_value``: the class's module, where the node may have another version of it, or none."""
+    def __init__(self, rank: int, target: type, *args: Any, by_value: Iterable[ModuleType] = ()) -> None:
+        """``by_value``: modules that travel with the class, where the node may have another version of them, or none."""
         import ray
         from ray import cloudpickle
 
-        if by_value is not None:
-            cloudpickle.register_pickle_by_value(by_value)
+        for module in by_value:
+            cloudpickle.register_pickle_by_value(module)
         self._actor: Any = ray.remote(target).options(**_pinned(rank), max_restarts=0).remote(*args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:

@@ -32,8 +32,9 @@ from rollcall.model.load import (
 )
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.net.door import listen_at
+from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
-from rollcall.nodes.address import interface_of, own_address
+from rollcall.nodes.address import own_address
 from rollcall.plan.placement import TRAINED, Role
 from rollcall.roles.build import (
     build_critic,
