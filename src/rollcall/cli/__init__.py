@@ -73,7 +73,7 @@ def say_unused(config: Any, *, in_folder: bool = False) -> None:
 
 def calm_libraries() -> None:
     """Warnings of ours as plain lines on stderr; transformers' bars and advice not at all."""
-    handler = _StderrHandler()
+    handler = _Said()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     ours = logging.getLogger("rollcall")
     ours.handlers = [handler]
@@ -81,16 +81,14 @@ def calm_libraries() -> None:
     calm_transformers()
 
 
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Said(logging.Handler):
     """Writes to what ``sys.stderr`` is at that moment: a live panel puts itself under it."""
 
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, stream: Any) -> None:
-        return None
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            say(self.format(record))
+        except Exception:  # noqa: BLE001 - as the handlers of the library do: what is logged ends no run
+            self.handleError(record)
 
 
 def _is_for_the_user(error: Exception) -> bool:

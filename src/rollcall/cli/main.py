@@ -98,22 +98,10 @@ def _installed(name: str) -> str:
         return "not installed"
 
 
-for name, command in (
-    ("train", train),
-    ("eval", evaluate),
-    ("recover", recover),
-    ("compare", compare),
-    ("init", init),
-    ("config", config),
-    ("data", data),
-    ("plan", plan),
-    ("simulate", simulate),
-    ("doctor", doctor),
-    ("submit", submit),
-    ("env", env),
-    *(("node", node), ("check", check), ("status", status), ("down", down)),
-):
-    app.command(name)(reported(command))
+app.command("train")(reported(train))
+app.command("eval")(reported(evaluate))
+for command in (recover, compare, init, config, data, plan, simulate, doctor, submit, env, node, check, status, down):
+    app.command(command.__name__)(reported(command))
 app.command("version")(version)
 app.add_typer(job, name="job")
 app.add_typer(reward, name="reward")

@@ -9,7 +9,6 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from rollcall.cli import FAILED, Json, Overrides, RunFile, calm_libraries, reported, split_arguments
 
@@ -47,24 +46,21 @@ def test(
 
 
 def _show(trial: Trial) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    # No markup and no emoji: what stands in a row is shown as it is.
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if trial.scored:
         console.print(_table(trial))
     for name, told in trial.in_force.items():
-        console.print(Text(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items())))
+        console.print(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items()))
     for name in trial.left_out:
-        console.print(Text(f"{name} needs the policy, so it is not tried here"))
+        console.print(f"{name} needs the policy, so it is not tried here")
     first = {(failure.reward, failure.kind): failure for failure in reversed(trial.failures)}
     for failure in first.values():
-        console.print(Text(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}"))
+        console.print(f"\n{failure.reward} {failure.kind} on {failure.prompt_id}:\n{failure.why}")
     if trial.broken:
-        console.print(
-            Text(f"\n{', '.join(trial.broken)} failed on everything: training would stop after its first step")
-        )
+        console.print(f"\n{', '.join(trial.broken)} failed on everything: training would stop after its first step")
     elif trial.gives_answers_nothing:
-        console.print(
-            Text("\nthe rows' own answers score 0: see whether the reward reads them as your model writes them")
-        )
+        console.print("\nthe rows' own answers score 0: see whether the reward reads them as your model writes them")
 
 
 def _table(trial: Trial) -> Table:
@@ -77,16 +73,8 @@ def _table(trial: Trial) -> Table:
         text = scored.text if len(scored.text) <= 24 else f"{scored.text[:23]}…"
         shown = f"{scored.completion}: {text}" if scored.text else scored.completion
         error = "; ".join(f"{name} {why}" for name, why in scored.errors.items())
-        # Text, not str: what stands in a row must not be read as rich markup.
-        cells = (
-            scored.row,
-            _printable(shown),
-            *parts,
-            f"{scored.score:.3f}",
-            f"{scored.seconds:.3f}",
-            _printable(error[:200]),
-        )
-        table.add_row(*(Text(cell) for cell in cells))
+        numbers = (*parts, f"{scored.score:.3f}", f"{scored.seconds:.3f}")
+        table.add_row(scored.row, _printable(shown), *numbers, _printable(error[:200]))
     return table
 
 

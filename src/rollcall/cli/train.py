@@ -110,12 +110,10 @@ def train(
                 result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
             else:
                 result = api.train(config, fresh=fresh, quiet=as_json, phase=phase, split=split).result
-    except Stopped as stopped:
-        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=str(stopped)))
-        raise typer.Exit(STOPPED) from None
-    except KeyboardInterrupt:
-        say(_standing(config.run.dir, num_steps=config.trainer.steps, by="Ctrl-C"))
-        raise typer.Exit(INTERRUPTED) from None
+    except (Stopped, KeyboardInterrupt) as stop:
+        by, status = (str(stop), STOPPED) if isinstance(stop, Stopped) else ("Ctrl-C", INTERRUPTED)
+        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by))
+        raise typer.Exit(status) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))
 

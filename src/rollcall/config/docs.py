@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from rollcall.config import Config, Section, default_run
 from rollcall.config.errors import section_classes
@@ -133,13 +134,10 @@ def _limits(info: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, tuple):
-        value = list(value)
     if isinstance(value, float):
         return f"{value:g}"
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("...").strip()
+    text = yaml.safe_dump(to_jsonable_python(value), default_flow_style=True, width=1000)
+    return text.strip().removesuffix("...").strip()
 
 
 def _cell(text: str) -> str:

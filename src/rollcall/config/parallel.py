@@ -22,7 +22,7 @@ def lift_kwargs(data: Any) -> Any:
     return {**data, **own, "optimizer": {**optimizer, "kwargs": rest}}
 
 
-def check_section(section: Any) -> None:
+def check_section(section: Any) -> Any:
     """What one section contradicts in itself."""
     if section.context_parallel_size != 1:
         raise ValueError(
@@ -46,6 +46,7 @@ def check_section(section: Any) -> None:
             "sharding=fsdp (one process may have it too)"
         )
     _check_kwargs(section.optimizer.kwargs)
+    return section
 
 
 def _check_kwargs(kwargs: dict[str, Any]) -> None:

@@ -113,12 +113,16 @@ class ClusterSection(Section):
         return sum(self.slots_per_node)
 
 
+def _dtype(given: Any) -> Any:
+    return DTYPE_ALIASES.get(given, given) if isinstance(given, str) else given
+
+
 class ModelSection(Section):
     path: str = _field(
         "builtin:arithmetic",
         "Model directory or hub name. `builtin:arithmetic` is a small model that comes with Rollcall.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = _field(
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = _field(
         "auto",
         "Compute precision (`bf16` and `fp32` are accepted too). `auto`: bfloat16 on CUDA, float32 on a CPU. bfloat16 on a CPU "
         "needs hardware support for it.",
@@ -129,13 +133,6 @@ class ModelSection(Section):
         False,
         "Run Python code that comes with the model, its tokenizer or a reward model. false: refuse a model that needs it.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _alias_dtype(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(given := data.get("dtype"), str):
-            data = {**data, "dtype": DTYPE_ALIASES.get(given, given)}
-        return data
 
 
 class DataSection(Section):
@@ -268,15 +265,8 @@ class OptimizerSection(Section):
     context_parallel_size: int = _field(1, "Must be 1: context parallelism is not supported.", ge=1)
     cpu_offload: bool = _field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _lift_kwargs(cls, data: Any) -> Any:
-        return lift_kwargs(data)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> OptimizerSection:
-        check_section(self)
-        return self
+    _lift_kwargs = model_validator(mode="before")(lift_kwargs)
+    _fits_together = model_validator(mode="after")(check_section)
 
 
 class ElasticSection(Section):

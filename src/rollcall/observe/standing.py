@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.durable.lease import Holder
-from rollcall.observe.headline import headline_of
+from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.observe.sinks import read_rows
 
@@ -21,8 +21,7 @@ class Standing:
     step: int  # the last that was trained
     num_steps: int | None  # None: the run file does not say
     reward: float | None  # of that step
-    headline: str  # its name in metrics.jsonl
-    headline_words: str
+    headline: Headline
     first: float | None
     last: float | None
     left_s: float | None  # None: nothing runs, or no whole step of this process has been measured
@@ -34,7 +33,7 @@ class Standing:
         if self.reward is not None:
             found.append(("reward", f"{self.reward:.3f}"))
         if self.first is not None and self.last is not None:
-            found.append((self.headline_words, f"{self.first:.3f} -> {self.last:.3f}"))
+            found.append((self.headline.words, f"{self.first:.3f} -> {self.last:.3f}"))
         if self.left_s is not None:
             found.append(("left", format_duration(self.left_s)))
         return found
@@ -44,7 +43,7 @@ class Standing:
             "step": self.step,
             "steps": self.num_steps,
             "reward": self.reward,
-            "headline": {"metric": self.headline, "first": self.first, "last": self.last},
+            "headline": {"metric": self.headline.metric, "first": self.first, "last": self.last},
             "left_s": None if self.left_s is None else round(self.left_s),
         }
 
@@ -61,8 +60,7 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
         step=step,
         num_steps=num_steps,
         reward=steps[-1].get("train/reward_mean") if steps else None,
-        headline=headline.metric,
-        headline_words=headline.words,
+        headline=headline,
         first=values[0] if values else None,
         last=values[-1] if values else None,
         left_s=_left_s(steps, num_steps=num_steps, since=_since(holder)) if runs else None,
