@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, Field
 
-from rollcall.config.base import Section
-from rollcall.config.base import field as _field
+from rollcall.config.base import Section, field
 
 
 def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -23,33 +22,33 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
 class AlgorithmBase(Section):
     """The keys of all algorithms. Each class below has its own defaults and names its paper."""
 
-    clip_low: float = _field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = _field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
-    dual_clip: float | None = _field(
+    clip_low: float = field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
+    clip_high: float = field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
+    dual_clip: float | None = field(
         None, "Upper bound on the loss of tokens with a negative advantage (dual-clip PPO); `null`: off.", gt=1
     )
-    kl_coef: float = _field(0.0, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = _field("k3", "Per-token estimator of the KL.")
-    kl_in: Literal["loss", "reward"] = _field("loss", "Add the KL to the loss, or subtract it from the token rewards.")
-    entropy_coef: float = _field(0.0, "Weight of the entropy bonus.", ge=0)
-    old_logprobs: Literal["learner", "engine"] = _field(
+    kl_coef: float = field(0.0, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = field("k3", "Per-token estimator of the KL.")
+    kl_in: Literal["loss", "reward"] = field("loss", "Add the KL to the loss, or subtract it from the token rewards.")
+    entropy_coef: float = field(0.0, "Weight of the entropy bonus.", ge=0)
+    old_logprobs: Literal["learner", "engine"] = field(
         "learner",
         "Old log-probs in the ratio. `learner`: the learner computes them again (decoupled). `engine`: those of sampling (bypass).",
     )
-    tis_cap: float | None = _field(
+    tis_cap: float | None = field(
         2.0, "Truncated importance sampling: the loss is multiplied by min(old / behaviour, cap); `null`: off.", gt=0
     )
-    mismatch_mask: Annotated[tuple[float, float], AfterValidator(_around_one)] | None = _field(
+    mismatch_mask: Annotated[tuple[float, float], AfterValidator(_around_one)] | None = field(
         None, "Leave tokens out of the loss whose old / behaviour ratio is outside [low, high]; `null`: none."
     )
-    dynamic_sampling: bool = _field(
+    dynamic_sampling: bool = field(
         False, "Leave out groups whose rewards (before `overlong_penalty`) are all equal, and draw more prompts."
     )
-    max_refills: int = _field(4, "How many times a step may draw more prompts for dynamic sampling.", ge=0)
-    overlong_buffer: int = _field(
+    max_refills: int = field(4, "How many times a step may draw more prompts for dynamic sampling.", ge=0)
+    overlong_buffer: int = field(
         0, "Over this number of tokens before the limit, a length penalty grows from 0 to `overlong_penalty`.", ge=0
     )
-    overlong_penalty: float = _field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
+    overlong_penalty: float = field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
 
     def rescores(self, actor: Any) -> bool:
         """Whether updates compare with log-probs of the policy as it was before the step: a second one meets other weights."""
@@ -72,8 +71,8 @@ class Dapo(AlgorithmBase):
     """DAPO, arXiv:2503.14476: clip-higher, dynamic sampling, token-level loss, soft overlong punishment."""
 
     name: Literal["dapo"] = "dapo"
-    clip_high: float = _field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
-    dynamic_sampling: bool = _field(
+    clip_high: float = field(0.28, "The ratio is clipped above 1 + clip_high.", ge=0)
+    dynamic_sampling: bool = field(
         True, "Leave out groups whose rewards (before `overlong_penalty`) are all equal, and draw more prompts."
     )
 
@@ -82,16 +81,16 @@ class Gspo(AlgorithmBase):
     """GSPO, arXiv:2507.18071: one length-normalised ratio per sequence."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = _field(3e-4, "The sequence ratio is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = _field(4e-4, "The sequence ratio is clipped above 1 + clip_high.", ge=0)
+    clip_low: float = field(3e-4, "The sequence ratio is clipped below 1 - clip_low.", ge=0)
+    clip_high: float = field(4e-4, "The sequence ratio is clipped above 1 + clip_high.", ge=0)
 
 
 class Cispo(AlgorithmBase):
     """CISPO, arXiv:2506.13585: the clipped ratio is a constant weight on the policy gradient; no token is dropped."""
 
     name: Literal["cispo"] = "cispo"
-    clip_low: float = _field(1.0, "The weight is clipped below 1 - clip_low.", ge=0)
-    clip_high: float = _field(4.0, "The weight is clipped above 1 + clip_high.", ge=0)
+    clip_low: float = field(1.0, "The weight is clipped below 1 - clip_low.", ge=0)
+    clip_high: float = field(4.0, "The weight is clipped above 1 + clip_high.", ge=0)
 
 
 class Rloo(AlgorithmBase):
@@ -104,27 +103,25 @@ class ReinforcePlusPlus(AlgorithmBase):
     """REINFORCE++, arXiv:2501.03262: token returns (KL inside the reward), normalised over the whole batch."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    kl_in: Literal["loss", "reward"] = _field(
-        "reward", "Add the KL to the loss, or subtract it from the token rewards."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = _field("k1", "Per-token estimator of the KL.")
-    gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
+    kl_in: Literal["loss", "reward"] = field("reward", "Add the KL to the loss, or subtract it from the token rewards.")
+    kl_estimator: Literal["k1", "k2", "k3"] = field("k1", "Per-token estimator of the KL.")
+    gamma: float = field(1.0, "Discount of token rewards.", ge=0, le=1)
 
 
 class Ppo(AlgorithmBase):
     """PPO, arXiv:1707.06347, with a critic and GAE (arXiv:1506.02438)."""
 
     name: Literal["ppo"] = "ppo"
-    gamma: float = _field(1.0, "Discount of token rewards.", ge=0, le=1)
-    lam: float = _field(0.95, "GAE lambda.", ge=0, le=1)
-    value_clip: float | None = _field(0.2, "How far values may move from the old ones in the loss; `null`: off.", gt=0)
+    gamma: float = field(1.0, "Discount of token rewards.", ge=0, le=1)
+    lam: float = field(0.95, "GAE lambda.", ge=0, le=1)
+    value_clip: float | None = field(0.2, "How far values may move from the old ones in the loss; `null`: off.", gt=0)
 
 
 class Intuitor(AlgorithmBase):
     """Intuitor, arXiv:2505.19590: GRPO with self-certainty as the only reward."""
 
     name: Literal["intuitor"] = "intuitor"
-    kl_coef: float = _field(0.005, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
+    kl_coef: float = field(0.005, "Weight of the KL to the frozen reference; 0: no reference is loaded.", ge=0)
 
 
 Algorithm = Annotated[

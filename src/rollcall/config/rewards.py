@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import AfterValidator, Field
 
-from rollcall.config.base import LONGEST_S, Section
-from rollcall.config.base import field as _field
+from rollcall.config.base import LONGEST_S, Section, field
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -24,8 +23,8 @@ def _check_pattern(pattern: str) -> str:
 
 
 class RewardBase(Section):
-    weight: float = _field(1.0, "Weight in the sum of rewards.")
-    timeout_s: float = _field(
+    weight: float = field(1.0, "Weight in the sum of rewards.")
+    timeout_s: float = field(
         10.0,
         "Time limit for one completion, in seconds; for a function that takes `completions`, for a group. After it the score is 0.",
         ge=0.001,
@@ -64,7 +63,7 @@ class CountdownReward(RewardBase):
     """1 if the expression in the completion uses each of the row's `numbers` once and equals its `target`."""
 
     type: Literal["countdown"] = "countdown"
-    format_score: float = _field(0.1, "Score of a well-formed expression with the wrong value.", ge=0, le=1)
+    format_score: float = field(0.1, "Score of a well-formed expression with the wrong value.", ge=0, le=1)
 
 
 class ReasoningGymReward(RewardBase):
@@ -78,15 +77,15 @@ class FunctionReward(RewardBase):
 
     type: Literal["function"] = "function"
     path: str = Field(description="`module:function`, importable from the working directory.")
-    env: list[VariableName] = _field(
+    env: list[VariableName] = field(
         [],
         "Names of environment variables that the function gets, such as `OPENAI_API_KEY`, beside `PATH`, `HOME`, the language "
         "and the like. On a cluster their values come from the shell that submits the run.",
     )
-    network: bool = _field(True, "Whether the function may use the network.")
-    memory_mb: int = _field(16384, "Memory limit for each of its processes, in MB.", ge=256)
-    file_mb: int = _field(1024, "Largest file that the function may write, in MB.", ge=1)
-    processes: int = _field(
+    network: bool = field(True, "Whether the function may use the network.")
+    memory_mb: int = field(16384, "Memory limit for each of its processes, in MB.", ge=256)
+    file_mb: int = field(1024, "Largest file that the function may write, in MB.", ge=1)
+    processes: int = field(
         4096,
         "How many processes and threads the function may start; 0: no process. The kernel does not limit root.",
         ge=0,
@@ -104,7 +103,7 @@ class ModelReward(RewardBase):
 
     type: Literal["model"] = "model"
     path: str = Field(description="Directory or hub name of the reward model.")
-    max_tokens: int = _field(2048, "Cut prompt and completion to this number of tokens, from the left.", ge=1)
+    max_tokens: int = field(2048, "Cut prompt and completion to this number of tokens, from the left.", ge=1)
 
 
 Reward = Annotated[

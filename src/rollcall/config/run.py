@@ -15,8 +15,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from rollcall.config.algorithms import Algorithm, Grpo
-from rollcall.config.base import Section
-from rollcall.config.base import field as _field
+from rollcall.config.base import Section, field
 from rollcall.config.checks import check_ruin
 from rollcall.config.errors import explain_all, shown
 from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
@@ -39,21 +38,21 @@ from rollcall.words import counted
 
 
 class Config(Section):
-    run: RunSection = _field(RunSection(), "Name, directory and seed.")
-    cluster: ClusterSection | None = _field(
+    run: RunSection = field(RunSection(), "Name, directory and seed.")
+    cluster: ClusterSection | None = field(
         None, "Nodes, slots and placement. Without it the run is one process on this machine."
     )
-    model: ModelSection = _field(ModelSection(), "The model to train.")
-    data: DataSection = _field(DataSection(), "The prompts.")
-    rollout: RolloutSection = _field(RolloutSection(), "How completions are sampled.")
-    reward: list[Reward] = _field([ExactReward()], "The rewards; a completion's reward is their weighted sum.")
-    algorithm: Algorithm = _field(Grpo(), "Advantage and loss.")
-    actor: OptimizerSection = _field(OptimizerSection(), "The policy's optimizer.")
-    critic: OptimizerSection = _field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
-    trainer: TrainerSection = _field(
+    model: ModelSection = field(ModelSection(), "The model to train.")
+    data: DataSection = field(DataSection(), "The prompts.")
+    rollout: RolloutSection = field(RolloutSection(), "How completions are sampled.")
+    reward: list[Reward] = field([ExactReward()], "The rewards; a completion's reward is their weighted sum.")
+    algorithm: Algorithm = field(Grpo(), "Advantage and loss.")
+    actor: OptimizerSection = field(OptimizerSection(), "The policy's optimizer.")
+    critic: OptimizerSection = field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
+    trainer: TrainerSection = field(
         TrainerSection(), "How long to train, when to evaluate and save, what to do when a process or a node is lost."
     )
-    eval: EvalSection = _field(EvalSection(), "How to evaluate.")
+    eval: EvalSection = field(EvalSection(), "How to evaluate.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

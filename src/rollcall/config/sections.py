@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rollcall.config.base import LONGEST_S, Section
-from rollcall.config.base import field as _field
+from rollcall.config.base import LONGEST_S, Section, field
 from rollcall.config.checks import check_directory, check_stops, check_variables
 from rollcall.config.parallel import check_section, lift_kwargs
 from rollcall.words import counted
@@ -21,11 +20,11 @@ DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
 
 class RunSection(Section):
-    name: str = _field("run", "Name shown in logs and on trackers.")
-    dir: Annotated[Path, AfterValidator(check_directory)] = _field(
+    name: str = field("run", "Name shown in logs and on trackers.")
+    dir: Annotated[Path, AfterValidator(check_directory)] = field(
         Path("runs/run"), "Run directory. The same command with the same directory resumes the run."
     )
-    seed: int = _field(0, "Seed for data order and sampling.", ge=0)
+    seed: int = field(0, "Seed for data order and sampling.", ge=0)
 
 
 def _slots(value: Any) -> Any:
@@ -41,30 +40,30 @@ class NodeSection(Section):
 
 
 class ClusterSection(Section):
-    num_nodes: int = _field(1, "Number of nodes in the cluster.", ge=1, le=MAX_SLOTS)
-    num_gpus_per_node: int = _field(1, "Slots (accelerators) on each node.", ge=1, le=MAX_SLOTS)
-    nodes: list[NodeSection] | None = _field(
+    num_nodes: int = field(1, "Number of nodes in the cluster.", ge=1, le=MAX_SLOTS)
+    num_gpus_per_node: int = field(1, "Slots (accelerators) on each node.", ge=1, le=MAX_SLOTS)
+    nodes: list[NodeSection] | None = field(
         None,
         "Nodes of different sizes, such as `[{gpus: 8}, {gpus: 4}]`. Replaces `num_nodes` and `num_gpus_per_node`.",
         min_length=1,
     )
-    accelerator: Literal["gpu", "cpu"] = _field(
+    accelerator: Literal["gpu", "cpu"] = field(
         "gpu", "What a slot is: a GPU, or a logical seat on a node without GPUs (`rollcall node --slots`)."
     )
-    component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = _field(
+    component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"}, "Which roles sit on which slots, such as `{'actor,rollout': all}`."
     )
-    node_weights: list[float] | None = _field(
+    node_weights: list[float] | None = field(
         None,
         "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: by measured speed.",
     )
-    env: Annotated[dict[str, str], AfterValidator(check_variables)] = _field(
+    env: Annotated[dict[str, str], AfterValidator(check_variables)] = field(
         {}, "Environment variables for every worker."
     )
-    env_pass: list[str] = _field(
+    env_pass: list[str] = field(
         [], "Variables that every worker gets from the shell that submits the run: names, or patterns such as `NCCL_*`."
     )
-    node_env: dict[int, Annotated[dict[str, str], AfterValidator(check_variables)]] = _field(
+    node_env: dict[int, Annotated[dict[str, str], AfterValidator(check_variables)]] = field(
         {}, "Variables for the workers of one node only, by node rank."
     )
 
@@ -118,85 +117,85 @@ def _dtype(given: Any) -> Any:
 
 
 class ModelSection(Section):
-    path: str = _field(
+    path: str = field(
         "builtin:arithmetic",
         "Model directory or hub name. `builtin:arithmetic` is a small model that comes with Rollcall.",
     )
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = _field(
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = field(
         "auto",
         "Compute precision (`bf16` and `fp32` are accepted too). `auto`: bfloat16 on CUDA, float32 on a CPU. bfloat16 on a CPU "
         "needs hardware support for it.",
     )
-    device: Literal["auto", "cpu", "cuda"] = _field("auto", "Where to train. `auto`: on CUDA if it is available.")
-    chat_template: str | None = _field(None, "Jinja chat template, in place of the tokenizer's own.")
-    trust_remote_code: bool = _field(
+    device: Literal["auto", "cpu", "cuda"] = field("auto", "Where to train. `auto`: on CUDA if it is available.")
+    chat_template: str | None = field(None, "Jinja chat template, in place of the tokenizer's own.")
+    trust_remote_code: bool = field(
         False,
         "Run Python code that comes with the model, its tokenizer or a reward model. false: refuse a model that needs it.",
     )
 
 
 class DataSection(Section):
-    train: str = _field(
+    train: str = field(
         "builtin:arithmetic",
         "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset of the hub or a folder laid out as one.",
     )
-    val: str | None = _field("builtin:arithmetic", "Held-out rows for evaluation; `null`: no evaluation.")
-    split: str = _field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")
-    val_split: str = _field("test", "Split of a `hub:` dataset that `val` means.")
-    subset: str | None = _field(None, "Subset (configuration) of a `hub:` dataset, such as `main` for gsm8k.")
-    columns: dict[str, str] = _field(
+    val: str | None = field("builtin:arithmetic", "Held-out rows for evaluation; `null`: no evaluation.")
+    split: str = field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")
+    val_split: str = field("test", "Split of a `hub:` dataset that `val` means.")
+    subset: str | None = field(None, "Subset (configuration) of a `hub:` dataset, such as `main` for gsm8k.")
+    columns: dict[str, str] = field(
         {}, "New names for columns of the data, such as `{question: prompt}`; also of those that only rewards read."
     )
-    prompt_key: str = _field("prompt", "Column with the prompt: text, or chat messages.")
-    answer_key: str = _field("answer", "Column with the correct answer.")
-    system: str | None = _field(None, "System message before each chat prompt.")
-    template: str | None = _field(None, "Text around each prompt, with `{prompt}` in it. Only for text prompts.")
-    chat: bool | None = _field(
+    prompt_key: str = field("prompt", "Column with the prompt: text, or chat messages.")
+    answer_key: str = field("answer", "Column with the correct answer.")
+    system: str | None = field(None, "System message before each chat prompt.")
+    template: str | None = field(None, "Text around each prompt, with `{prompt}` in it. Only for text prompts.")
+    chat: bool | None = field(
         None, "Send text prompts through the chat template, as one user turn. `null`: if the tokenizer has a template."
     )
-    prompts_per_step: int = _field(48, "Prompts (groups) in one training step.", ge=1)
-    max_prompt_tokens: int = _field(512, "Longest prompt, in tokens. Longer ones are left out and counted.", ge=1)
-    shuffle: bool = _field(True, "Shuffle each epoch, by the seed.")
+    prompts_per_step: int = field(48, "Prompts (groups) in one training step.", ge=1)
+    max_prompt_tokens: int = field(512, "Longest prompt, in tokens. Longer ones are left out and counted.", ge=1)
+    shuffle: bool = field(True, "Shuffle each epoch, by the seed.")
 
 
 class VllmSection(Section):
-    python: str | None = _field(
+    python: str | None = field(
         None, "Python of vLLM's environment. `null`: `$ROLLCALL_VLLM_PYTHON`, else the Python that runs Rollcall."
     )
-    tensor_parallel_size: int = _field(1, "Number of GPUs over which one engine divides the model.", ge=1)
-    enforce_eager: bool = _field(False, "Do not compile or capture graphs: vLLM starts sooner and decodes more slowly.")
-    sleep: bool = _field(False, "Release GPU memory while nothing is sampled, for roles that share a GPU.")
+    tensor_parallel_size: int = field(1, "Number of GPUs over which one engine divides the model.", ge=1)
+    enforce_eager: bool = field(False, "Do not compile or capture graphs: vLLM starts sooner and decodes more slowly.")
+    sleep: bool = field(False, "Release GPU memory while nothing is sampled, for roles that share a GPU.")
 
 
 class RolloutSection(Section):
-    engine: Literal["native", "vllm"] = _field("native", "Which engine samples.")
-    vllm: VllmSection = _field(VllmSection(), "Settings for `engine: vllm`.")
-    samples_per_prompt: int = _field(8, "Completions per prompt (group size).", ge=1)
-    max_response_tokens: int = _field(8, "Longest completion, in tokens.", ge=1)
-    temperature: float = _field(1.0, "Sampling temperature.", ge=0.001, le=100)
-    top_p: float = _field(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
-    top_k: int = _field(0, "Sample from this number of likeliest tokens; 0: all.", ge=0)
-    stop: Annotated[list[str], AfterValidator(check_stops)] = _field(
+    engine: Literal["native", "vllm"] = field("native", "Which engine samples.")
+    vllm: VllmSection = field(VllmSection(), "Settings for `engine: vllm`.")
+    samples_per_prompt: int = field(8, "Completions per prompt (group size).", ge=1)
+    max_response_tokens: int = field(8, "Longest completion, in tokens.", ge=1)
+    temperature: float = field(1.0, "Sampling temperature.", ge=0.001, le=100)
+    top_p: float = field(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
+    top_k: int = field(0, "Sample from this number of likeliest tokens; 0: all.", ge=0)
+    stop: Annotated[list[str], AfterValidator(check_stops)] = field(
         [],
         "Strings that end a completion. The completion keeps the string at its end. A special token (`</s>`) is matched as a "
         "token.",
     )
-    stop_token_ids: list[int] = _field(
+    stop_token_ids: list[int] = field(
         [], "Ids of more tokens that end a completion, beside the model's own. The exported model stops at them too."
     )
-    max_running: int = _field(512, "Most completions that an engine decodes at once.", ge=1)
-    kv_tokens: int | None = _field(
+    max_running: int = field(512, "Most completions that an engine decodes at once.", ge=1)
+    kv_tokens: int | None = field(
         None,
         "Size of the KV cache, in tokens: at least the longest prompt plus the longest completion. `null`: by "
         "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running` (vLLM: at most 1 GiB).",
         ge=1,
     )
-    kv_memory_fraction: float = _field(0.3, "Share of GPU memory for the KV cache.", gt=0, lt=1)
-    compile: bool = _field(
+    kv_memory_fraction: float = field(0.3, "Share of GPU memory for the KV cache.", gt=0, lt=1)
+    compile: bool = field(
         False,
         "Compile decoding on a CPU. It takes half a minute once and needs a C++ compiler. CUDA always uses CUDA graphs.",
     )
-    weights: WeightTransport = _field(
+    weights: WeightTransport = field(
         "auto",
         "How new weights reach engines outside the actor's processes. `auto`: shared memory on the actor's node and a "
         "broadcast to other nodes; on GPUs a broadcast to all. `delta`: as `auto`, but only what changed. `file`: a file in "
@@ -205,65 +204,63 @@ class RolloutSection(Section):
 
 
 class OptimizerChoice(Section):
-    name: str = _field("torch.optim.AdamW", "Import path of the optimizer's class.")
-    kwargs: dict[str, Any] = _field(
+    name: str = field("torch.optim.AdamW", "Import path of the optimizer's class.")
+    kwargs: dict[str, Any] = field(
         {}, "Its arguments, such as `{foreach: false}`. lr, betas, eps and weight_decay may stand here too."
     )
 
 
 class OptimizerSection(Section):
-    lr: float = _field(1e-6, "Peak learning rate.", gt=0)
-    betas: tuple[Share, Share] = _field((0.9, 0.999), "AdamW's betas, each from 0 to below 1.")
-    eps: float = _field(1e-8, "AdamW's epsilon.", gt=0)
-    weight_decay: float = _field(0.0, "AdamW's weight decay. Norms and biases have none.", ge=0)
-    optimizer: OptimizerChoice = _field(
+    lr: float = field(1e-6, "Peak learning rate.", gt=0)
+    betas: tuple[Share, Share] = field((0.9, 0.999), "AdamW's betas, each from 0 to below 1.")
+    eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
+    weight_decay: float = field(0.0, "AdamW's weight decay. Norms and biases have none.", ge=0)
+    optimizer: OptimizerChoice = field(
         OptimizerChoice(), "Which optimizer, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}}`."
     )
-    warmup_steps: int = _field(0, "Number of updates over which the rate rises from 0.", ge=0)
-    decay: Literal["constant", "linear", "cosine"] = _field("constant", "How the learning rate falls after warm-up.")
-    min_lr_ratio: float = _field(0.0, "Final rate after the decay, as a share of the peak.", ge=0, le=1)
-    grad_clip: float = _field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
-    tokens_per_microbatch: int = _field(16384, "Packed tokens in one forward pass.", ge=1)
-    train_micro_batch_size: int | None = _field(
+    warmup_steps: int = field(0, "Number of updates over which the rate rises from 0.", ge=0)
+    decay: Literal["constant", "linear", "cosine"] = field("constant", "How the learning rate falls after warm-up.")
+    min_lr_ratio: float = field(0.0, "Final rate after the decay, as a share of the peak.", ge=0, le=1)
+    grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
+    tokens_per_microbatch: int = field(16384, "Packed tokens in one forward pass.", ge=1)
+    train_micro_batch_size: int | None = field(
         None,
         "Most completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
         ge=1,
     )
-    logprob_batch_size: int | None = _field(
+    logprob_batch_size: int | None = field(
         None,
         "Most completions in one forward pass without gradients (log-probs, values); `null`: by tokens only.",
         ge=1,
     )
-    train_global_batch_size: int | None = _field(
+    train_global_batch_size: int | None = field(
         None,
         "Completions in one update. It must equal prompts_per_step x samples_per_prompt / minibatches, which is what `null` means.",
         ge=1,
     )
-    max_total_sequence_length: int | None = _field(
+    max_total_sequence_length: int | None = field(
         None, "Most tokens of prompt and completion together; `null`: what data and rollout allow.", ge=1
     )
-    minibatches: int = _field(1, "Optimizer updates per pass over a step's samples.", ge=1)
-    epochs: int = _field(1, "Passes over a step's samples.", ge=1)
-    master_weights: bool = _field(True, "Keep float32 master weights when the model is bfloat16.")
-    activation_checkpointing: bool = _field(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = _field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
-    sharding: Literal["replicate", "fsdp", "hsdp"] = _field(
+    minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
+    epochs: int = field(1, "Passes over a step's samples.", ge=1)
+    master_weights: bool = field(True, "Keep float32 master weights when the model is bfloat16.")
+    activation_checkpointing: bool = field(False, "Recompute activations in the backward pass to save memory.")
+    compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
+    sharding: Literal["replicate", "fsdp", "hsdp"] = field(
         "replicate",
         "`replicate`: every data rank has a whole copy. `fsdp`: weights, gradients and optimizer state are divided over the "
         "data ranks (FSDP2). `hsdp`: divided within a group of ranks, copied between groups.",
     )
-    sharding_group_size: int | None = _field(
-        None, "Data ranks in one group of `hsdp`; `null`: those of one node.", ge=1
-    )
-    tensor_parallel_size: int = _field(
+    sharding_group_size: int | None = field(None, "Data ranks in one group of `hsdp`; `null`: those of one node.", ge=1)
+    tensor_parallel_size: int = field(
         1, "Number of processes over which the heads and MLP columns of a layer are divided.", ge=1
     )
-    sequence_parallel: bool = _field(
+    sequence_parallel: bool = field(
         False,
         "Also divide the tokens over the ranks of a tensor group, in the parts of the model that are not divided.",
     )
-    context_parallel_size: int = _field(1, "Must be 1: context parallelism is not supported.", ge=1)
-    cpu_offload: bool = _field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
+    context_parallel_size: int = field(1, "Must be 1: context parallelism is not supported.", ge=1)
+    cpu_offload: bool = field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
 
     _lift_kwargs = model_validator(mode="before")(lift_kwargs)
     _fits_together = model_validator(mode="after")(check_section)
@@ -271,54 +268,54 @@ class OptimizerSection(Section):
 
 class ElasticSection(Section):
     min_nodes: int = Field(description="Fewest nodes to continue with.", ge=1)
-    wait_s: float = _field(
+    wait_s: float = field(
         60.0, "Seconds to wait for a missing node before the run continues without it.", ge=0, le=LONGEST_S
     )
 
 
 class TrainerSection(Section):
-    steps: int = _field(100, "Number of training steps.", ge=1)
-    eval_every: int = _field(20, "Steps between evaluations; 0: only at the start and the end.", ge=0)
-    save_every: int = _field(20, "Steps between checkpoints; 0: only at the end.", ge=0)
-    keep_last: int = _field(2, "Number of newest checkpoints to keep.", ge=1)
-    keep_best: int = _field(
+    steps: int = field(100, "Number of training steps.", ge=1)
+    eval_every: int = field(20, "Steps between evaluations; 0: only at the start and the end.", ge=0)
+    save_every: int = field(20, "Steps between checkpoints; 0: only at the end.", ge=0)
+    keep_last: int = field(2, "Number of newest checkpoints to keep.", ge=1)
+    keep_best: int = field(
         1,
         "Number of best checkpoints to keep beside them: by held-out accuracy, or by held-out reward where rewards are not 0 or 1.",
         ge=0,
     )
-    staleness: int = _field(
+    staleness: int = field(
         0, "How many versions older than the policy a token may be when it is trained on; 0: synchronous.", ge=0
     )
-    order: Literal["in_order", "as_completed"] = _field(
+    order: Literal["in_order", "as_completed"] = field(
         "in_order",
         "Which groups a step trains on. `in_order`: those drawn for it. `as_completed`: the first to finish; later steps take "
         "the others. This makes a difference from `staleness: 2` on.",
     )
-    in_flight: bool = _field(
+    in_flight: bool = field(
         True,
         "true: unfinished completions continue with new weights. false: engines finish their completions first, then take the "
         "new weights.",
     )
-    loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = _field(
+    loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = field(
         ["console", "tensorboard"], "Where metrics go. `metrics.jsonl` is always written."
     )
-    num_threads: int | None = _field(
+    num_threads: int | None = field(
         None, "CPU threads for torch; `null`: all cores, shared by the processes of a node.", ge=1, le=1024
     )
-    max_restarts: int = _field(
+    max_restarts: int = field(
         10,
         "How many times within `restart_window_s` a run on a cluster restarts after it lost a process or a node.",
         ge=0,
     )
-    restart_window_s: float = _field(3600.0, "The window for `max_restarts`, in seconds.", gt=0, le=LONGEST_S)
-    stop_grace_s: float = _field(
+    restart_window_s: float = field(3600.0, "The window for `max_restarts`, in seconds.", gt=0, le=LONGEST_S)
+    stop_grace_s: float = field(
         10.0,
         "Seconds that the current step has to finish after SIGTERM, SIGUSR1 or SIGHUP; then the run saves without it. Slurm and "
         "Kubernetes kill 30 s after SIGTERM: leave time for a checkpoint.",
         ge=0,
         le=LONGEST_S,
     )
-    elastic: ElasticSection | None = _field(
+    elastic: ElasticSection | None = field(
         None,
         "Continue with fewer nodes when one is lost, such as `{min_nodes: 2}`. A node that returns is used again after the next "
         "checkpoint. `null`: wait for the node.",
@@ -326,9 +323,9 @@ class TrainerSection(Section):
 
 
 class EvalSection(Section):
-    temperature: float = _field(0.0, "Sampling temperature; 0: greedy.", ge=0, le=100)
-    samples_per_prompt: int = _field(
+    temperature: float = field(0.0, "Sampling temperature; 0: greedy.", ge=0, le=100)
+    samples_per_prompt: int = field(
         1, "Completions per prompt. More than one gives pass@k and needs a temperature above 0.", ge=1
     )
-    max_prompts: int | None = _field(None, "Evaluate on the first N rows only; `null`: on all.", ge=1)
-    threshold: float = _field(1.0, "A completion is correct if its first reward is at least this.")
+    max_prompts: int | None = field(None, "Evaluate on the first N rows only; `null`: on all.", ge=1)
+    threshold: float = field(1.0, "A completion is correct if its first reward is at least this.")

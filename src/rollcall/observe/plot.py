@@ -33,12 +33,10 @@ def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) ->
     except ImportError:
         log.warning("no learning curve: matplotlib is not installed; run: pip install matplotlib")
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 11, "font.family": "DejaVu Sans", "text.color": _INK}):
         figure = Figure(figsize=(9, 5), dpi=150, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
         title = name or metrics_path.resolve().parent.name
         _draw(figure, held_out=held_out, reward=reward, name=title, words=headline.words)
         buffer = io.BytesIO()
