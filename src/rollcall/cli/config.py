@@ -5,10 +5,7 @@ from __future__ import annotations
 from rollcall.cli import Overrides, RunFile, say_unused, split_arguments
 
 
-def config(
-    file: RunFile = None,
-    overrides: Overrides = None,
-) -> None:
+def config(file: RunFile = None, overrides: Overrides = None) -> None:
     """Print the resolved run file: every key with its value.
 
     \b

@@ -34,18 +34,12 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
     node: Any = raw
     *parents, last = key.split(".")
     for parent in parents:
-        if isinstance(node, list):
-            node = node[_list_index(node, parent)]
-        else:
-            if node.get(parent) is None:
-                node[parent] = {}
-            node = node[parent]
+        if isinstance(node, dict) and node.get(parent) is None:
+            node[parent] = {}
+        node = node[_place(node, parent)]
         if not isinstance(node, dict | list):
             raise ConfigError(f"{parent} is a value, not a section")
-    if isinstance(node, list):
-        node[_list_index(node, last)] = value
-    else:
-        node[last] = value
+    node[_place(node, last)] = value
 
 
 def add_key(raw: dict[str, Any], key: str, value: Any, *, root: type[BaseModel]) -> None:
@@ -106,7 +100,10 @@ def _parse_value(text: str, override: str, *, is_text: bool) -> Any:
     return text if is_text and not isinstance(value, str | NoneType) else value
 
 
-def _list_index(node: list[Any], text: str) -> int:
+def _place(node: dict[str, Any] | list[Any], text: str) -> Any:
+    """A key of a section, or an index into a list."""
+    if isinstance(node, dict):
+        return text
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) >= len(node):
         raise ConfigError(f"{text} is not an index into a list of {len(node)}")
     return int(text)

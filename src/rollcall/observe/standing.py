@@ -55,7 +55,7 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
     headline = headline_of(rows)
     values = headline.values(rows)
     step = steps[-1]["step"] if steps else 0
-    runs = holder is not None and not holder.is_gone
+    since = None if holder is None or holder.is_gone else _since(holder)
     return Standing(
         step=step,
         num_steps=num_steps,
@@ -63,7 +63,7 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
         headline=headline,
         first=values[0] if values else None,
         last=values[-1] if values else None,
-        left_s=_left_s(steps, num_steps=num_steps, since=_since(holder)) if runs else None,
+        left_s=None if since is None else _left_s(steps, num_steps=num_steps, since=since),
     )
 
 
@@ -78,10 +78,8 @@ def _left_s(steps: Sequence[Mapping[str, Any]], *, num_steps: int | None, since:
     return max(0.0, pace * (num_steps - recent[-1]["step"]) - (time.time() - recent[-1]["time"]))
 
 
-def _since(holder: Holder | None) -> float:
+def _since(holder: Holder) -> float:
     """When the holder took the directory, by its own clock, as its rows are; 0 where it does not say."""
-    if holder is None:
-        return 0.0
     try:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:
