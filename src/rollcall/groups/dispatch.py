@@ -13,7 +13,6 @@ from typing import Any
 
 from rollcall.groups.sharding import NamedSharding
 
-# From this size on Ray keeps an argument in the object store instead of copying it into the call.
 SETUP = "setup"  # in run_rank_0_only_axes: rank 0 alone
 
 # What a worker leaves out of its answer: nothing, some fields, or (None) all of it.

@@ -268,10 +268,14 @@ class WorkerGroup:
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
         results = iter(self._running.gather(flat, timeout_s=timeout_s))
-        axes = self.sharding.names
-        if isinstance(futures, MultiWorkerFuture):
-            return futures.select(list(results), axes=axes)
-        return [_arrange(entry, results, axes=axes) for entry in entries]
+        found = [self._arrange(entry, [next(results) for _ in _futures(entry)]) for entry in entries]
+        return found[0] if isinstance(futures, MultiWorkerFuture) else found
+
+    def _arrange(self, entry: Any, results: list[Any]) -> Any:
+        """The entry with its futures replaced by their results."""
+        if isinstance(entry, MultiWorkerFuture):
+            return entry.select(results, axes=self.sharding.names)
+        return results if isinstance(entry, list | tuple) else results[0]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
         """The futures that are done or have failed; waits for the first, at most ``timeout_s``."""
@@ -343,15 +347,6 @@ def _futures(entry: Any) -> list[Any]:
     return list(entry) if isinstance(entry, list | tuple) else [entry]
 
 
-def _arrange(entry: Any, results: Any, *, axes: Sequence[str]) -> Any:
-    """The entry with its futures replaced by their results."""
-    if isinstance(entry, MultiWorkerFuture):
-        return entry.select([next(results) for _ in entry.futures], axes=axes)
-    if isinstance(entry, list | tuple):
-        return [next(results) for _ in entry]
-    return next(results)
-
-
 def _seats_per_node(cluster: VirtualCluster, workers_per_node: int | Sequence[int] | None) -> list[Seat]:
     nodes = cluster.nodes
     if workers_per_node is None:
@@ -402,10 +397,7 @@ def _specs(
             )
     for node_rank in node_env:
         cluster.node(node_rank)
-    per_slot: dict[tuple[int, int], int] = {}
-    for seat in seats:
-        for slot in seat.slots:
-            per_slot[seat.node_rank, slot] = per_slot.get((seat.node_rank, slot), 0) + 1
+    per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
     on_node = [seat.node_rank for seat in seats]
     return [
         WorkerSpec(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ class InProcessBackend:
 
 class InProcessCrew:
     def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
-        self._lease: socket.socket | None = lease_port()
+        self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
         self.master_address = ADDRESS
         self.master_port = self._lease.getsockname()[1]
@@ -103,9 +102,7 @@ class InProcessCrew:
     def stop(self, *, timeout_s: float) -> None:
         self._workers = []
         self._loop.close()
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
+        self._lease.close()
 
 
 @contextmanager

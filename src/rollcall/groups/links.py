@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollcall.groups.sockets import Flow, Flows
 
@@ -20,8 +21,7 @@ SLOW = 0.1  # of the fastest
 TOLD_S = 10.0  # a link is reported once it has been slow for this long in all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(NamedTuple):
     """By ranks of nodes."""
 
     sender: int
@@ -109,7 +109,7 @@ class Links:
     def words(self, nodes: Collection[int], *, now_s: float, if_slow: bool = True) -> str:
         """About the slow links to and from these nodes; without ``if_slow``, about all for which bytes wait."""
         links = self.slow(now_s=now_s) if if_slow else self._recent(now_s=now_s)
-        return self._told_all([link for link in links if link.sender in nodes or link.receiver in nodes], now_s=now_s)
+        return self._told_all([link for link in links if not set(link).isdisjoint(nodes)], now_s=now_s)
 
     def news(self, *, now_s: float) -> str:
         """About links that have been slow for ``TOLD_S`` in all, also in many short transfers, or for twice as long as when
@@ -125,12 +125,11 @@ class Links:
 
     def _told_all(self, links: Collection[Link], *, now_s: float) -> str:
         recent, slow = self._recent(now_s=now_s), self.slow(now_s=now_s)
-        ordered = sorted(links, key=lambda link: (link.sender, link.receiver))
-        return "; ".join(self._told(link, recent[link], is_slow=link in slow) for link in ordered)
+        return "; ".join(self._told(link, recent[link], is_slow=link in slow) for link in sorted(links))
 
     def _told(self, link: Link, busy: Busy, *, is_slow: bool) -> str:
         """Both nodes are named: the way back may also be why bytes are confirmed late."""
-        low, high = sorted((link.sender, link.receiver))
+        low, high = sorted(link)
         judged = f"the link between nodes {low} and {high} is slow: " if is_slow and busy.carried else ""
         went = f"{size(busy.rate)}/s" if busy.carried else "nothing"
         return (

@@ -70,7 +70,7 @@ class SlowCalls:
         for node, look in looks.items():
             self._count(node, look.traffic, now_s=now_s)
         workers = {rank: seen for look in looks.values() for rank, seen in look.workers.items() if rank in specs}
-        ends = {node for link in self._links.slow(now_s=now_s) for node in (link.sender, link.receiver)}
+        ends = {node for link in self._links.slow(now_s=now_s) for node in link}
         slow = {
             rank: seen
             for rank, seen in workers.items()

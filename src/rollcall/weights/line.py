@@ -14,7 +14,8 @@ import select
 import selectors
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollcall.errors import MissingPeerError
@@ -45,13 +46,8 @@ class Line:
         return json.loads(self.read(length, deadline))
 
     def write(self, data: bytes, deadline: Wait) -> None:
-        try:
-            self.socket.settimeout(deadline.left_s)
+        with self._naming_peer(deadline):
             self.socket.sendall(data)
-        except TimeoutError as error:
-            raise (self.gone(error) if error.errno else self._silent(deadline)) from None
-        except OSError as error:
-            raise self.gone(error) from None
 
     def read_some(self, most: int, deadline: Wait) -> bytes:
         """At least one byte."""
@@ -73,20 +69,12 @@ class Line:
             return data
 
     def send_descriptor(self, descriptor: int, deadline: Wait) -> None:
-        try:
-            self.socket.settimeout(deadline.left_s)
+        with self._naming_peer(deadline):
             socket.send_fds(self.socket, [b"f"], [descriptor])
-        except OSError as error:
-            raise self.gone(error) from None
 
     def take_descriptor(self, deadline: Wait) -> int:
-        try:
-            self.socket.settimeout(deadline.left_s)
+        with self._naming_peer(deadline):
             _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
-        except TimeoutError:
-            raise self._silent(deadline) from None
-        except OSError as error:
-            raise self.gone(error) from None
         if not descriptors:
             raise self.gone(None)
         return descriptors[0]
@@ -99,6 +87,15 @@ class Line:
 
     def close(self) -> None:
         self.socket.close()
+
+    @contextmanager
+    def _naming_peer(self, deadline: Wait) -> Iterator[None]:
+        try:
+            self.socket.settimeout(deadline.left_s)
+            yield
+        except OSError as error:
+            is_silent = isinstance(error, TimeoutError) and not error.errno  # else the kernel says that nobody answers
+            raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
     def gone(self, error: OSError | None) -> MissingPeerError:
         return MissingPeerError(f"{self.peer} is gone in the middle of a weight update{f' ({error})' if error else ''}")
@@ -114,21 +111,33 @@ class Line:
         return b"".join(parts)
 
 
-def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
-    """One message from each; the deadline's error names those that are missing."""
-    heard: dict[str, dict[str, Any]] = {}
+def from_each(lines: Mapping[str, Line], take: Callable[[str], bool], deadline: Wait, *, waiting_for: str) -> None:
+    """Call ``take`` with the name of a line that has something to read, until it has said True of each; the deadline's
+    error names those that are missing."""
+    missing = list(lines)
     with selectors.DefaultSelector() as selector:
         for name, line in lines.items():
             selector.register(line.socket, selectors.EVENT_READ, name)
-        while len(heard) < len(lines):
+        while missing:
             for key, _ in selector.select(deadline.until_word_s):
-                heard[key.data] = lines[key.data].hear(deadline)
-                selector.unregister(key.fileobj)
-            missing = [name for name in lines if name not in heard]
+                if take(key.data):
+                    selector.unregister(key.fileobj)
+                    missing.remove(key.data)
             if missing and deadline.is_over:
                 raise MissingPeerError(f"no {waiting_for} within {deadline.timeout_s:g} s from {', '.join(missing)}")
             if missing:
                 deadline.tell(f"weights: waiting for the {waiting_for} of {', '.join(missing)}")
+
+
+def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
+    """One message from each."""
+    heard: dict[str, dict[str, Any]] = {}
+
+    def hear(name: str) -> bool:
+        heard[name] = lines[name].hear(deadline)
+        return True
+
+    from_each(lines, hear, deadline, waiting_for=waiting_for)
     return heard
 
 

@@ -12,19 +12,17 @@ import base64
 import mmap
 import os
 import pickle
-import selectors
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollcall.errors import MissingPeerError
 from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket, Hellos, Inlet, Outlet, visible_gpus
 from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
-from rollcall.weights.line import Line
+from rollcall.weights.line import Line, from_each
 
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8
@@ -73,28 +71,18 @@ class _RingOutlet(Outlet):
 
     def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Wait) -> None:
         """Wait until every receiver has taken this many buckets."""
-        late = [name for name, count in taken.items() if count < at_least]
+        late = {name: self._lines[name] for name, count in taken.items() if count < at_least}
+
+        def take(name: str) -> bool:
+            taken[name] += len(self._lines[name].read_some(NUM_SLOTS, deadline))
+            return taken[name] >= at_least
+
         if len(late) == 1:  # no need to watch several
-            while taken[late[0]] < at_least:
-                taken[late[0]] += len(self._lines[late[0]].read_some(NUM_SLOTS, deadline))
-            return
-        if not late:
-            return
-        with selectors.DefaultSelector() as selector:
-            for name in late:
-                selector.register(self._lines[name].socket, selectors.EVENT_READ, name)
-            while late:
-                for key, _ in selector.select(deadline.until_word_s):
-                    taken[key.data] += len(self._lines[key.data].read_some(NUM_SLOTS, deadline))
-                    if taken[key.data] >= at_least:
-                        selector.unregister(key.fileobj)
-                late = [name for name in late if taken[name] < at_least]
-                if late and deadline.is_over:
-                    raise MissingPeerError(
-                        f"{', '.join(late)} did not take the weights within {deadline.timeout_s:g} s"
-                    )
-                if late:
-                    deadline.tell(f"weights: waiting for {', '.join(late)} to take them")
+            (name,) = late
+            while not take(name):
+                continue
+        elif late:
+            from_each(late, take, deadline, waiting_for="acknowledgement")
 
 
 class _RingInlet(Inlet):
