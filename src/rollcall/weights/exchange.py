@@ -52,7 +52,7 @@ class StreamSender:
         self._changes_only = changes_only
         self._desk = Desk(sender=name, receivers=receivers, carrying=carrying, host=host, timeout_s=timeout_s)
         self._receivers = tuple(receivers)
-        self._lines: dict[str, Line] | None = None
+        self._lines: dict[str, Line] = {}
         self._views: Views | None = None
         self._base: list[Tensor] | None = None  # the bytes of the version that was sent last
         self._base_version: int | None = None
@@ -71,7 +71,7 @@ class StreamSender:
             if self._views is not None and views.layout != self._views.layout:
                 self._base = self._base_version = None
             self._views = views
-            if self._lines is None:
+            if self._outlet is None:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet = self._open_outlet(self._lines, hellos, views.device, deadline)
             sent = self._exchange(views, version=version, deadline=deadline)
@@ -83,7 +83,7 @@ class StreamSender:
     def close(self) -> None:
         self._is_closed = True
         self._desk.close()
-        for line in (self._lines or {}).values():
+        for line in self._lines.values():
             line.close()
         if self._outlet is not None:
             self._outlet.close()
@@ -106,7 +106,7 @@ class StreamSender:
         self, views: Views, *, version: int, deadline: Wait, in_full: bool, is_last: bool
     ) -> tuple[dict[str, str], int, bool]:
         """Who refused and why; the bytes that went out; whether they were all of the weights."""
-        assert self._lines is not None and self._outlet is not None
+        assert self._outlet is not None
         after_refusal = {"step": "end" if is_last else "again"}
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None if in_full else self._changes(views, held=[word["version"] for word in ready.values()])
@@ -157,12 +157,10 @@ class StreamSender:
         self._base_version = version
 
     def _refusals(self, deadline: Wait, *, waiting_for: str) -> dict[str, str]:
-        assert self._lines is not None
         answers = hear_all(self._lines, deadline, waiting_for=waiting_for)
         return {name: answer["refused"] for name, answer in answers.items() if answer["refused"] is not None}
 
     def _tell(self, message: Mapping[str, Any], deadline: Wait) -> None:
-        assert self._lines is not None
         for line in self._lines.values():
             line.tell(message, deadline)
 

@@ -47,7 +47,7 @@ class FolderCrew:
         self._specs = list(specs)
         self._recipe = recipe
         self._mark = uuid.uuid4().hex
-        self._members = [post.member(spec.node.node_rank) for spec in specs]
+        self._members = [post.members[spec.node.node_rank] for spec in specs]
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
 
     def start(self, *, timeout_s: float) -> None:

@@ -102,7 +102,7 @@ class Post:
             | {"folder": str(self.folder), "dismissed": []},
         )
         self._peers = {rank: Peer(self._messages.node(rank)) for rank in range(num_nodes)}
-        self._members: dict[int, Member] = {}
+        self.members: dict[int, Member] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._rhythm = Rhythm()
         self._ended = threading.Event()
@@ -141,12 +141,12 @@ class Post:
                 )
             wait.tell(f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}")
             time.sleep(0.1)
-        return [self._members[rank] for rank in ranks]
+        return [self.members[rank] for rank in ranks]
 
     def _welcome(self, rank: int) -> bool:
         """Whether there is a living worker of this rank; a new one takes the place of a dead one."""
         with self.changed:
-            known = self._members.get(rank)
+            known = self.members.get(rank)
             if known is not None and known.death is None:
                 return True
             peer = self._peers[rank]
@@ -162,11 +162,8 @@ class Post:
                         f"worker {rank} on {facts['host']} has {what} {facts[what]}, and the master has {ours[what]}; install the "
                         "same on every node"
                     )
-            self._members[rank] = Member(rank, facts=facts)
+            self.members[rank] = Member(rank, facts=facts)
             return True
-
-    def member(self, rank: int) -> Member:
-        return self._members[rank]
 
     def start_child(self) -> None:
         """Start node 0's worker. It ends when its standard input ends, so with this process."""
@@ -253,7 +250,7 @@ class Post:
                     call.error = outcome
                 else:
                     (call.value,) = outcome
-                self._fill(self._members[call.spec.node.node_rank])
+                self._fill(self.members[call.spec.node.node_rank])
                 self.changed.notify_all()
         return found
 
@@ -264,7 +261,7 @@ class Post:
             return None
         label, number = parsed
         with self.changed:
-            for member in self._members.values():
+            for member in self.members.values():
                 if label == self._label(member) and member.death is None:
                     return member.calls.pop(number, None)
         return None
@@ -273,7 +270,7 @@ class Post:
         for peer in self._peers.values():
             peer.look()
         with self.changed:
-            for rank, member in self._members.items():
+            for rank, member in self.members.items():
                 if member.death is None and (why := self._cause_of_death(rank, member)):
                     self._bury(rank, why)
 
@@ -290,13 +287,13 @@ class Post:
         return None
 
     def _bury(self, rank: int, why: str) -> None:
-        member = self._members.get(rank)
+        member = self.members.get(rank)
         if member is None or member.death is not None:
             return
         member.death = why
         self.fail_calls(member, why)
         # If it lives after all, because it was only stopped for a while, it must come back as a new worker.
-        self._presence.say(dismissed=[member.incarnation for member in self._members.values() if member.death])
+        self._presence.say(dismissed=[member.incarnation for member in self.members.values() if member.death])
 
     def fail_calls(self, member: Member, why: str) -> None:
         for call in (*member.calls.values(), *member.waiting):

@@ -224,9 +224,7 @@ class FolderWorker:
         if taken is None:
             return False
         number, data = taken
-        label = self._label
-        outcome = self._outcome(data)
-        put(self._messages.answers / message_name(label, number), outcome)
+        put(self._messages.answers / message_name(self._label, number), self._outcome(data))
         return True
 
     def _outcome(self, data: bytes) -> bytes:
