@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from rollcall.net.door import new_secret
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.state import current_cluster, tls_dir
+from rollcall.nodes.state import current_cluster, require_record, tls_dir
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of, answers_of
 from rollcall.plan.judge import plan_run
@@ -120,30 +120,24 @@ class _Examination:
     def _facts(self) -> list[NodeFacts]:
         folder = None if self.config is None else str(self.config.run.dir.absolute())
         model = None if self.config is None else Path(self.config.model.path).expanduser()
-        calls = {}
-        for rank, info in self.infos.items():
-            ask = {
+
+        def ask(rank: int) -> dict[str, Any]:
+            return {
                 "packages": [*checks.MUST_AGREE, *checks.SHOULD_AGREE],
-                "disks": {**({"run.dir": folder} if folder else {}), "Ray's temporary folder": info.temp_dir},
+                "disks": {
+                    **({"run.dir": folder} if folder else {}),
+                    "Ray's temporary folder": self.infos[rank].temp_dir,
+                },
                 "paths": [str(model.absolute())] if model is not None and model.is_dir() else [],
-                "address": info.address,
+                "address": self.infos[rank].address,
             }
-            calls[rank] = self.probes[rank].call("facts", ask)
-        answers = self._collect("say what it has", calls, timeout_s=PROBE_S)
+
+        answers = self._ask_all("say what it has", "facts", lambda rank: [ask(rank)], timeout_s=PROBE_S)
         for rank in set(self.probes) - set(answers):
             del self.probes[rank]  # asked nothing more
         known = TypeAdapter(NodeFacts)
         return [
-            known.validate_python(
-                {
-                    **answers[rank],
-                    "rank": rank,
-                    "address": info.address,
-                    "slots": info.slots,
-                    "accelerator": info.accelerator,
-                    "is_head": info.is_head,
-                }
-            )
+            known.validate_python({**asdict(info), **answers[rank]})
             for rank, info in self.infos.items()
             if rank in answers
         ]
@@ -165,19 +159,16 @@ class _Examination:
         return skews
 
     def _ports(self, nodes: Sequence[NodeFacts]) -> None:
-        listening = self._collect(
-            "listen on a port",
-            {rank: probe.call("listen", self.infos[rank].address) for rank, probe in self.probes.items()},
+        listening = self._ask_all("listen on a port", "listen", lambda rank: [self.infos[rank].address])
+
+        def targets(rank: int) -> list[tuple[int, str, int]]:
+            others = partners(rank, sorted(listening))
+            return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
+
+        timeout_s = STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES
+        failed = self._ask_all(
+            "connect to the others", "reach", lambda rank: [targets(rank), REACH_S], timeout_s=timeout_s
         )
-        calls = {}
-        for rank in self.probes:
-            targets = [
-                (other, self.infos[other].address, port)
-                for other in partners(rank, sorted(listening))
-                for port in listening[other]
-            ]
-            calls[rank] = self.probes[rank].call("reach", targets, REACH_S)
-        failed = self._collect("connect to the others", calls, timeout_s=STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES)
         self.findings += checks.judge_reach(nodes, failed=failed)
 
     def _exposure(self, nodes: Sequence[NodeFacts]) -> str | None:
@@ -185,11 +176,11 @@ class _Examination:
         tls = tls_dir(self.roster.cluster).is_dir()
         if tls or not nodes or all(is_loopback(node.address) for node in nodes):
             return None
-        calls = {
-            rank: probe.call("open_beside", self.infos[rank].address, self.infos[rank].ports["node_manager"], REACH_S)
-            for rank, probe in self.probes.items()
-        }
-        open_at = self._collect("connect to its own addresses", calls)
+        open_at = self._ask_all(
+            "connect to its own addresses",
+            "open_beside",
+            lambda rank: [self.infos[rank].address, self.infos[rank].ports["node_manager"], REACH_S],
+        )
         _, head_port = split_address(self.roster.head_address)
         self.findings += judge_exposure(nodes, tls=tls, open_at=open_at, head_port=head_port)
         return firewall_rule(nodes, head_port=head_port)
@@ -203,17 +194,12 @@ class _Examination:
         names = {rank: f"rollcall-doctor-{token}-{rank}" for rank in self.probes}
         text = "0" * probing.BODY * probing.COUNT
         try:
-            wrote = self._collect(
-                f"write to {folder}",
-                {rank: probe.call("write", folder, names[rank], text) for rank, probe in self.probes.items()},
-            )
+            wrote = self._ask_all(f"write to {folder}", "write", lambda rank: [folder, names[rank], text])
             unwritable = {rank: why for rank, why in wrote.items() if why}
             writers = {names[rank]: rank for rank, why in wrote.items() if why is None}
             expected = dict.fromkeys(writers, text)
-            seen = self._collect(
-                f"see what the others wrote in {folder}",
-                {rank: probe.call("see", folder, expected, SHARED_S) for rank, probe in self.probes.items()},
-            )
+            what = f"see what the others wrote in {folder}"
+            seen = self._ask_all(what, "see", lambda rank: [folder, expected, SHARED_S])
             unseen = {
                 rank: {writers[name]: why for name, why in answer["missing"].items()}
                 for rank, answer in seen.items()
@@ -222,9 +208,7 @@ class _Examination:
             torn, renames = self._renames(folder, names, writers=sorted(writers.values()), blind=set(unseen))
         finally:
             leftovers = [scratch for name in names.values() for scratch in (name, f".{name}", f".{name}-next")]
-            self._collect(
-                "clean up", {rank: probe.call("remove", folder, leftovers) for rank, probe in self.probes.items()}
-            )
+            self._ask_all("clean up", "remove", lambda rank: [folder, leftovers])
         shared = SharedFolder(
             path=folder,
             unwritable=unwritable,
@@ -252,8 +236,6 @@ class _Examination:
 
     def _which_folder(self) -> str | None:
         if self.config is None:
-            from rollcall.nodes.state import require_record
-
             return require_record(self.roster.cluster).rendezvous
         folder = self.config.run.dir.absolute().parent
         while not folder.exists():
@@ -294,6 +276,13 @@ class _Examination:
         bytes_per_s = min((result["bytes_per_s"] for result in results.values()), default=None)
         self.findings += checks.judge_bandwidth(nodes, backend=backend, bytes_per_s=bytes_per_s, errors=errors)
         return backend, bytes_per_s
+
+    def _ask_all(
+        self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
+    ) -> dict[int, Any]:
+        """The same of every probe; ``arguments``: by rank."""
+        calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
+        return self._collect(what, calls, timeout_s=timeout_s)
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
         """Answers by rank; a node that fails or is late becomes a finding."""

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from rollcall.net.interfaces import interface_addresses, interface_of
@@ -104,11 +105,9 @@ class Probe:
                 local = ipaddress.ip_address(other)
                 if other == address or local.is_loopback or local.is_link_local:
                     continue
-                try:
-                    with socket.create_connection((other, port), timeout=timeout_s):
-                        found.append(other)
-                except OSError:
-                    continue  # closed there, as it should be
+                # An error: it is closed there, as it should be.
+                with suppress(OSError), socket.create_connection((other, port), timeout=timeout_s):
+                    found.append(other)
         return found
 
     # The shared folder
@@ -128,10 +127,8 @@ class Probe:
 
     def remove(self, folder: str, names: list[str]) -> None:
         for name in names:
-            try:
+            with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
                 os.remove(os.path.join(folder, name))
-            except OSError:
-                continue  # never written, or the folder is read-only here; the findings say so
 
     def see(self, folder: str, expected: dict[str, str], timeout_s: float) -> dict[str, Any]:
         """How long until all files are seen with their text; ``missing``: those that are not in time, and why."""
@@ -213,14 +210,9 @@ class Probe:
 def _bind(address: str, ports: list[int]) -> socket.socket | None:
     """A listener on the first of these that is free."""
     for port in ports:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.bind((address, port))
-        except OSError:
-            listener.close()
-            continue
-        listener.listen(128)
-        return listener
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=128)
     return None
 
 

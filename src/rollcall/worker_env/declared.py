@@ -42,7 +42,6 @@ SETUP_HOOK = (
 class Variable:
     """A declared variable of one node's workers."""
 
-    name: str
     value: str
     source: str  # such as "cluster.env" or "cluster.env_pass NCCL_*"
 
@@ -72,9 +71,7 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
     found: dict[str, Variable] = {}
     for name, value in submitted.items():
         if name not in section.env:  # a secret of cluster.env travels with the passed ones
-            found[name] = Variable(
-                name=name, value=value, source=f"cluster.env_pass {_passed_by(section, name)}".rstrip()
-            )
+            found[name] = Variable(value=value, source=f"cluster.env_pass {_passed_by(section, name)}".rstrip())
     for name, value in section.env.items():
         if value == REDACTED and name not in submitted:
             raise ClusterError(
@@ -82,9 +79,9 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
                 "cluster.env_pass"
             )
         value = submitted[name] if value == REDACTED else value
-        found[name] = Variable(name=name, value=value, source="cluster.env")
+        found[name] = Variable(value=value, source="cluster.env")
     for name, value in section.node_env.get(node_rank, {}).items():
-        found[name] = Variable(name=name, value=value, source=f"cluster.node_env.{node_rank}")
+        found[name] = Variable(value=value, source=f"cluster.node_env.{node_rank}")
     return found
 
 
@@ -109,11 +106,7 @@ def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dic
         names = sorted(fnmatch.filter(environ, pattern)) if _is_pattern(pattern) else [pattern]
         for name in names:
             _check_name(name, f"cluster.env_pass {pattern}" if name != pattern else "cluster.env_pass")
-            if name not in environ:
-                raise ClusterError(
-                    f"cluster.env_pass names {name}, which is not set here; export {name}, or take it out of cluster.env_pass"
-                )
-            found[name] = environ[name]
+            found[name] = _value(name, environ, asks="cluster.env_pass", where="cluster.env_pass")
     return found
 
 
@@ -143,12 +136,14 @@ def _named_by_rewards(
         if section is not None and name in section.env:
             continue  # the run file has its value
         _check_name(name, "reward.*.env")
-        if name not in environ:
-            raise ClusterError(
-                f"a reward function's env names {name}, which is not set here; export {name}, or take it out of reward.*.env"
-            )
-        found[name] = environ[name]
+        found[name] = _value(name, environ, asks="a reward function's env", where="reward.*.env")
     return found
+
+
+def _value(name: str, environ: Mapping[str, str], *, asks: str, where: str) -> str:
+    if name not in environ:
+        raise ClusterError(f"{asks} names {name}, which is not set here; export {name}, or take it out of {where}")
+    return environ[name]
 
 
 def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
