@@ -73,10 +73,8 @@ def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, s
         rows.append(
             SeenVariable(name=name, value=value, source=variable.source, wanted=wanted if wanted != value else None)
         )
-    for name in NODE_OWN:
+    others = found.keys() - variables.keys() - set(NODE_OWN)
+    for name in (*NODE_OWN, *sorted(others, key=lambda name: (ORDER.index(found[name][1]), name))):
         value, source = found.get(name, (None, "the node's own"))
-        rows.append(SeenVariable(name=name, value=value, source=source, wanted=None))
-    others = {name: seen for name, seen in found.items() if name not in variables and name not in NODE_OWN}
-    for name, (value, source) in sorted(others.items(), key=lambda item: (ORDER.index(item[1][1]), item[0])):
         rows.append(SeenVariable(name=name, value=value, source=source, wanted=None))
     return tuple(rows)

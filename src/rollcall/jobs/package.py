@@ -50,7 +50,6 @@ _NOT_CODE = frozenset((*_WEIGHTS, *_DATA, *_ARCHIVES, ".pyc"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
     data: bytes  # the archive
-    sizes: dict[str, int]  # bytes by name in it
 
     @property
     def uri(self) -> str:
@@ -69,14 +68,13 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
         if isinstance(reward, FunctionReward):
             module = reward.path.partition(":")[0]
             files.update(_module_files(module, folder=folder, asked=f"reward.{index}.path={reward.path}"))
-    contents = {RUN_FILE: run_file.encode()}
-    sizes = {name: path.stat().st_size for name, path in files.items()} | {RUN_FILE: len(contents[RUN_FILE])}
-    _check_size(sizes, files)
-    contents.update({name: path.read_bytes() for name, path in files.items()})
-    return Package(data=_archive(contents), sizes=sizes)
+    _check_size(files, run_file=run_file.encode())
+    contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
+    return Package(data=_archive(contents))
 
 
-def _check_size(sizes: dict[str, int], files: dict[str, Path]) -> None:
+def _check_size(files: dict[str, Path], *, run_file: bytes) -> None:
+    sizes = {name: path.stat().st_size for name, path in files.items()} | {RUN_FILE: len(run_file)}
     total = sum(sizes.values())
     if total <= MAX_BYTES:
         return

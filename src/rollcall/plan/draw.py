@@ -64,7 +64,7 @@ def make_console() -> Console:
 def draw_text(run: RunPlan) -> RenderableType:
     small = run.plan.num_nodes <= MAX_GRID_NODES and max(run.plan.slots_per_node) <= MAX_GRID_SLOTS
     parts: list[RenderableType] = [
-        _heading(run),
+        Text.assemble((run.config.run.name, "bold"), f": {heading(run)}; {describe_model(run)}"),
         _grid(run.plan) if small else _abbreviated(run.plan),
         _meshes(run.plan),
     ]
@@ -86,10 +86,6 @@ def heading(run: RunPlan) -> str:
     if min(sizes) == max(sizes):
         return f"{nodes} x {max(sizes)} = {len(run.plan.slots)} {unit}{'s' if len(run.plan.slots) > 1 else ''}"
     return f"{nodes} of {min(sizes)} to {max(sizes)}, {len(run.plan.slots)} {unit}s"
-
-
-def _heading(run: RunPlan) -> Text:
-    return Text.assemble((run.config.run.name, "bold"), f": {heading(run)}; {describe_model(run)}")
 
 
 def _table(*columns: Column | str, title: str | None = None) -> Table:

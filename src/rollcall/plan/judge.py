@@ -200,8 +200,9 @@ def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
 
 
 def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: list[str], problems: list[str]) -> None:
-    for entry in memory if card is not None else ():
-        assert card is not None
+    if card is None:
+        return
+    for entry in memory:
         who = f"{'slots' if set(entry.slots) & set(',-') else 'slot'} {entry.slots} ({', '.join(role.role for role in entry.roles)})"
         if entry.total > card:
             largest = max(entry.roles, key=lambda role: role.held + role.working)
