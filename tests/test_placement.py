@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rollcall.config import ClusterSection, dump_config, parse_config
 from rollcall.errors import ConfigError, PlacementError
 from rollcall.plan.placement import Mesh, Plan, Role, needed_roles, plan_placement
-from rollcall.plan.slots import slot_text
+from rollcall.words import ranges
 
 EIGHT = [8]
 FOUR_BY_EIGHT = [8, 8, 8, 8]
@@ -377,4 +377,4 @@ def test_a_thousand_nodes_are_planned() -> None:
 
 
 def test_slots_are_written_as_people_write_them() -> None:
-    assert [slot_text(slots) for slots in ([], [3], [0, 1, 2, 3, 8], [1, 3, 4])] == ["", "3", "0-3,8", "1,3-4"]
+    assert [ranges(slots) for slots in ([], [3], [0, 1, 2, 3, 8], [1, 3, 4])] == ["", "3", "0-3,8", "1,3-4"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def counted(count: int, noun: str) -> str:
     """A number with its noun, in the plural where it is not one.
@@ -24,3 +26,18 @@ def all_of(count: int, noun: str) -> str:
 def are(count: int) -> str:
     """The verb after ``counted`` or ``all_of``."""
     return "is" if count == 1 else "are"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, such as slots or ranks, in the fewest words.
+
+    >>> ranges([0, 1, 2, 3, 8])
+    '0-3,8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

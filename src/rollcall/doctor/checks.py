@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from rollcall.nodes.head import NodeInfo
-from rollcall.plan.slots import slot_text
+from rollcall.words import ranges
 
 GIB = 1 << 30
 MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
@@ -334,7 +334,7 @@ def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> Iterator[F
             why="checkpoints and weights are written there by every node", fix=fix,
         )  # fmt: skip
     for rank, writers in shared.unseen.items():
-        ranks = slot_text(sorted(writers))
+        ranks = ranges(sorted(writers))
         yield find(
             by_rank[rank], "breaks",
             f"does not see in {shared.path} what rank {ranks} wrote there: {next(iter(writers.values()))}",

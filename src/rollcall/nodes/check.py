@@ -11,8 +11,8 @@ from rollcall.nodes.address import split_address
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, read_record, require_record
-from rollcall.plan.slots import slot_text
 from rollcall.wait import Say, Wait
+from rollcall.words import ranges
 
 ASK_EVERY_S = 1.0
 APPEAR_S = 2.0  # for a `rollcall node` that was started just before
@@ -109,7 +109,7 @@ def describe(found: Roster, *, num_slots: int) -> str:
     """One line: how many there are, whose, and which ranks are missing."""
     parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'nobody'}"]
     if found.missing:
-        ranks = slot_text(found.missing).replace(",", ", ")  # as spans: a hundred nodes fit on a line
+        ranks = ranges(found.missing).replace(",", ", ")  # so a hundred nodes fit on a line
         parts.append(f"missing: rank{'' if len(found.missing) == 1 else 's'} {ranks}")
     return "; ".join(parts)
 

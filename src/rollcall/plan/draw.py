@@ -13,7 +13,7 @@ from rich.text import Text
 from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
 from rollcall.plan.placement import Plan, Role
-from rollcall.plan.slots import slot_text
+from rollcall.words import ranges
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
 PLAIN_WIDTH = 120
@@ -104,7 +104,7 @@ def _grid(plan: Plan) -> Table:
             cells = [str(rank_at[role].get(slot.index, "·")) for slot in slots]
             table.add_row(
                 str(node) if row == 0 else "",
-                slot_text(slot.index for slot in slots) if row == 0 else "",
+                ranges(slot.index for slot in slots) if row == 0 else "",
                 Text(role, style=COLOURS[role]),
                 *(Text(cell, style=COLOURS[role] if cell != "·" else "dim") for cell in cells),
                 end_section=role is roles[-1],
@@ -129,10 +129,10 @@ def _abbreviated(plan: Plan) -> Table:
             lowest, highest = ranks[role][first[local[0]].index], ranks[role][last[local[-1]].index]
             table.add_row(
                 run.name.partition(" ")[2] if row == 0 else "",
-                slot_text(range(first[0].index, last[-1].index + 1)) if row == 0 else "",
+                ranges(range(first[0].index, last[-1].index + 1)) if row == 0 else "",
                 Text(role, style=COLOURS[role]),
-                slot_text(local),
-                slot_text(range(lowest, highest + 1)),
+                ranges(local),
+                ranges(range(lowest, highest + 1)),
                 str(width),
                 end_section=row == len(run.roles) - 1,
             )
@@ -146,7 +146,7 @@ def _meshes(plan: Plan) -> Table:
         others = [other for other in plan.roles for group in plan.groups if {role, other} <= set(group.roles)]
         table.add_row(
             Text(role, style=COLOURS[role]),
-            slot_text(plan.role_slots(role)),
+            ranges(plan.role_slots(role)),
             str(plan.world_size(role)),
             f"{mesh.data} x {mesh.tensor}",
             ", ".join(dict.fromkeys(other for other in others if other is not role)) or "none",

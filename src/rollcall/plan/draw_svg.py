@@ -10,7 +10,7 @@ from rollcall.plan.draw import MAX_GRID_NODES, NodeRun, heading, node_runs, verd
 from rollcall.plan.judge import RunPlan, describe_model
 from rollcall.plan.memory import GIB, SlotMemory
 from rollcall.plan.placement import Plan, Role
-from rollcall.plan.slots import slot_text
+from rollcall.words import ranges
 
 FILL = {
     Role.ACTOR: "#2f6fb0", Role.CRITIC: "#8a5aa8", Role.REFERENCE: "#6b7280", Role.ROLLOUT: "#d9772b",
@@ -127,7 +127,7 @@ def _card(canvas: _Canvas, plan: Plan, run: NodeRun, *, cell: float) -> None:
     middle = canvas.y + height / 2 - (7 if run.num_nodes > 1 else 0)
     last = plan.node_slots(run.last)[-1].index
     canvas.text(MARGIN + PAD, middle - 3, run.name, size=15, bold=True)
-    canvas.text(MARGIN + PAD, middle + 15, f"slots {slot_text(range(slots[0].index, last + 1))}", size=12, fill=SOFT)
+    canvas.text(MARGIN + PAD, middle + 15, f"slots {ranges(range(slots[0].index, last + 1))}", size=12, fill=SOFT)
     if run.num_nodes > 1:
         canvas.text(MARGIN + PAD, middle + 30, f"alike; ranks of {run.first}", size=11, fill=SOFT)
     left, top = MARGIN + PAD + LABEL, canvas.y + PAD
@@ -144,7 +144,7 @@ def _card(canvas: _Canvas, plan: Plan, run: NodeRun, *, cell: float) -> None:
             x = left + (process.slots[0] - slots[0].index) * cell
             across = len(process.slots) * cell
             many = f" (and on {run.num_nodes - 1} more nodes like this)" if run.num_nodes > 1 else ""
-            title = f"{role} rank {rank}, slots {slot_text(process.slots)}{many}"
+            title = f"{role} rank {rank}, slots {ranges(process.slots)}{many}"
             canvas.rect(x + 1.5, y, across - 3, BAND - 2, fill=FILL[role], title=title)
             if across >= 24:
                 middle_x = x + across / 2

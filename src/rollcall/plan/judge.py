@@ -14,7 +14,7 @@ from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
 from rollcall.plan.mesh import split_problems
 from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_for
-from rollcall.plan.slots import slot_text
+from rollcall.words import ranges
 
 DEFAULT_CARD_GIB = 80.0
 TIGHT = 0.92  # a plan that needs more of the card than this is called tight: the estimate is not exact
@@ -245,7 +245,7 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
     has_work = config.rescores or any(one.type == "self_certainty" for one in config.reward)
     if Role.INFERENCE in plan.processes and not has_work:
         yield (
-            f"inference has slots {slot_text(plan.role_slots(Role.INFERENCE))} and nothing to do: log-probs are computed before "
+            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and nothing to do: log-probs are computed before "
             "an update with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
             "the slots to rollout"
         )
@@ -282,7 +282,7 @@ def describe_model(run: RunPlan) -> str:
 
 
 def _slots_of(processes: Sequence[Process]) -> str:
-    return slot_text(slot for process in processes for slot in process.slots)
+    return ranges(slot for process in processes for slot in process.slots)
 
 
 def _processes_json(processes: Sequence[Process]) -> list[dict[str, Any]]:

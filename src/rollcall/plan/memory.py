@@ -20,7 +20,7 @@ from rollcall.config import Config, OptimizerSection
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, read_model_config
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
-from rollcall.plan.slots import slot_text
+from rollcall.words import ranges
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -192,7 +192,7 @@ def slot_memory(
     )
     return tuple(
         SlotMemory(
-            slots=slot_text(slot for process in group.processes for slot in process.slots),
+            slots=ranges(slot for process in group.processes for slot in process.slots),
             roles=tuple(job.role(role, plan.meshes[role], group) for role in group.roles),
             runtime=RUNTIME if on_gpu else 0,
         )

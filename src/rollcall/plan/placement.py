@@ -17,7 +17,8 @@ from rollcall.config import ClusterSection, Config
 from rollcall.config.errors import nearest
 from rollcall.errors import PlacementError
 from rollcall.plan.mesh import is_split
-from rollcall.plan.slots import WHERE, Nodes, either, plural, read_slots, slot_text
+from rollcall.plan.slots import WHERE, Nodes, either, plural, read_slots
+from rollcall.words import ranges
 
 
 class Role(StrEnum):
@@ -265,7 +266,7 @@ def _check_all_used(placed: _Spans, nodes: Nodes, notes: Sequence[str]) -> None:
         return
     left = [slot for slot in range(nodes.num_slots) if slot not in used]
     raise PlacementError(
-        f"{WHERE} leaves {plural('slot', len(left))} {slot_text(left)} without a role: {nodes.sum()}, {len(used)} used, "
+        f"{WHERE} leaves {plural('slot', len(left))} {ranges(left)} without a role: {nodes.sum()}, {len(used)} used, "
         f"{nodes.num_slots} - {len(used)} = {len(left)} left over; give them a role that the run has (such as "
         f"rollout), or make the cluster smaller{''.join(f'; {note}' for note in notes)}"
     )
@@ -294,7 +295,7 @@ def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], Process]:
 
 
 def _slots_are(slots: tuple[int, ...]) -> str:
-    return f"{plural('slot', len(slots))} {slot_text(slots)}"
+    return f"{plural('slot', len(slots))} {ranges(slots)}"
 
 
 def _mesh_of(role: Role, processes: tuple[Process, ...], wanted: int | None, notes: list[str]) -> Mesh:

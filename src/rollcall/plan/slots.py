@@ -8,13 +8,13 @@ ranks a part has one process per slot.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from rollcall.config import SLOT_SYNTAX, ClusterSection
 from rollcall.errors import PlacementError
-from rollcall.words import counted
+from rollcall.words import counted, ranges
 
 WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
@@ -67,7 +67,7 @@ class _Part:
 
     @property
     def slots(self) -> str:
-        return slot_text(range(self.first, self.last + 1))
+        return ranges(range(self.first, self.last + 1))
 
 
 def read_slots(text: str, *, nodes: Nodes, key: str) -> list[tuple[int, ...]]:
@@ -131,43 +131,25 @@ def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
         raise PlacementError(
             f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, and "
             f"{many if processes > slots else wide}; use {either(sizes)} {plural('process', sizes[-1])}, such as "
-            f"{part.slots}:{_range_text(num_before, num_before + near - 1)}"
+            f"{part.slots}:{ranges(range(num_before, num_before + near))}"
         )
     if part.ranks[0] != num_before:
         raise PlacementError(
             f"{given}: {part.text} starts at process rank {part.ranks[0]}, but {num_before} "
             f"{plural('process', num_before)} of the role sit on lower slots, so its ranks start at {num_before}; write "
-            f"{part.slots}:{_range_text(num_before, num_before + processes - 1)}"
+            f"{part.slots}:{ranges(range(num_before, num_before + processes))}"
         )
 
 
 def _crossing(start: int, end: int, *, rank: int, nodes: Nodes, given: str) -> str:
     where = " and ".join(
-        f"node {node} (slots {slot_text(range(nodes.starts[node], nodes.starts[node] + nodes.sizes[node]))})"
+        f"node {node} (slots {ranges(range(nodes.starts[node], nodes.starts[node] + nodes.sizes[node]))})"
         for node in (nodes.node_of[start], nodes.node_of[end])
     )
     return (
         f"{given}: process {rank} would have slots {start}-{end}, which are on {where}; a process runs on one node: use a "
         f"number of slots per process that divides each node's share, or a part for each node"
     )
-
-
-def slot_text(numbers: Iterable[int]) -> str:
-    """
-    >>> slot_text([0, 1, 2, 3, 8])
-    '0-3,8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(_range_text(first, last) for first, last in runs)
-
-
-def _range_text(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
 
 
 def either(sizes: Sequence[int]) -> str:
