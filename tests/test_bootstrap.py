@@ -313,8 +313,7 @@ def test_the_head_withdraws_what_it_published_when_it_goes_down(head: Node, fold
 
 
 def identity(*, rank=None, master=False, worker=None, num_nodes=None, **environ: str):
-    found = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=environ)
-    return found.rank, found.num_nodes
+    return find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=environ)
 
 
 def test_the_rank_comes_from_options_first_and_then_from_the_launchers_in_order() -> None:

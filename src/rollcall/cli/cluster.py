@@ -75,11 +75,11 @@ def node(
     from rollcall.nodes.rank import find_identity
     from rollcall.nodes.state import current_cluster
 
-    who = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ)
+    rank, num_nodes = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ)
     request = NodeRequest(
         cluster=current_cluster(cluster),
-        rank=who.rank,
-        num_nodes=who.num_nodes,
+        rank=rank,
+        num_nodes=num_nodes,
         rendezvous=rendezvous,
         head_address=head_address,
         node_ip=node_ip,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
+from itertools import chain
 
 from rollcall.errors import ClusterError
 from rollcall.net.interfaces import interface_addresses
@@ -80,14 +81,9 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
         if found is None:
             raise ClusterError(f"this node has no route to {toward}; it has {_listed()}")
         return found
-    for far in FAR_AWAY:
-        found = _by_route(far)
-        if found is not None:
-            return found
-    for name in _interface_names():
-        for address in interface_addresses(name):
-            return address
-    return "127.0.0.1"
+    routed = filter(None, map(_by_route, FAR_AWAY))
+    held = (address for name in _interface_names() for address in interface_addresses(name))
+    return next(chain(routed, held), "127.0.0.1")
 
 
 def free_ports(count: int) -> list[int]:

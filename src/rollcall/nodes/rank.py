@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
 
@@ -21,30 +20,13 @@ LAUNCHERS = (
 COUNTS = ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """A node's place in its cluster."""
-
-    rank: int
-    num_nodes: int | None  # None: as the head says
-
-    def __post_init__(self) -> None:
-        if self.num_nodes is not None and not 0 <= self.rank < self.num_nodes:
-            raise ClusterError(
-                f"rank {self.rank} does not exist among {self.num_nodes} nodes; ranks are 0 to {self.num_nodes - 1}"
-            )
-        if self.rank < 0:
-            raise ClusterError(f"rank {self.rank} is negative; ranks start at 0")
-        if self.rank == 0 and self.num_nodes is None:
-            raise ClusterError(
-                f"rank 0 must know how many nodes there will be: give --num-nodes N, or set one of {', '.join(COUNTS)}"
-            )
-
-
 def find_identity(
     *, rank: int | None, master: bool, worker: int | None, num_nodes: int | None, environ: Mapping[str, str]
-) -> Identity:
-    """Options first, then the launchers' variables; an empty variable counts as absent."""
+) -> tuple[int, int | None]:
+    """The node's rank and the number of nodes; None: as the head says.
+
+    Options first, then the launchers' variables; an empty variable counts as absent.
+    """
     asked = {"--rank": rank, "--master": 0 if master else None, "--worker": worker}
     given = {option: value for option, value in asked.items() if value is not None}
     if len(given) > 1:
@@ -53,15 +35,27 @@ def find_identity(
         (option, value), *_ = given.items()
         if option == "--worker" and value == 0:
             raise ClusterError("--worker 0 would be the master; workers are 1 and up (--master is rank 0)")
-        return Identity(rank=value, num_nodes=num_nodes or _first(COUNTS, environ))
+        return _checked(value, num_nodes or _first(COUNTS, environ))
     for name, counts in LAUNCHERS:
         found = _integer(name, environ)
         if found is not None:
-            return Identity(rank=found, num_nodes=num_nodes or _first(counts, environ))
+            return _checked(found, num_nodes or _first(counts, environ))
     names = ", ".join(name for name, _ in LAUNCHERS)
     raise ClusterError(
         f"the rank of this node is not known; give --rank R (or --master, or --worker R), or set one of {names}"
     )
+
+
+def _checked(rank: int, num_nodes: int | None) -> tuple[int, int | None]:
+    if num_nodes is not None and not 0 <= rank < num_nodes:
+        raise ClusterError(f"rank {rank} does not exist among {num_nodes} nodes; ranks are 0 to {num_nodes - 1}")
+    if rank < 0:
+        raise ClusterError(f"rank {rank} is negative; ranks start at 0")
+    if rank == 0 and num_nodes is None:
+        raise ClusterError(
+            f"rank 0 must know how many nodes there will be: give --num-nodes N, or set one of {', '.join(COUNTS)}"
+        )
+    return rank, num_nodes
 
 
 def _first(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
