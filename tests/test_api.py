@@ -10,17 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from runs import letter_rows, make_run
+from runs import groups, letter_rows, make_run
 from transformers import AutoModelForCausalLM
 
 import rollcall
 from rollcall.api import read_config
 from rollcall.config import Config, dump_config
+from rollcall.inspect.run import Run
+from rollcall.observe.summary import write_samples
 from rollcall.stop import heeded
 
 
@@ -173,8 +176,10 @@ def test_a_signal_to_stop_saves_the_step(tmp_path: Path, in_loop: bool) -> None:
     async def cell() -> None:
         rollcall.train(config, quiet=True, on_step=stop)
 
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         asyncio.run(cell()) if in_loop else rollcall.train(config, quiet=True, on_step=stop)
+    assert signal.getsignal(signal.SIGINT) is handler
     run = rollcall.load_run(config.run.dir)
     assert (run.step, [one.step for one in run.checkpoints]) == (1, [1])
 
@@ -187,3 +192,50 @@ def test_an_evaluation_in_python_is_that_of_the_command_line(tmp_path: Path) -> 
     assert set(sampled.evaluation.pass_at) == {1, 2} and sampled.plan.config.eval.threshold == 0.5
     given = rollcall.evaluate(run, quiet=True, model={"path": str(tmp_path / "model")})
     assert given.plan.origin == "given by model.path"
+
+
+def test_an_empty_map_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(small(tmp_path)))
+    assert read_config(file, changes={"trainer": {}, "algorithm": {}}) == read_config(file)
+    assert read_config(file, changes={"cluster": {}}).cluster is not None
+
+
+def test_settings_that_were_changed_after_they_were_checked_are_checked_again(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    changed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": -4})})
+    with pytest.raises(rollcall.ConfigError, match="trainer.steps=-4"):
+        rollcall.train(changed, quiet=True)
+    config.reward.append(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(rollcall.ConfigError, match=r"reward\.1=3"):
+        rollcall.train(config, quiet=True)
+    assert not config.run.dir.exists()
+
+
+def test_a_callback_that_cannot_be_waited_for_is_refused(tmp_path: Path) -> None:
+    async def watch(done: Any) -> None: ...
+
+    with pytest.raises(rollcall.ConfigError, match="on_step=.*watch is async"):
+        rollcall.train(small(tmp_path), on_step=watch)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(rollcall.ConfigError, match="on_save=3 cannot be called"):
+        rollcall.train(small(tmp_path), on_save=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_each_run_keeps_its_own_function_of_one_name(tmp_path: Path) -> None:
+    one = rollcall.train(small(tmp_path), quiet=True, reward=[lambda completion: 1.0])
+    rollcall.train(small(tmp_path), quiet=True, reward=[lambda completion: 7.0], run={"dir": tmp_path / "other"})
+    assert rollcall.evaluate(one, quiet=True).evaluation.reward_mean == 1.0
+
+
+def test_samples_hold_any_text_and_a_run_that_goes_on_has_its_newest_numbers(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    run = rollcall.train(config, quiet=True)
+    first = groups(config, 1)[0]
+    odd = replace(first, completions=tuple(replace(one, text="a\u2028b\x85c\ud83d") for one in first.completions))
+    write_samples(run.dir / "samples", step=1, split="train", groups=[odd])
+    assert "a\u2028b\x85c\\ud83d" in run.samples["completion"].to_pylist()
+    steps: list[int] = []
+    rollcall.train(
+        config, quiet=True, trainer={"steps": 3}, on_step=lambda done: steps.append(Run(run.dir).summary["steps"])
+    )
+    assert steps == [3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_model
 
-from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, non_finite_of, outline_causal_lm
+from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, loading, non_finite_of, outline_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -144,3 +145,18 @@ def test_code_that_comes_with_a_model_runs_where_that_is_allowed(with_code: Path
     with pytest.raises(ModelError):  # the code is run, and defines nothing
         load_causal_lm(str(with_code), device=CPU, dtype=torch.float32, trust_remote_code=True)
     assert (with_code.parent / "mark").exists()
+
+
+def test_threads_load_one_after_the_other() -> None:
+    entered = threading.Event()
+
+    def load() -> None:
+        with loading("model.path=m"):
+            entered.set()
+
+    thread = threading.Thread(target=load)
+    with loading("model.path=m"):
+        thread.start()
+        assert not entered.wait(0.1)
+    thread.join()
+    assert entered.is_set()

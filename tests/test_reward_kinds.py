@@ -17,6 +17,7 @@ from runs import letter_rows, make_run
 import rollcall
 from rollcall.api import read_config
 from rollcall.config import FunctionReward, RegexReward
+from rollcall.reward.functions import check_score
 from rollcall.reward.given import name_functions
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
@@ -131,3 +132,9 @@ def test_rewards_in_a_map_of_sections_may_be_functions() -> None:
     assert config.reward[0].model_dump()["path"] == "rewards_of_groups:ranked"
     with pytest.raises(rollcall.ConfigError, match="reward"):
         read_config({"reward": "exact"})
+
+
+@pytest.mark.parametrize("value", [1e39, -1e308])
+def test_a_score_that_training_cannot_compute_with_is_no_score(value: float) -> None:
+    with pytest.raises(ValueError, match="a reward is between"):
+        check_score(value)

@@ -21,7 +21,7 @@ from rollcall.inspect.run import Run, load_run
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.redact import REDACTED
-from rollcall.reward.given import name_functions
+from rollcall.reward.given import name_functions, settle_functions
 from rollcall.stop import heed_if_possible, outside_loop
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def train(
     bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_save=on_save)
     resolved = read_config(config, changes=overrides)
+    are_given = "reward" in overrides or (isinstance(config, Mapping) and "reward" in config)
+    settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
     for text in unused(resolved):
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -92,6 +94,8 @@ def evaluate(
         temperature=temperature,
         max_prompts=max_prompts,
     )
+    if "reward" not in overrides:
+        settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
     calm_transformers()
     say: Callable[[str], None] = _nothing if quiet else partial(print, flush=True)
     with heed_if_possible():
@@ -101,9 +105,11 @@ def evaluate(
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
     """The settings of a run, validated. ``overrides`` are texts of a command line (``trainer.steps=3``), ``changes`` values."""
     if isinstance(source, Config):
+        settings = source.model_dump(warnings=False)
+        load_config(settings)  # pydantic does not check what model_copy changes, or what is put into a list
         if not overrides and not changes:
             return source
-        source = source.model_dump()
+        source = settings
     changes = _with_paths(changes or {})
     if source is None or isinstance(source, Mapping):
         source = None if source is None else _with_paths(source)

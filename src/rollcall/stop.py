@@ -169,7 +169,9 @@ def heed() -> Iterator[Stop]:
     """Handle the signals while the block runs."""
     global _heeded
     _heeded = stop = Stop()
-    before = {number: signal.signal(number, stop.hear) for number in heeded_signals()}
+    # A signal that ends a loop leaves asyncio's handler of Ctrl-C behind, which belongs to no loop any more.
+    before = {signal.SIGINT: on_interrupt} if (on_interrupt := signal.getsignal(signal.SIGINT)) is not None else {}
+    before |= {number: signal.signal(number, stop.hear) for number in heeded_signals()}
     try:
         yield stop
     finally:

@@ -44,14 +44,22 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
 
 def add_key(raw: dict[str, Any], key: str, value: Any, *, root: type[BaseModel]) -> None:
     """``set_key`` for what Python code gives: a map adds its keys to the section that is there, and a path becomes text."""
-    if isinstance(value, Mapping) and value and get_origin(_annotation(key, root)) is not dict:
+    if isinstance(value, Mapping) and get_origin(_annotation(key, root)) is not dict:
         for name, inner in value.items():
             add_key(raw, f"{key}.{name}", inner, root=root)
-        return
+        if value or isinstance(_value_at(raw, key), Mapping):
+            return
     try:
         set_key(raw, key, str(value) if isinstance(value, PurePath) else value)
     except ConfigError as error:
         raise ConfigError(f"{key}={shown(value)}: {error}") from None
+
+
+def _value_at(raw: Mapping[str, Any], key: str) -> Any:
+    node: Any = raw
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def refuse_secret(override: str) -> None:

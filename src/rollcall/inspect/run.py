@@ -86,10 +86,12 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
-        path = self.dir / "summary.json"
+        path, step = self.dir / "summary.json", self.step
         if path.exists():
-            return json.loads(path.read_text())
-        return build_summary(self.dir / "metrics.jsonl", seconds=0.0, resume_step=self.step, run=self.config.run.name)
+            summary: dict[str, Any] = json.loads(path.read_text())
+            if summary["steps"] >= step:  # else a run that had ended trains further
+                return summary
+        return build_summary(self.dir / "metrics.jsonl", seconds=0.0, resume_step=step, run=self.config.run.name)
 
     @property
     def metrics(self) -> Table:
@@ -104,12 +106,15 @@ class Run:
         columns: dict[str, list[Any]] = {"step": [], "split": []}
         columns |= {name: [] for name in _SAMPLE_COLUMNS}
         for step, split, path in sorted(self._sample_files()):
-            for line in path.read_text(encoding="utf-8").splitlines():
+            # Not splitlines: a completion may hold a separator that JSON leaves as it is, such as U+2028.
+            for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
                 row: dict[str, Any] = json.loads(line)
                 columns["step"].append(step)
                 columns["split"].append(split)
                 for name in _SAMPLE_COLUMNS:
                     value: Any = row.get(name)
+                    if isinstance(value, str):  # half a surrogate pair, which a table does not take, as it was written
+                        value = value.encode("utf-8", errors="backslashreplace").decode()
                     # As text: the rewards, and with them the keys, may differ from file to file.
                     columns[name].append(json.dumps(value or {}) if name in ("parts", "errors") else value)
         return _table(columns)

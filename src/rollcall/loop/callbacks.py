@@ -7,10 +7,13 @@ whole, and the same call goes on. A step that a resumed run trains again is told
 # pyright: strict
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from rollcall.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollcall.loop.evaluate import Evaluation
@@ -63,6 +66,18 @@ class Callbacks:
     on_step: Callable[[StepDone], None] | None = None
     on_evaluation: Callable[[EvaluationDone], None] | None = None
     on_save: Callable[[CheckpointSaved], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("on_step", "on_evaluation", "on_save"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise ConfigError(
+                    f"{name}={given!r} cannot be called; give a function of one argument, or leave it out"
+                )
+            if inspect.iscoroutinefunction(given):
+                raise ConfigError(
+                    f"{name}={getattr(given, '__qualname__', given)} is async, and the run cannot wait for it; give a plain function"
+                )
 
     def step_done(self, done: StepDone) -> None:
         _tell("on_step", self.on_step, done)

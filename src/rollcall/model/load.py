@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.model.files import check_model_dir
 from rollcall.model.hub import hub_options
 from rollcall.types import MicroBatch
+
+# transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
+_one_at_a_time = threading.RLock()
 
 
 class ModelError(ValueError):
@@ -98,7 +102,8 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
 def loading(what: str, *, part: str = "it") -> Iterator[None]:
     """Errors of transformers as one of ours. ``what`` names the key and its value."""
     try:
-        yield
+        with _one_at_a_time:
+            yield
     except Exception as error:
         if "trust_remote_code" not in str(error):
             whole = "cannot be loaded" if part == "it" else f"has no {part} that transformers can load"

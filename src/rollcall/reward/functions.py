@@ -27,6 +27,7 @@ from rollcall.reward.user_function import RewardLoadError, UserFunction, load_fu
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
+LARGEST_SCORE = 1e15  # what is computed from rewards, squares too, stays finite in float32
 PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
 
 _NUMBER = re.compile(
@@ -73,6 +74,8 @@ def check_score(value: Any) -> float:
     score = float(value)
     if not math.isfinite(score):
         raise ValueError(f"returned {score}; a reward returns a finite number")
+    if abs(score) > LARGEST_SCORE:
+        raise ValueError(f"returned {score:g}; a reward is between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
     return score
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollcall.errors import ConfigError
 
 PREFIX = "<python>:"
 _pickled: dict[str, bytes] = {}
+_of_runs: dict[tuple[Path, str], bytes] = {}  # by run directory too: each run may have a lambda of its own
 
 
 def name_functions(rewards: Any) -> Any:
@@ -26,6 +28,16 @@ def name_functions(rewards: Any) -> Any:
         return rewards  # the run file's rules say what is wrong with it
     taken: set[str] = set()
     return [_named(reward, taken) for reward in rewards]
+
+
+def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) -> None:
+    """Which functions the names of a run stand for: those of this call, else those that the run was given before."""
+    for path in (reward.path for reward in rewards if reward.type == "function" and reward.path.startswith(PREFIX)):
+        key = (run_dir.resolve(), path)
+        if are_given and path in _pickled:
+            _of_runs[key] = _pickled[path]
+        elif not are_given and key in _of_runs:
+            _pickled[path] = _of_runs[key]
 
 
 def with_pickled(spec: dict[str, Any], *, index: int) -> dict[str, Any]:
