@@ -239,3 +239,5 @@ def test_samples_hold_any_text_and_a_run_that_goes_on_has_its_newest_numbers(tmp
         config, quiet=True, trainer={"steps": 3}, on_step=lambda done: steps.append(Run(run.dir).summary["steps"])
     )
     assert steps == [3]
+    (run.dir / "summary.json").write_text('{"steps":')
+    assert run.summary["steps"] == 3

@@ -244,6 +244,18 @@ def test_another_optimizer_by_its_name_steps_like_torchs(name: str) -> None:
         torch.testing.assert_close(named[key].detach(), theirs[key], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "torch.optim.RMSprop"])
+def test_a_resolved_run_file_gives_another_optimizer_no_settings_of_adam(name: str) -> None:
+    short = section(optimizer=dict(name=name))
+    resolved = type(short).model_validate(short.model_dump(mode="json"))
+    groups = [Optimizer(weights(), one, total_updates=3).adamw.param_groups[0] for one in (short, resolved)]
+    assert (
+        groups[0]["eps"]
+        == groups[1]["eps"]
+        == getattr(torch.optim, name.rpartition(".")[2])([torch.zeros(1)]).defaults["eps"]
+    )
+
+
 def test_arguments_of_the_optimizer_reach_it() -> None:
     chosen = section(optimizer=dict(name="torch.optim.SGD", kwargs=dict(momentum=0.9, foreach=False, lr=0.5)), lr=0.5)
     (group, _) = Optimizer(weights(), chosen, total_updates=1).adamw.param_groups

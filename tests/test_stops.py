@@ -46,7 +46,7 @@ def test_a_special_token_among_the_stop_strings_stops_by_its_id() -> None:
 
 def test_a_stop_string_that_mixes_text_and_a_special_token_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"rollout.stop has 'a<\|im_end\|>', in which '<\|im_end\|>' is a special token"
+        ValueError, match=r"rollout.stop has 'a<\|im_end\|>', and '<\|im_end\|>' in it is a special token"
     ):
         check_stop_strings(chat_tokenizer(), ["a<|im_end|>"])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -86,9 +87,9 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
-        path, step = self.dir / "summary.json", self.step
-        if path.exists():
-            summary: dict[str, Any] = json.loads(path.read_text())
+        step = self.step
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged one is as good as none
+            summary: dict[str, Any] = json.loads((self.dir / "summary.json").read_text())
             if summary["steps"] >= step:  # else a run that had ended trains further
                 return summary
         return build_summary(self.dir / "metrics.jsonl", seconds=0.0, resume_step=step, run=self.config.run.name)

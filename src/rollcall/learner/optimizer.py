@@ -269,8 +269,10 @@ def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, o
     kind = optimizer_class(section)
     accepted = inspect.signature(kind).parameters
     adam = kind in (torch.optim.AdamW, torch.optim.Adam)
-    # The section's defaults are Adam's; another optimizer keeps its own, unless the run file sets them.
-    own = ["lr", *(key for key in ("betas", "eps") if adam or key in section.model_fields_set)]
+    # The section's defaults are Adam's; another optimizer keeps its own, unless the run file has other values. A resolved run
+    # file sets every key, so that a key is set says nothing.
+    fields = type(section).model_fields
+    own = ["lr", *(key for key in ("betas", "eps") if adam or getattr(section, key) != fields[key].default)]
     settings = {key: getattr(section, key) for key in own if key in accepted}
     kwargs = section.optimizer.kwargs
     if kind is torch.optim.AdamW and "fused" not in kwargs and "foreach" not in kwargs:
