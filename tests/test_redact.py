@@ -17,13 +17,15 @@ from commands import ROOT, rollcall
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import finish, make_run, metric_rows
+from test_reward import a_prompt, completions_of
 
 from rollcall import redact as module
-from rollcall.config import dump_config, load_config, parse_config
+from rollcall.config import FunctionReward, dump_config, load_config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.observe.sinks import WandbSink
 from rollcall.redact import REDACTED, GuardedStream, Redactor, is_secret, redact, redact_env, redact_source, remember
+from rollcall.reward.scorer import Scorer
 
 SECRET = "wandb-5e77a9-not-for-you"
 
@@ -161,6 +163,26 @@ def test_what_a_reward_raises_is_saved_without_secrets(tmp_path: Path, monkeypat
     with Journal(config.run.dir / "journal") as journal:
         assert REDACTED in str([score.errors for group in journal.read(1) for score in group.scores])
     assert metric_rows(config) and not files_with(SECRET, config.run.dir)
+
+
+def test_what_a_reward_prints_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", SECRET)
+    monkeypatch.setenv("JUDGE_DB", "postgres://me:hunter2-and-more@host/rows")
+    monkeypatch.syspath_prepend(tmp_path)
+    code = (
+        "import os, sys\ndef score(completion):\n"
+        "    print('key', os.environ['JUDGE_API_KEY'])\n    print('at', os.environ['JUDGE_DB'], file=sys.stderr)\n"
+        "    raise RuntimeError('refused: hunter2-and-more')\n"
+    )
+    (tmp_path / "loud_judge_of_test_redact.py").write_text(code)
+    reward = FunctionReward(path="loud_judge_of_test_redact:score", env=("JUDGE_API_KEY", "JUDGE_DB"))
+    with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
+        (score,) = scorer.score(a_prompt(), completions_of("a"))
+    printed = capfd.readouterr().err
+    assert f"key {REDACTED}\nat {REDACTED}\n" in printed
+    assert score.errors["score"].endswith(f"refused: {REDACTED}")
 
 
 def test_a_tracker_gets_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

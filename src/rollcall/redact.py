@@ -54,8 +54,10 @@ def is_secret(name: str) -> bool:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Redact these values from now on, in this process."""
-    _remembered.update(value for value in values if len(value) >= SHORTEST and value != REDACTED)
+    """Redact these values from now on, in this process. The password of a URL among them is one by itself."""
+    for value in values:
+        passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
+        _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)
 
 
 def redact(text: str) -> str:

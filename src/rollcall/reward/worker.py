@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
+from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
@@ -158,6 +159,9 @@ def main(arguments: list[str]) -> None:
     setup = _receive(source)
     if setup is None:
         return
+    # User code may print the variables that it was given, and its output does not pass through the parent's streams.
+    remember(os.environ.get(name, "") for name in setup.confinement.env)
+    guard_streams()
     sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
     in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
     loaded: dict[int, RewardFunction | UserFunction] = {}
