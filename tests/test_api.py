@@ -201,6 +201,11 @@ def test_an_empty_map_changes_nothing(tmp_path: Path) -> None:
     assert read_config(file, changes={"cluster": {}}).cluster is not None
 
 
+def test_a_dotted_key_in_a_map_is_refused_with_the_way_to_write_it() -> None:
+    with pytest.raises(rollcall.ConfigError, match="because of the dot; write steps under trainer"):
+        read_config({"trainer.steps": 3})
+
+
 def test_settings_that_were_changed_after_they_were_checked_are_checked_again(tmp_path: Path) -> None:
     config = small(tmp_path)
     changed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": -4})})

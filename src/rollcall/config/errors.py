@@ -85,6 +85,8 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     near = nearest(given, names)
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
+        if path in elsewhere:  # in a map or a file, where a dot divides nothing
+            return f"{path} is not a field, because of the dot; write {given} under {prefix}"
         return f"{path} is not a field; did you mean {' or '.join(elsewhere)}?"
     hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
     return f"{path} is not a field; {hint}"
