@@ -21,6 +21,7 @@ from rollcall.loop.controller import Controller
 from rollcall.loop.protocols import Workers
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
+from rollcall.observe.progress import Progress
 from rollcall.roles.local import build_workers
 
 
@@ -124,7 +125,7 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
             journal=journal,
             store=CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0),
             sinks=[recorder],
-            console=Console(),
+            console=Console(Progress(name=config.run.name, num_steps=config.trainer.steps)),
             resume=None,
             events=events,
         )

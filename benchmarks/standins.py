@@ -29,6 +29,7 @@ from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
+from rollcall.observe.progress import Progress
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.engines import RemoteEngine
@@ -172,7 +173,7 @@ def controller_of(
                 journal=journal,
                 store=store,
                 sinks=[recorder],
-                console=Console(),
+                console=Console(Progress(name=config.run.name, num_steps=config.trainer.steps)),
                 resume=store.latest() if resume is None else resume,
                 events=events,
             ),
