@@ -487,3 +487,9 @@ def test_a_text_that_yaml_takes_for_something_else_is_refused_with_what_to_do(tm
 def test_a_time_of_day_in_a_run_file_is_a_text(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("run: {name: 12:30}\n")
     assert load_config(tmp_path / "run.yaml").run.name == "12:30"
+
+
+def test_a_variable_that_is_too_long_to_print_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"cluster: {{env: {{TOKEN: 0x{'f' * 5000}}}}}")
+    with pytest.raises(ConfigError, match="cluster.env.TOKEN=<a number, not shown> is not a text"):
+        load_config(tmp_path / "run.yaml")

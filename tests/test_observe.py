@@ -22,6 +22,7 @@ from rich.console import Console as RichConsole
 from test_journal import make_group
 
 from rollcall.config import Config, parse_config
+from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import summarize
 from rollcall.observe.console import Console, LineConsole, LiveConsole, make_console
 from rollcall.observe.headline import ACCURACY, GRADED, headline_of, is_graded
@@ -554,3 +555,9 @@ def test_the_completions_of_an_evaluation_that_no_reward_scored_are_counted() ->
     scores = [failed, *(replace(score, errors={}) for score in group.scores[1:])]
     metrics = summarize([replace(group, scores=scores)], first_reward=next(iter(failed.parts)), threshold=1.0).metrics()
     assert (metrics["eval/reward_errors"], metrics["eval/completions"]) == (1.0, len(scores))
+
+
+def test_a_folder_in_place_of_the_metrics_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        read_rows(tmp_path / "metrics.jsonl")

@@ -151,12 +151,12 @@ def _assignments(value: Any) -> Iterator[tuple[str, str]]:
             yield from _assignments(each)
     elif isinstance(value, dict):
         if isinstance(value.get("name"), str) and "value" in value:  # as Kubernetes writes a variable
-            yield value["name"], str(value["value"])
+            yield value["name"], _text(value["value"])
         for name, each in value.items():
             if not isinstance(each, list | tuple | dict):
-                yield str(name), str(each)
-            elif is_secret(str(name)):
-                yield from ((str(name), leaf) for leaf in _leaves(each))
+                yield _text(name), _text(each)
+            elif is_secret(_text(name)):
+                yield from ((_text(name), leaf) for leaf in _leaves(each))
             yield from _assignments(each)
 
 
@@ -165,7 +165,12 @@ def _leaves(value: Any) -> Iterator[str]:
         for each in value.values() if isinstance(value, dict) else value:
             yield from _leaves(each)
     else:
-        yield str(value)
+        yield _text(value)
+
+
+def _text(value: Any) -> str:
+    """Empty for a number that is too long for Python to print: it is printed nowhere, and refused later."""
+    return "" if isinstance(value, int) and value.bit_length() > 10_000 else str(value)
 
 
 def guard_streams() -> None:

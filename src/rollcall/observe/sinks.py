@@ -19,6 +19,7 @@ from rollcall.config import Config, public_dump
 from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import persist
+from rollcall.errors import ConfigError
 from rollcall.observe.metrics import check_names
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder, and a run keeps its metrics in a file there; move it away") from None
     rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line:
