@@ -201,6 +201,7 @@ def test_every_architecture_learns(tmp_path: Path, architecture: str) -> None:
     assert_engine_and_learner_agree(config)
 
 
+@pytest.mark.slow
 def test_packing_into_small_micro_batches_trains_the_same(tmp_path: Path) -> None:
     whole, packed = (
         trained(tmp_path, f"actor.tokens_per_microbatch={tokens}", f"trainer.steps={steps}", name=name)

@@ -91,6 +91,7 @@ def test_a_folder_that_nodes_do_not_share_is_refused(lab_cluster: LabCluster) ->
     assert result.returncode == 1 and "run.dir=runs/one: relative to" in result.stderr
 
 
+@pytest.mark.slow
 def test_env_shows_each_nodes_own_variables(lab_cluster: LabCluster) -> None:
     nodes = {"num_nodes": 4, "num_gpus_per_node": 8, "accelerator": "cpu"}
     cluster = {**nodes, "env": {"MODE": "fast"}, "env_pass": ["A_KEY"], "node_env": {2: {"MODE": "slow"}}}

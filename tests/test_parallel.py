@@ -164,7 +164,7 @@ def score(gang: Gang, changes: dict[str, Any], num_samples: int) -> list[Any]:
     return [*scores, learner.score(samples)]
 
 
-@pytest.mark.parametrize("num_samples", [1, 12])
+@pytest.mark.parametrize("num_samples", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_scores_are_those_of_one_process(ranks: Ranks, num_samples: int) -> None:
     expected = score(Gang.alone(), ALONE, num_samples)
     for changes in (FSDP, {**SEQUENCE, "logprob_batch_size": 1}):
@@ -383,6 +383,7 @@ def test_what_cannot_be_divided_is_refused(ranks: Ranks, shape: Any, changes: An
         assert message in found
 
 
+@pytest.mark.slow
 def test_an_odd_vocabulary_is_divided_by_tokens(ranks: Ranks) -> None:
     """Embeddings and output head are whole while they run, so their rows need not divide."""
     shape = dict(vocab_size=43, num_attention_heads=2, num_key_value_heads=2, intermediate_size=94)
@@ -392,7 +393,12 @@ def test_an_odd_vocabulary_is_divided_by_tokens(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "tensor", "architecture"), [(1, 2, "qwen2-untied"), (2, 4, "qwen3-tied"), (1, 4, "llama-bias")]
+    ("kv_heads", "tensor", "architecture"),
+    [
+        pytest.param(1, 2, "qwen2-untied", marks=pytest.mark.slow),
+        (2, 4, "qwen3-tied"),
+        pytest.param(1, 4, "llama-bias", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_share_a_key_value_head_keep_it_equal(
     ranks: Ranks, kv_heads: int, tensor: int, architecture: str

@@ -404,6 +404,7 @@ def test_nodes_are_ranked_by_their_own_rank_and_others_by_address(monkeypatch):
         ranked(monkeypatch, listed_by_ray("10.0.0.1", label=1), listed_by_ray("10.0.0.2", resource=1))
 
 
+@pytest.mark.slow
 def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_path):
     script = (
         "from rollcall.cluster import *\ninit_ray(num_gpus=2)\n"
@@ -472,6 +473,7 @@ def test_a_dead_worker_is_named_at_once_and_shutdown_leaves_no_process(on_ray):
         assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 def test_processes_can_span_slots_and_share_them(on_ray):
     with VirtualCluster([3, 1], num_gpus_per_node=SLOTS, max_colocated_worker_groups=2) as cluster:
         wide = make_group(cluster, name_prefix="wide", bundle_indices_list=[(1, [0]), (0, [1, 2])])
