@@ -50,6 +50,11 @@ def _turn(item: pytest.Item) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
+    for item in items:
+        if "lab_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(
+                pytest.mark.slow
+            )  # four nodes of Ray are four minutes of CPU; a cluster of two is in every run
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

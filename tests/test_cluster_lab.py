@@ -449,6 +449,22 @@ def test_down_on_every_host_leaves_nothing(pair: tuple[Lab, str]) -> None:
     assert leftovers(lab.hosts) == {}
 
 
+def test_two_hosts_become_a_cluster_that_a_stranger_cannot_join(tmp_path: Path) -> None:
+    with Lab(hosts=3, shared=tmp_path / "shared") as lab:
+        *hosts, outsider = lab.hosts
+        publish_stale(lab.shared, address=f"{hosts[0].ip}:6379", token="of-another-time")
+        bring_up({rank: hosts[rank] for rank in (1, 0)}, "--rendezvous", str(lab.shared), "--slots", "8")
+        assert rollcall(hosts[1], "check", "16", "--timeout", "60").returncode == 0
+        head = json.loads((lab.shared / "default/head.json").read_text())["address"]
+        options = ["--rank", "1", "--num-nodes", "2", "--head-address", head, "--slots", "8", "--timeout", "20"]
+        wrong = rollcall(outsider, "node", *options, env={"ROLLCALL_TOKEN": "0123456789abcdef" * 4})
+        assert wrong.returncode == 1 and "does not accept the token" in wrong.stderr
+        assert outsider.processes() == [] and ranks_alive(hosts[0]) == [0, 1]
+        for host in hosts:
+            assert rollcall(host, "down").returncode == 0
+        assert leftovers(lab.hosts) == {}
+
+
 @pytest.mark.slow
 def test_four_hosts_from_nothing_to_nothing(tmp_path: Path) -> None:
     """Rank 3 is missing, then brings more than was asked for; at the end all is gone."""
