@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,14 @@ def send(number: signal.Signals) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_an_interrupt_ends_the_call_and_the_same_call_goes_on(tmp_path: Path, in_loop: bool) -> None:
     def interrupt(done: rollcall.StepDone) -> None:
