@@ -429,6 +429,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_a_lost_rollout_process_is_replaced_within_the_attempt_and_a_lost_actor_ends_it(
     node: None, undisturbed: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
