@@ -177,7 +177,7 @@ def test_what_a_reward_prints_has_no_secrets(
         "    raise RuntimeError('refused: hunter2-and-more')\n"
     )
     (tmp_path / "loud_judge_of_test_redact.py").write_text(code)
-    reward = FunctionReward(path="loud_judge_of_test_redact:score", env=("JUDGE_API_KEY", "JUDGE_DB"))
+    reward = FunctionReward(path="loud_judge_of_test_redact:score", env=["JUDGE_API_KEY", "JUDGE_DB"])
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
         (score,) = scorer.score(a_prompt(), completions_of("a"))
     printed = capfd.readouterr().err
