@@ -255,3 +255,24 @@ def test_samples_hold_any_text_and_a_run_that_goes_on_has_its_newest_numbers(tmp
     assert steps == [3]
     (run.dir / "summary.json").write_text('{"steps":')
     assert run.summary["steps"] == 3
+
+
+@pytest.mark.parametrize("call", [rollcall.train, rollcall.evaluate, rollcall.load_run])
+def test_what_is_not_a_path_is_refused(call: Any) -> None:
+    with pytest.raises(rollcall.ConfigError, match="3 is not a path; give "):
+        call(3)
+
+
+def test_a_run_that_trains_further_has_no_trained_model_and_the_readers_memory_is_not_its_own(tmp_path: Path) -> None:
+    run = rollcall.train(small(tmp_path), quiet=True)
+    assert run.model_dir == tmp_path / "run/model"
+    newest = run.checkpoints[-1].path
+    later = newest.with_name("step-000003")
+    newest.rename(later)
+    manifest = later / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "step": 3}))
+    os.utime(later, (time.time() + 10, time.time() + 10))
+    assert run.model_dir is None
+    (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps({"step": 1, "perf/peak_memory_gib": 0.001}) + "\n")
+    assert run.summary["peak_memory_gib"] == 0.001

@@ -17,7 +17,7 @@ from rollcall.config import Config, load_config
 from rollcall.config.checks import unused
 from rollcall.errors import ConfigError
 from rollcall.importing import calm_transformers, uncollected
-from rollcall.inspect.run import Run, load_run
+from rollcall.inspect.run import Run, load_run, path_of
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.redact import REDACTED
@@ -86,7 +86,9 @@ def evaluate(
     from rollcall.evaluation import plan_evaluation, run_evaluation
 
     plan = plan_evaluation(
-        target.dir if isinstance(target, Run) else Path(target),
+        target.dir
+        if isinstance(target, Run)
+        else path_of(target, what="a run, its directory or file, or the directory of a model"),
         overrides=[],
         changes=_with_paths(overrides),
         data=None if data is None else str(data),
@@ -114,7 +116,8 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
     if source is None or isinstance(source, Mapping):
         source = None if source is None else _with_paths(source)
         return load_config(source, list(overrides), changes=changes)
-    path, defaults = _run_file(Path(source))
+    what = "a run file, the directory of a run, its sections as a map, or a Config"
+    path, defaults = _run_file(path_of(source, what=what))
     return load_config(path, list(overrides), defaults=defaults, changes=changes)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollcall.checkpoint.run_dir import RUN_FILE
+from rollcall.checkpoint.run_dir import RUN_FILE, exported_model
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
@@ -214,13 +214,11 @@ def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
     """The newest model of a run: at its end the exported one, on the way a checkpoint's, before that the first."""
     if is_given:
         return config.model.path, "given by model.path"
-    exported = config.run.dir / "model"
     checkpoint = CheckpointStore(config.run.dir / "checkpoints", keep_last=1, keep_best=0).latest()
-    has_export = (exported / "config.json").exists()
-    if checkpoint is not None and not (has_export and exported.stat().st_mtime >= checkpoint.path.stat().st_mtime):
-        return str(checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
-    if has_export:
+    if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
+    if checkpoint is not None:
+        return str(checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
 
 

@@ -32,7 +32,7 @@ from rollcall.observe.events import Events
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
-from rollcall.observe.summary import build_summary, write_summary
+from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
 from rollcall.plan.memory import element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
@@ -117,6 +117,7 @@ def _train(
             run_dir / "metrics.jsonl",
             seconds=time.perf_counter() - started,
             resume_step=resume.step if resume else None,
+            peak_gib=peak_memory_gib(),
             run=config.run.name,
             model_dir=str(run_dir / "model"),
             reward_failures=_failures(controller.workers.scorer),
@@ -204,7 +205,9 @@ def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]
             raise KeyboardInterrupt from error
         if stop.asked is None:
             raise
-        say(f"told to stop by {stop.asked}, and then: {headline(error)}")  # whoever was told so too is gone
+        say(
+            f"told to stop by {stop.asked}, and then: {headline(error)}"
+        )  # the other processes were told too, and are gone
     try:
         controller.save_unsaved()
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no second attempt for who must stop

@@ -34,13 +34,18 @@ def newest_step(run_dir: Path) -> int | None:
     return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
+def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
+    """The model that the run has left; None: there is none, or it is of fewer steps than the newest checkpoint."""
+    model = run_dir / "model"
+    if not (model / "config.json").exists():
+        return None
+    return None if last is not None and model.stat().st_mtime < last.path.stat().st_mtime else model
+
+
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
     """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
-    model = run_dir / "model"
-    if last is None or last.step != num_steps or not (model / "config.json").exists():
+    if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
         return None
-    if model.stat().st_mtime < last.path.stat().st_mtime:
-        return None  # of fewer steps
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
         return summary if summary["steps"] == num_steps and "headline" in summary else None

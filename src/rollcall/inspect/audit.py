@@ -56,6 +56,8 @@ class Audit:
 
 def audit(run_dir: Path) -> Audit:
     run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run")
     if not (run_dir / "journal").is_dir():
         raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
     files = inspect(run_dir / "journal")

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollcall.checkpoint.run_dir import RUN_FILE, is_run
+from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, is_run
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, load_saved_run
 from rollcall.durable.journal import Journal
@@ -138,8 +138,8 @@ class Run:
     @property
     def model_dir(self) -> Path | None:
         """The trained model, for ``AutoModelForCausalLM.from_pretrained``; None: the run has not come to its end."""
-        path = self.dir / "model"
-        return path if (path / "config.json").exists() else None
+        store = CheckpointStore(self.dir / "checkpoints", keep_last=1, keep_best=0)
+        return exported_model(self.dir, last=store.latest())
 
     def _rows(self) -> list[dict[str, Any]]:
         return read_rows(self.dir / "metrics.jsonl")
@@ -151,9 +151,15 @@ class Run:
                 yield int(found[2]), found[1], path
 
 
+def path_of(given: object, *, what: str) -> Path:
+    if not isinstance(given, str | Path):
+        raise ConfigError(f"{given!r} is not a path; give {what}")
+    return Path(given)
+
+
 def load_run(directory: str | Path) -> Run:
     """The run in a directory; refused if there is none."""
-    path = Path(directory)
+    path = path_of(directory, what="the directory of a run (run.dir)")
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; give the directory of a run (run.dir)")
     if not is_run(path):

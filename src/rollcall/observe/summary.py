@@ -21,8 +21,11 @@ from rollcall.types import Group, Prompt
 GIB = 2**30
 
 
-def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None, **extra: Any) -> dict[str, Any]:
-    """``seconds`` is this process's wall time; steps up to ``resume_step`` add what they took in earlier processes.
+def build_summary(
+    metrics_path: Path, *, seconds: float, resume_step: int | None, peak_gib: float = 0.0, **extra: Any
+) -> dict[str, Any]:
+    """``seconds`` and ``peak_gib`` are the wall time and memory of a process that trains; steps up to ``resume_step`` add what
+    they took in earlier processes.
 
     ``extra`` joins the result as it is (run name, model directory, ...). A number that no row holds is None.
     """
@@ -46,7 +49,7 @@ def build_summary(metrics_path: Path, *, seconds: float, resume_step: int | None
         "step_s": _middle(median, generated, "time/step_s"),
         "logprob_mismatch": _middle(fmean, rows, "rollout/logprob_mismatch"),
         "logprob_mismatch_max": max(_values(rows, "rollout/logprob_mismatch_max"), default=None),
-        "peak_memory_gib": round(max([*_values(rows, "perf/peak_memory_gib"), peak_memory_gib()]), 3),
+        "peak_memory_gib": round(max([*_values(rows, "perf/peak_memory_gib"), peak_gib]), 3),
         "reward_errors": int(errors),
         **extra,
     }
