@@ -15,6 +15,7 @@ from typing import Any
 from rollcall.errors import ConfigError
 
 MOST_COMPLETIONS = 10_000_000  # of a step; many times what the largest runs take
+HUB = "hub:"
 COLDEST = 0.001  # temperature; below it the logits of ordinary models overflow when they are divided by it
 
 
@@ -63,9 +64,9 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
             "engine and learner are in one process and share the weights",
         ),
         ("trainer.elastic", one_process and not in_folder, "the run has one node; it is for a cluster of several"),
-        ("data.split", not _is_hub(data.train), "data.train is not a hub: dataset"),
-        ("data.val_split", not _is_hub(data.val), "data.val is not a hub: dataset"),
-        ("data.subset", not _is_hub(data.train) and not _is_hub(data.val), "data.train is not a hub: dataset"),
+        ("data.split", not is_hub(data.train), "data.train is not a hub: dataset"),
+        ("data.val_split", not is_hub(data.val), "data.val is not a hub: dataset"),
+        ("data.subset", not is_hub(data.train) and not is_hub(data.val), "data.train is not a hub: dataset"),
         ("algorithm.kl_estimator", algorithm.kl_coef == 0, "algorithm.kl_coef=0"),
         ("algorithm.kl_in", algorithm.kl_coef == 0, "algorithm.kl_coef=0"),
         ("algorithm.max_refills", not algorithm.dynamic_sampling, "algorithm.dynamic_sampling=false"),
@@ -82,8 +83,9 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
     ]
 
 
-def _is_hub(source: str | None) -> bool:
-    return source is not None and source.startswith("hub:")
+def is_hub(source: str | None) -> bool:
+    """Whether data is named by its place on the hub, and not a file."""
+    return source is not None and source.startswith(HUB)
 
 
 def _changed(config: Any, key: str) -> list[str]:

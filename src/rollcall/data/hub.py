@@ -10,25 +10,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PREFIX = "hub:"
+from rollcall.config.checks import HUB
 
 
 class HubDataError(ValueError):
     """A dataset cannot be read; the message names it and says what to do."""
 
 
-def is_hub(source: str | None) -> bool:
-    return source is not None and source.startswith(PREFIX)
-
-
 def default_name(source: str, *, split: str) -> str:
     """What the ids of its rows begin with."""
-    return f"{Path(source.removeprefix(PREFIX)).name}-{split}"
+    return f"{Path(source.removeprefix(HUB)).name}-{split}"
 
 
 def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     """The rows of one split, downloaded once and then read from the cache."""
-    name = source.removeprefix(PREFIX)
+    name = source.removeprefix(HUB)
     if not name.strip():
         raise HubDataError(f"{source} names no dataset; write for example hub:openai/gsm8k")
     datasets = _library(source)

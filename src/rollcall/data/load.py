@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 
 from rollcall.config import DataSection
+from rollcall.config.checks import is_hub
 from rollcall.data.arithmetic import arithmetic
 from rollcall.data.columns import ColumnError, answer_text, check_texts, countdown_columns, plain, row_name
-from rollcall.data.hub import HubDataError, default_name, is_hub, read_dataset
+from rollcall.data.hub import HubDataError, default_name, read_dataset
 from rollcall.types import Prompt
 from rollcall.words import all_of, are
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, parse_config
-from rollcall.data.hub import PREFIX as HUB
+from rollcall.config.checks import HUB
 from rollcall.errors import ClusterError
 from rollcall.nodes.state import NodeRecord
 
