@@ -175,3 +175,8 @@ def test_groups_left_out_for_want_of_signal_are_not_counted_as_skipped(tmp_path:
         trained = {draw for entry in journal.trained().values() for draw in entry.draws}
     assert trained != set(range(max(trained) + 1)), "nothing was left out, so this says nothing"
     assert audit(config.run.dir).is_clean
+
+
+def test_a_folder_that_does_not_exist_is_not_called_a_run_without_a_journal(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
+        audit(tmp_path / "nowhere")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollcall.config import Config, OptimizerSection, TrainerSection
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 LARGE = GIB  # a smaller run is not worth a message
 
 
@@ -36,8 +36,8 @@ class RunSize:
         if fits and self.end < LARGE:
             return None
         count = "1 checkpoint" if self.num_checkpoints == 1 else f"{self.num_checkpoints} checkpoints"
-        held = f"{run_dir} will hold {count} of {_gib(self.checkpoint)} and a model of {_gib(self.model)}"
-        room = f"{_gib(self.end)} in all, up to {_gib(self.peak)} while it saves; the disk has {_gib(self.free)} for it"
+        held = f"{run_dir} will hold {count} of {_shown(self.checkpoint)} and a model of {_shown(self.model)}"
+        room = f"{_shown(self.end)} in all, up to {_shown(self.peak)} while it saves; the disk has {_shown(self.free)} for it"
         if fits:
             return f"{held}: {room}"
         return (
@@ -85,5 +85,5 @@ def _held(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+def _shown(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / MIB:,.1f} MiB"

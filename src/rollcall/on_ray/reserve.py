@@ -134,7 +134,7 @@ def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float, say: Callable[
             return here
         names = f"node {', '.join(map(str, missing))} of {num_nodes}"
         if waited_s >= wait_s and len(here) >= fewest:
-            say(f"{names} is missing after {wait_s:g} s; the run goes on with {len(here)}")
+            say(f"{names} is missing after {wait_s:g} s; the run continues with {len(here)}")
             return here
         if waited_s >= max(wait_s, NODES_DEADLINE_S):
             raise NoRoomError(

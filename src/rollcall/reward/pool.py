@@ -354,7 +354,7 @@ class _Worker:
         """The messages that have arrived whole, and whether no more can come, or none that can be trusted."""
         ended = False
         try:
-            # What is more waits for the next turn: whoever writes without end must not keep this process here.
+            # The rest waits for the next turn: a worker that writes without end must not keep this process here.
             while len(self._inbox) <= _MAX_CHUNK * MAX_ANSWER_BYTES:
                 data = os.read(self.read_fd, _READ_BYTES)
                 if not data:

@@ -5,7 +5,7 @@ A call is a file in its worker's inbox, its answer a file in ``answers``. The la
 worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
 the master, which is reached the same way.
 
-One thread, the postman, takes answers and watches the workers. A worker is dead when its counter stands still, when it has
+One thread, the postman, takes answers and watches the workers. A worker is dead when its counter no longer changes, when it has
 said goodbye, or when another process has taken its place; the calls that it had then fail.
 """
 
