@@ -90,7 +90,8 @@ def _app(group: Any) -> Any:
 def test_these_are_the_verbs() -> None:
     assert sorted(commands()) == [
         "check", "compare", "config", "data", "doctor", "down", "env", "eval", "init", "job list", "job logs", "job status", "job stop",
-        "node", "plan", "recover", "reward test", "simulate", "status", "submit", "train", "version",
+        "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
+        "launch ssh", "launch status", "node", "plan", "recover", "reward test", "simulate", "status", "submit", "train", "version",
     ]  # fmt: skip
 
 

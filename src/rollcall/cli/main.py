@@ -17,6 +17,7 @@ from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
 from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
+from rollcall.cli.launch import launch
 from rollcall.cli.plan import plan
 from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
@@ -105,6 +106,7 @@ for command in (recover, compare, init, config, data, plan, simulate, doctor, su
 app.command("version")(version)
 app.add_typer(job, name="job")
 app.add_typer(reward, name="reward")
+app.add_typer(launch, name="launch")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from rollcall.config.algorithms import Algorithm, Grpo
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_ruin
 from rollcall.config.errors import explain_all, shown
+from rollcall.config.launch import LaunchSection, PrepareSection
 from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
 from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import ExactReward, Reward
@@ -53,6 +54,8 @@ class Config(Section):
         TrainerSection(), "How long to train, when to evaluate and save, what to do when a process or a node is lost."
     )
     eval: EvalSection = field(EvalSection(), "How to evaluate.")
+    prepare: PrepareSection = field(PrepareSection(), "What nodes do before the run.")
+    launch: LaunchSection | None = field(None, "Where `rollcall launch` gets the nodes.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

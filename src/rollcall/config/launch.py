@@ -1,0 +1,127 @@
+"""`launch:` and `prepare:` of a run file: where the nodes come from, and what each needs before the run.
+
+One section for each target of `rollcall launch`; a run file may have several. What all targets share stands beside them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from rollcall.config.base import Section, field
+from rollcall.config.checks import check_variables
+
+Variables = Annotated[dict[str, str], AfterValidator(check_variables)]
+
+
+class PrepareSection(Section):
+    once: list[str] = field(
+        [], "Shell commands that the first node runs before the run, such as one that makes the data."
+    )
+    each_node: list[str] = field([], "Shell commands that every node runs before the run.")
+    fetch_model: bool = field(True, "Download a `model.path` that is a hub name, once on each node, before the run.")
+
+
+class ContainerSection(Section):
+    runtime: Literal["docker", "podman", "apptainer", "enroot"] = field("docker", "What runs the container.")
+    image: str = Field(description="Image to run.")
+    build: Path | None = field(None, "Folder with a Dockerfile. The image is built from it on a node that lacks it.")
+    mounts: list[str] = field(
+        [], "Folders of the node that the container sees: `/data`, or `/data:/inside`, or `/data:/inside:ro`."
+    )
+    shm: str = field("16g", "Size of /dev/shm.")
+    devices: list[str] = field([], "More devices for the container, such as `/dev/infiniband`.")
+
+
+class _OnNodes(Section):
+    """What a target that runs our command on plain machines can be told about them."""
+
+    activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
+    env: Variables = field({}, "Environment variables of `rollcall node`. Those of workers are in `cluster.env`.")
+
+
+class SshSection(_OnNodes):
+    hosts: list[str] | Path = Field(
+        description="The machines, by rank: `[node0, node1]`, or a file with one in each line. Of a file, the first hosts that "
+        "no other launch uses."
+    )
+    user: str | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
+    port: int | None = field(None, "Port of sshd; `null`: as ssh's configuration says.", ge=1, le=65535)
+    key: Path | None = field(None, "Private key; `null`: as ssh's configuration says.")
+    temp_dir: Path | None = field(None, "Ray's folder for sockets and logs on the hosts: a short, local path.")
+    interface: str | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
+
+
+class SlurmSection(_OnNodes):
+    partition: str | None = field(None, "Partition.")
+    account: str | None = field(None, "Account.")
+    time: str | None = field(None, "Time limit, such as `04:00:00`.")
+    gpus_per_node: str | None = field(
+        None, "GPUs to ask for, such as `8` or `h100:8`; `null`: `cluster.num_gpus_per_node` where a slot is a GPU."
+    )
+    cpus_per_task: int | None = field(None, "CPUs of each node.", ge=1)
+    mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
+    constraint: str | None = field(None, "Constraint.")
+    nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
+    modules: list[str] = field([], "Modules to load.")
+    lines: list[str] = field([], "More lines for the script, before the nodes start.")
+    options: list[str] = field([], "More options of sbatch, such as `--exclusive`.")
+    signal_s: int = field(
+        120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10
+    )
+    attach: int | None = field(None, "Id of an allocation that runs already; the nodes start inside it.", ge=1)
+
+
+class SkypilotSection(_OnNodes):
+    resources: dict[str, str | int | float | bool | list[str]] = field(
+        {}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`."
+    )
+    workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
+    file_mounts: dict[str, str] = field({}, "Files and buckets for the nodes: path there, path or bucket here.")
+    secrets: list[str] = field([], "Names of variables whose values SkyPilot takes from this shell.")
+    setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
+    managed: bool = field(True, "Start it as a managed job: after a preemption it starts again and the run resumes.")
+
+
+class DstackSection(_OnNodes):
+    image: str | None = field(None, "Container image.")
+    resources: dict[str, str | int | float | dict[str, str | int]] = field(
+        {}, "dstack's resources, such as `{gpu: 'H100:8', shm_size: 64GB}`."
+    )
+    secrets: list[str] = field([], "Names of variables whose values dstack takes from this shell.")
+    setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
+    volumes: list[str] = field([], "Volumes: `NAME:/path`, or `/on/the/instance:/path`.")
+    ports: list[int] = field([], "Ports to forward, beside the dashboard's.")
+
+
+class KuberaySection(Section):
+    namespace: str = field("default", "Namespace.")
+    image: str | None = field(None, "Container image, with Rollcall in it. Needed unless `ray_cluster` is given.")
+    ray_version: str = field("2.60.0", "Version of Ray in the image.")
+    cpus: int = field(8, "CPUs of each pod.", ge=1)
+    memory: str = field("64Gi", "Memory of each pod.")
+    shm: str = field("16Gi", "Size of /dev/shm.")
+    gpu_resource: str = field("nvidia.com/gpu", "Kubernetes' name of a GPU (`amd.com/gpu` with ROCm).")
+    env: Variables = field({}, "Environment variables of the pods.")
+    env_from_secrets: list[str] = field([], "Kubernetes secrets whose keys become environment variables.")
+    claims: dict[str, str] = field({}, "Volume claims that every pod mounts: name, path.")
+    submission: Literal["K8sJobMode", "HTTPMode", "SidecarMode"] = field("K8sJobMode", "How KubeRay submits the job.")
+    ray_cluster: str | None = field(None, "Name of a RayCluster that exists; the job runs there.")
+
+
+class LaunchSection(Section):
+    rendezvous: Path | None = field(
+        None, "Shared folder in which nodes find the head. `null`: they are told the head's address."
+    )
+    gpu: Literal["cuda", "rocm"] = field("cuda", "Make of the GPUs: which variables and devices a node needs.")
+    profile: Path | None = field(
+        None, "File of `NAME=VALUE` lines with network variables (`NCCL_*`, `GLOO_*`, `RCCL_*`) for nodes and workers."
+    )
+    container: ContainerSection | None = field(None, "Run the nodes in containers (ssh and slurm).")
+    ssh: SshSection | None = field(None, "Machines that ssh reaches.")
+    slurm: SlurmSection | None = field(None, "A Slurm cluster.")
+    skypilot: SkypilotSection | None = field(None, "Clouds and clusters through SkyPilot.")
+    dstack: DstackSection | None = field(None, "dstack.")
+    kuberay: KuberaySection | None = field(None, "Kubernetes with the KubeRay operator.")

@@ -1,0 +1,62 @@
+"""One launch from its run file to a run: render, validate, start, and later look, follow and stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rollcall.config import Config
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record
+from rollcall.launch.rendered import Rendered
+from rollcall.launch.target import Request, Target
+from rollcall.launch.targets import get_target
+from rollcall.plan.judge import workable_plan
+from rollcall.wait import say
+
+
+def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Request:
+    """What a target renders from; refuses what cannot work before anything is started."""
+    if config.cluster is None:
+        raise LaunchError("a launch needs nodes: add a `cluster:` section with num_nodes and num_gpus_per_node")
+    if config.launch is None or getattr(config.launch, target) is None:
+        raise LaunchError(
+            f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
+        )
+    workable_plan(config, config.cluster)
+    return Request(
+        name=name, config=config, cluster=config.cluster, launch=config.launch, folder=launches() / name, cwd=cwd
+    )
+
+
+def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
+    """Start it, or finish what an earlier command of the same name began."""
+    with held(request.name):
+        record = find_record(request.name)
+        if record is None:
+            record = new_record(request.name, target=target.name, run_dir=str(request.config.run.dir))
+        elif record.target != target.name:
+            raise LaunchError(
+                f"{request.name!r} was launched with {record.target}; give another --name, or end it with "
+                f"`rollcall launch down {request.name}`"
+            )
+        elif record.state == "stopping":
+            raise LaunchError(
+                f"{request.name!r} is being stopped; run `rollcall launch down {request.name}` to its end"
+            )
+        elif record.state == "started":
+            say(f"{request.name!r} was started at {record.started}: looking for what still runs")
+        else:
+            say(f"{request.name!r} was cut off while it started: finishing it")
+        record = record.save()
+        rendered.write(record.folder)
+        say(target.validate(rendered, record.folder))
+        record = target.start(request, rendered, record)
+        return replace(record, state="started").save()
+
+
+def stop(name: str) -> None:
+    with held(name):
+        record = replace(get_record(name), state="stopping").save()
+        get_target(record.target).stop(record)
+        forget(record)

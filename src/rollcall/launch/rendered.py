@@ -1,0 +1,88 @@
+"""What a target renders: files for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcall.launch.errors import LaunchError
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedFile:
+    name: str  # inside the launch's folder
+    text: str
+    executable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of a target's own tool."""
+
+    words: tuple[str, ...]
+    what: str  # what it does, in a few words: "submit the batch script"
+    host: str | None = None  # where it runs; None: on this machine
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    files: tuple[RenderedFile, ...]
+    commands: tuple[Command, ...]
+    notes: tuple[str, ...] = ()  # what the user has to know or do
+
+    def file(self, name: str) -> RenderedFile:
+        return next(file for file in self.files if file.name == name)
+
+    def write(self, folder: Path) -> None:
+        """Into the launch's folder. A run file may hold what only its owner should read."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for file in self.files:
+            path = folder / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file.text)
+            path.chmod(0o700 if file.executable else 0o600)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "files": {file.name: file.text for file in self.files},
+            "commands": [{"what": each.what, "host": each.host, "words": list(each.words)} for each in self.commands],
+            "notes": list(self.notes),
+        }
+
+
+def yaml_text(value: Any) -> str:
+    """As a YAML library writes it. Text of several lines stays readable."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # not every reader of YAML knows them
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def exports(variables: Mapping[str, str]) -> list[str]:
+    """Lines of shell that set variables, whatever is in their values."""
+    for name in variables:
+        if not VARIABLE.fullmatch(name):
+            raise LaunchError(
+                f"{name!r} cannot be a variable's name in a shell; use letters, digits and '_', not beginning with a digit"
+            )
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]

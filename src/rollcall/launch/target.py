@@ -1,0 +1,66 @@
+"""What every target of `rollcall launch` does. A target is one file in this room and one entry in ``targets.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollcall.config import Config, dump_config
+from rollcall.config.launch import LaunchSection
+from rollcall.config.sections import ClusterSection
+from rollcall.launch.record import LaunchRecord
+from rollcall.launch.rendered import Rendered, RenderedFile
+
+RUN_FILE = "run.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """All that a rendering depends on."""
+
+    name: str  # of the launch, and of its cluster
+    config: Config
+    cluster: ClusterSection  # config.cluster: a launch needs one
+    launch: LaunchSection
+    folder: Path  # where the rendered files will be, on this machine
+    cwd: Path  # where the user is: relative paths and modules of rewards are found from here
+
+    @property
+    def run_file(self) -> RenderedFile:
+        """The resolved run file, overrides included, without the values of secrets."""
+        return RenderedFile(name=RUN_FILE, text=dump_config(self.config))
+
+
+class Target(Protocol):
+    name: str
+
+    def render(self, request: Request) -> Rendered:
+        """Files and commands. Pure: the same request gives the same text, and nothing is read or started."""
+        ...
+
+    def validate(self, rendered: Rendered, folder: Path) -> str:
+        """Let the target's own tool read the files in ``folder``. Returns what was checked, or why it could not be; raises
+        ``LaunchError`` with the tool's words when it refuses them."""
+        ...
+
+    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+        """Start it, or finish a start that was cut off: what runs already is taken as it is. Saves the record before and
+        after each thing it starts."""
+        ...
+
+    def follow(self, record: LaunchRecord) -> int:
+        """Print the run's log until the run ends; returns its exit status. Ctrl-C leaves the run going."""
+        ...
+
+    def status(self, record: LaunchRecord) -> str:
+        """One line: what the target's tool says of it now."""
+        ...
+
+    def logs(self, record: LaunchRecord) -> None:
+        """Print what there is of the run's log."""
+        ...
+
+    def stop(self, record: LaunchRecord) -> None:
+        """End everything the record names, and nothing else. What has ended already is fine."""
+        ...

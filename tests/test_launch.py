@@ -1,0 +1,72 @@
+"""What all targets of `rollcall launch` share: rendered files, the record of what was started, names."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.record import Part, all_records, find_record, forget, get_record, held, new_record
+from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
+
+
+@pytest.fixture(autouse=True)
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
+    return tmp_path / "launches"
+
+
+def test_a_record_is_read_back_and_forgotten() -> None:
+    record = new_record("one", target="ssh", run_dir="/shared/runs/one").with_part(Part(kind="node", where="a"))
+    record = record.with_part(Part(kind="node", where="a", id="7")).with_part(Part(kind="node", where="b")).save()
+    assert [part.id for part in record.parts] == ["7", ""]
+    assert find_record("one") == record
+    assert [each.name for each in all_records()] == ["one"]
+    forget(record)
+    assert find_record("one") is None
+    with pytest.raises(LaunchError, match="known: none"):
+        get_record("one")
+
+
+def test_a_damaged_record_is_named(launches: Path) -> None:
+    replace(new_record("one", target="ssh", run_dir="/r"), state="started").save()
+    for text in ("{", "[]", "null", '{"name": "one"}'):
+        (launches / "one/launch.json").write_text(text)
+        with pytest.raises(LaunchError, match="launch.json is not a record"):
+            find_record("one")
+
+
+def test_one_command_at_a_time_works_on_a_launch() -> None:
+    with held("one"), pytest.raises(LaunchError, match="another command"), held("one"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "a" * 33, "-a"])
+def test_names_that_are_not_folders_are_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match="cannot be a launch's name"):
+        new_record(name, target="ssh", run_dir="/r")
+
+
+def test_any_value_survives_the_shell() -> None:
+    value = "a b'c\"d$HOME`date`\\\n\tü✓ *"
+    script = "\n".join([*exports({"VALUE": value}), 'printf %s "$VALUE"'])
+    assert subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout == value
+    with pytest.raises(LaunchError, match="variable's name"):
+        exports({"A;rm": "1"})
+
+
+def test_rendered_files_are_private_and_yaml_is_read_back(tmp_path: Path) -> None:
+    import yaml
+
+    value = {"run": "line one\n  two\n", "list": [1, "yes", "0x1"], "empty": ""}
+    assert yaml.safe_load(yaml_text(value)) == value
+    rendered = Rendered(
+        files=(RenderedFile(name="go.sh", text="exit 0\n", executable=True),),
+        commands=(Command(words=("sh", "a b"), what="start"),),
+    )
+    rendered.write(tmp_path / "folder")
+    assert (tmp_path / "folder/go.sh").stat().st_mode & 0o777 == 0o700
+    assert str(rendered.commands[0]) == "sh 'a b'"
