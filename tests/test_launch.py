@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollcall.launch.errors import LaunchError
+from rollcall.launch.hosts import choose_hosts, claim
+from rollcall.launch.profile import read_profile
 from rollcall.launch.record import Part, all_records, find_record, forget, get_record, held, new_record
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
 
@@ -70,3 +72,52 @@ def test_rendered_files_are_private_and_yaml_is_read_back(tmp_path: Path) -> Non
     rendered.write(tmp_path / "folder")
     assert (tmp_path / "folder/go.sh").stat().st_mode & 0o777 == 0o700
     assert str(rendered.commands[0]) == "sh 'a b'"
+
+
+def test_a_profile_is_read_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "net.env"
+    path.write_text("# fabric\n\nNCCL_IB_HCA=mlx5_0,mlx5_1\nexport GLOO_SOCKET_IFNAME='eth 0'\nEMPTY=\n")
+    assert read_profile(path) == {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "GLOO_SOCKET_IFNAME": "eth 0", "EMPTY": ""}
+    for text in ("NCCL_DEBUG", "A B=1", "A=one two", "A='one", "1A=2"):
+        path.write_text(f"X=1\n{text}\n")
+        with pytest.raises(LaunchError, match="line 2 of launch.profile"):
+            read_profile(path)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_profile(tmp_path / "none")
+
+
+def test_hosts_of_a_file_are_the_first_that_no_other_launch_uses(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\nb # in the corner\n\n# c is broken\nd\ne\n")
+    first = choose_hosts(file, count=2, name="one", cwd=tmp_path)
+    assert first == ("a", "b")
+    claim(new_record("one", target="ssh", run_dir="/r").save(), first)
+    assert choose_hosts(Path("hosts"), count=2, name="two", cwd=tmp_path) == ("d", "e")
+    assert choose_hosts(file, count=2, name="one", cwd=tmp_path) == first
+    with pytest.raises(LaunchError, match="2 free hosts, and cluster.num_nodes=3.*\n  a is used by launch 'one'"):
+        choose_hosts(file, count=3, name="two", cwd=tmp_path)
+
+
+def test_hosts_that_another_launch_uses_are_refused_by_its_name(tmp_path: Path) -> None:
+    claim(new_record("one", target="ssh", run_dir="/r").save(), ["a", "b"])
+    with pytest.raises(LaunchError, match="in use already: b \\(launch 'one'\\)"):
+        choose_hosts(["b", "c"], count=2, name="two", cwd=tmp_path)
+    two = new_record("two", target="ssh", run_dir="/r").save()
+    with pytest.raises(LaunchError, match="in use already: b"):
+        claim(two, ["c", "b"])
+    assert choose_hosts(["a", "b"], count=2, name="one", cwd=tmp_path) == ("a", "b")
+    with pytest.raises(LaunchError, match="'one' was launched on a, b, not on a, c"):
+        choose_hosts(["a", "c"], count=2, name="one", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", "", "a\nb"])
+def test_what_ssh_would_not_take_as_a_host_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="which ssh cannot reach"):
+        choose_hosts([host], count=1, name="one", cwd=tmp_path)
+
+
+def test_one_host_for_each_node(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="has a twice"):
+        choose_hosts(["a", "a"], count=2, name="one", cwd=tmp_path)
+    with pytest.raises(LaunchError, match="lists 2 hosts, and cluster.num_nodes=3"):
+        choose_hosts(["a", "b"], count=3, name="one", cwd=tmp_path)

@@ -80,14 +80,14 @@ class Jobs:
         self._token = token  # opens what came sealed with a job
         remember([token])
 
-    def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str]) -> Job:
-        """Send the run's code and start its driver; returns as soon as Ray has it."""
+    def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str], job_id: str | None = None) -> Job:
+        """Send the run's code and start its driver; returns as soon as Ray has it. ``job_id``: one that ``new_id`` has made."""
         named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
         config = resolve_paths(config, folder=folder, record=self.record)
         package = build_package(config, run_file=dump_config(config), folder=folder)
-        job_id = _new_id(config.run.name)
+        job_id = job_id or new_id(config.run.name)
         # A refusal of the token, or no answer, before anything is sent.
         refuse_busy(config.run.dir, self.jobs())
         self._upload(package.uri, package.data)
@@ -315,7 +315,7 @@ def _token(cluster: str, *, record: NodeRecord | None, rendezvous: Path | None) 
     )
 
 
-def _new_id(run_name: str) -> str:
+def new_id(run_name: str) -> str:
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", run_name).strip("-.")[:40] or "run"
     return f"{PREFIX}{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rollcall.config import Config
 from rollcall.launch.errors import LaunchError
+from rollcall.launch.hosts import choose_hosts
+from rollcall.launch.profile import read_profile
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record
 from rollcall.launch.rendered import Rendered
 from rollcall.launch.target import Request, Target
@@ -24,8 +26,19 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
             f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
         )
     workable_plan(config, config.cluster)
+    launch, cluster = config.launch, config.cluster
+    hosts: tuple[str, ...] = ()
+    if target == "ssh" and launch.ssh is not None:
+        hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
     return Request(
-        name=name, config=config, cluster=config.cluster, launch=config.launch, folder=launches() / name, cwd=cwd
+        name=name,
+        config=config,
+        cluster=cluster,
+        launch=launch,
+        folder=launches() / name,
+        cwd=cwd,
+        profile={} if launch.profile is None else read_profile(cwd / launch.profile.expanduser()),
+        hosts=hosts,
     )
 
 
@@ -49,10 +62,20 @@ def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
         else:
             say(f"{request.name!r} was cut off while it started: finishing it")
         record = record.save()
-        rendered.write(record.folder)
-        say(target.validate(rendered, record.folder))
-        record = target.start(request, rendered, record)
-        return replace(record, state="started").save()
+        try:
+            rendered.write(record.folder)
+            say(target.validate(rendered, record.folder))
+            record = target.start(request, rendered, record)
+            return replace(record, state="started").save()
+        except BaseException:
+            _forget_if_nothing_started(record.name)
+            raise
+
+
+def _forget_if_nothing_started(name: str) -> None:
+    record = find_record(name)
+    if record is not None and record.state == "starting" and not record.parts:
+        forget(record)
 
 
 def stop(name: str) -> None:

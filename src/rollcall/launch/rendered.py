@@ -30,9 +30,11 @@ class Command:
     words: tuple[str, ...]
     what: str  # what it does, in a few words: "submit the batch script"
     host: str | None = None  # where it runs; None: on this machine
+    stdin: str | None = None  # the rendered file that it reads
 
     def __str__(self) -> str:
-        return shlex.join(self.words)
+        words = shlex.join(self.words)
+        return words if self.stdin is None else f"{words} < {shlex.quote(self.stdin)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,10 @@ class Rendered:
     def as_json(self) -> dict[str, Any]:
         return {
             "files": {file.name: file.text for file in self.files},
-            "commands": [{"what": each.what, "host": each.host, "words": list(each.words)} for each in self.commands],
+            "commands": [
+                {"what": each.what, "host": each.host, "words": list(each.words), "stdin": each.stdin}
+                for each in self.commands
+            ],
             "notes": list(self.notes),
         }
 
@@ -86,3 +91,15 @@ def exports(variables: Mapping[str, str]) -> list[str]:
                 f"{name!r} cannot be a variable's name in a shell; use letters, digits and '_', not beginning with a digit"
             )
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
+def shell_path(path: Path) -> str:
+    """A path as one word of shell. The home folder of the user there takes the place of a leading ``~``.
+
+    >>> shell_path(Path("~/my venv/bin/activate")), shell_path(Path("/opt/$x/activate"))
+    ('"$HOME"/\'my venv/bin/activate\'', "'/opt/$x/activate'")
+    """
+    text = str(path)
+    if text == "~" or text.startswith("~/"):
+        return '"$HOME"' + (f"/{shlex.quote(text[2:])}" if text[2:] else "")
+    return shlex.quote(text)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,8 @@ class Request:
     launch: LaunchSection
     folder: Path  # where the rendered files will be, on this machine
     cwd: Path  # where the user is: relative paths and modules of rewards are found from here
+    profile: Mapping[str, str] = field(default_factory=dict)  # the variables that the file `launch.profile` has
+    hosts: tuple[str, ...] = ()  # by rank, where the target has to be told
 
     @property
     def run_file(self) -> RenderedFile:
