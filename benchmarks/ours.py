@@ -90,11 +90,11 @@ def make_config(
 def make_workers(config: Config) -> Any:
     """In this process, or in one of the cluster's where the run file has a cluster."""
     if config.cluster is None:
-        workers: Any = build_workers(config, say=lambda text: None)
+        workers: Any = build_workers(config)
     else:
         from rollcall.roles.remote import build_remote_workers
 
-        workers = build_remote_workers(config, say=lambda text: None)
+        workers = build_remote_workers(config)
     workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens
     return workers
 

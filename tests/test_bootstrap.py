@@ -42,6 +42,7 @@ from rollcall.nodes.state import (
     write_record,
 )
 from rollcall.on_ray import gcs as ask_gcs
+from rollcall.wait import speaking
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0
@@ -94,10 +95,6 @@ def join(folder: Path, *, rank: int = 1, **changes: Any) -> NodeRequest:
         cluster="default", rank=rank, num_nodes=2, rendezvous=folder / "shared", slots=2, timeout_s=60.0
     )
     return replace(request, **changes)
-
-
-def quiet(text: str) -> None:
-    return None
 
 
 @pytest.mark.slow
@@ -182,7 +179,7 @@ def test_a_file_with_another_id_at_a_living_head_is_not_joined(
     forged.publish(replace(genuine, cluster_id="0" * 16), token=published.read_token())
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n1"))
     with pytest.raises(ClusterError, match="another cluster answers now"):
-        start_node(join(folder, rendezvous=folder / "forged", timeout_s=1.0), say=quiet)
+        start_node(join(folder, rendezvous=folder / "forged", timeout_s=1.0))
     assert read_record("default") is None
 
 
@@ -192,12 +189,12 @@ def test_a_number_of_nodes_or_a_rank_that_does_not_fit_is_refused(
 ) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n1"))
     with pytest.raises(ClusterError, match="--num-nodes 3 here, but rank 0 at .* was started with 2"):
-        start_node(join(folder, num_nodes=3), say=quiet)
+        start_node(join(folder, num_nodes=3))
     with pytest.raises(ClusterError, match="rank 2 does not exist among the 2 nodes"):
-        start_node(join(folder, rank=2, num_nodes=None), say=quiet)
+        start_node(join(folder, rank=2, num_nodes=None))
     monkeypatch.setattr(bootstrap, "TAKEN_S", 0.0)
     with pytest.raises(ClusterError, match="rank 0 is taken by .* which is alive"):
-        start_node(join(folder, rank=0), say=quiet)
+        start_node(join(folder, rank=0))
 
 
 DRIVER = """
@@ -237,7 +234,7 @@ def test_a_worker_joins_takes_work_and_leaves_nothing_when_it_goes_down(
     with pytest.raises(ClusterError, match="rank 1 is taken"):
         monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "n2"))
         monkeypatch.setattr(bootstrap, "TAKEN_S", 0.0)
-        start_node(join(folder), say=quiet)
+        start_node(join(folder))
 
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], env=node.env, stdout=subprocess.PIPE, text=True)
     reader = subprocess.Popen(
@@ -372,7 +369,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
         (dict(temp_dir=short, cluster="../escape"), "cannot be a cluster's name"),
     ):
         with pytest.raises(ClusterError, match=words):
-            start_node(replace(join(tmp_path), **changes), say=quiet)
+            start_node(replace(join(tmp_path), **changes))
 
 
 @pytest.mark.parametrize("token", ["a", "secret", "x" * 64, "password" * 8, "0123456789abcdef0123456789abcde"])
@@ -384,7 +381,7 @@ def test_a_token_that_can_be_guessed_is_refused_with_how_to_make_one(
     with pytest.raises(
         ClusterError, match="needs at least 32, 8 of them different.* `openssl rand -hex 32`"
     ) as refused:
-        start_node(replace(join(tmp_path), temp_dir=Path("/tmp/rc")), say=quiet)
+        start_node(replace(join(tmp_path), temp_dir=Path("/tmp/rc")))
     assert len(token) == 1 or token not in str(refused.value)
 
 
@@ -426,7 +423,7 @@ def test_a_ray_that_fails_to_start_shows_its_own_words_and_leaves_nothing(
         dashboard_host="not an address",
     )  # fmt: skip
     with pytest.raises(ClusterError, match="Ray did not start on"):
-        start_node(request, say=quiet)
+        start_node(request)
     assert read_record("default") is None and find_processes(state_dir("default")) == []
     assert not (tmp_path / "shared" / "default" / "head.json").exists()
 
@@ -556,9 +553,9 @@ def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(
     monkeypatch.setattr(foreground, "LOOK_EVERY_S", 0.01)
     write_record(make_record())
     with pytest.raises(ClusterError, match="rank 0 of cluster 'default'.* has ended by itself; its logs are in"):
-        foreground.hold(make_record(), say=quiet)
+        foreground.hold(make_record())
     assert read_record("default") is None
-    foreground.hold(make_record(), say=quiet)  # taken down by another command, which is no error
+    foreground.hold(make_record())  # taken down by another command, which is no error
 
 
 @pytest.fixture
@@ -586,7 +583,7 @@ def hold_and_tell(*numbers: int, save_s: float = 60.0) -> None:
 
     teller = threading.Thread(target=tell)
     teller.start()
-    foreground.hold(make_record(), say=quiet, save_s=save_s)
+    foreground.hold(make_record(), save_s=save_s)
     teller.join()
 
 
@@ -677,5 +674,6 @@ def test_a_node_counts_as_running_while_its_head_lists_it_as_alive(
     monkeypatch.setattr(bootstrap, "ask_own_head", lambda cluster, head_address: answer)
     said: list[str] = []
     request = NodeRequest(cluster="default", rank=1, num_nodes=2, rendezvous=tmp_path)
-    assert bootstrap._running(request, say=said.append) == (record if alive else None)
+    with speaking(said.append):
+        assert bootstrap._running(request) == (record if alive else None)
     assert ("takes it for dead" in "".join(said)) == (not alive)

@@ -14,6 +14,7 @@ from rollcall.nodes.check import list_nodes, roster, wait_for_slots
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, forget, write_record
+from rollcall.wait import speaking
 
 
 def make_node(rank: int | None, *, slots: int = 8, alive: bool = True, started_ms: int = 1, host: str = "") -> NodeInfo:
@@ -77,7 +78,8 @@ def answer(*nodes: NodeInfo) -> Answer:
 
 def wait(num_slots: int, *, timeout_s: float = 30.0) -> tuple[check.Roster, list[str]]:
     said: list[str] = []
-    return wait_for_slots("default", num_slots=num_slots, timeout_s=timeout_s, say=said.append), said
+    with speaking(said.append):
+        return wait_for_slots("default", num_slots=num_slots, timeout_s=timeout_s), said
 
 
 def test_it_waits_until_all_have_joined_and_says_who_is_missing(head: list) -> None:

@@ -47,7 +47,7 @@ def plan(target: Path, *overrides: str, **flags: Any) -> EvalPlan:
 
 
 def report(target: Path, *overrides: str, **flags: Any) -> EvalReport:
-    return run_evaluation(plan(target, *overrides, **flags), on_progress=lambda done, total, tokens: None, say=print)
+    return run_evaluation(plan(target, *overrides, **flags), on_progress=lambda done, total, tokens: None)
 
 
 def greedy_answers(model_dir: Path, *, max_new_tokens: int) -> list[str]:

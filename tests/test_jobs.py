@@ -40,6 +40,7 @@ from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
 from rollcall.on_ray.each_node import NoAnswerError
+from rollcall.wait import speaking
 from rollcall.worker_env.node_shell import TOKEN
 from rollcall.worker_env.seal import seal
 
@@ -281,7 +282,7 @@ def test_a_head_that_is_not_there_is_named(head: Any) -> None:
 def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any) -> None:
     head.rows = {"rollcall-a": row("rollcall-a", status="PENDING")}
     with pytest.raises(ClusterError, match=r"rollcall-a has not started within 1 s\. Ray says: Ray's word"):
-        jobs_of(head).wait_started("rollcall-a", say=print, timeout_s=1)
+        jobs_of(head).wait_started("rollcall-a", timeout_s=1)
 
 
 def test_without_an_id_a_job_that_runs_goes_before_a_newer_one_that_is_over(head: Any) -> None:
@@ -308,9 +309,9 @@ def test_a_run_directory_that_is_in_use_is_refused_before_anything_is_sent(head:
 
 def test_stopping_asks_until_someone_is_there_to_stop(head: Any) -> None:
     head.rows = {"rollcall-a": row("rollcall-a", status="PENDING")}
-    assert jobs_of(head).stop("rollcall-a", say=print).status == "STOPPED"
+    assert jobs_of(head).stop("rollcall-a").status == "STOPPED"
     assert head.stops == 2
-    assert jobs_of(head).stop("rollcall-a", say=print).status == "STOPPED" and head.stops == 2
+    assert jobs_of(head).stop("rollcall-a").status == "STOPPED" and head.stops == 2
 
 
 def test_a_log_is_shown_without_the_secrets_that_came_sealed_with_its_job(head: Any) -> None:
@@ -338,7 +339,8 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
     monkeypatch.setattr(HttpChannel, "tail", tail)
     monkeypatch.setattr(module.time, "sleep", lambda _: None)
     written: list[str] = []
-    job = jobs_of(head).follow("rollcall-a", write=written.append, say=told.append)
+    with speaking(told.append):
+        job = jobs_of(head).follow("rollcall-a", write=written.append)
     assert (job.status, "".join(written)) == ("SUCCEEDED", head.logs)
     assert skips == [0, 6] and "the cable was pulled" in told[0]
 
@@ -355,7 +357,8 @@ def test_a_connection_that_stays_lost_is_told_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(HttpChannel, "tail", tail)
     monkeypatch.setattr(module.time, "sleep", lambda _: None)
     told: list[str] = []
-    jobs_of(head).follow("rollcall-a", write=lambda text: None, say=told.append)
+    with speaking(told.append):
+        jobs_of(head).follow("rollcall-a", write=lambda text: None)
     assert len(told) == 1
 
 

@@ -64,7 +64,9 @@ def held_by_another(run_dir: Path, script: str = HOLD) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_holder_that_was_killed_on_this_host_is_followed_at_once(tmp_path: Path, never_watches: None) -> None:
+def test_a_holder_that_was_killed_on_this_host_is_followed_at_once(
+    tmp_path: Path, never_watches: None, caplog: pytest.LogCaptureFixture
+) -> None:
     other = held_by_another(tmp_path / "run")
     with (
         pytest.raises(ConfigError, match=f"another process is training.*process {other.pid} on host"),
@@ -73,17 +75,16 @@ def test_a_holder_that_was_killed_on_this_host_is_followed_at_once(tmp_path: Pat
         pass
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    said: list[str] = []
     # Dead and not yet buried: its number is still taken, and it will not write again.
-    with hold(tmp_path / "run", say=said.append):
-        assert f"process {other.pid}" in said[0] and "taking over" in said[0]
+    with hold(tmp_path / "run"):
+        assert f"process {other.pid}" in caplog.messages[0] and "taking over" in caplog.messages[0]
     other.communicate()
 
 
 def test_a_process_number_used_again_is_not_taken_for_the_holder(tmp_path: Path, never_watches: None) -> None:
     mine = replace(module._myself(number=1), process_start=1)
     beat(tmp_path / "run", mine, 1)
-    with hold(tmp_path / "run", say=lambda text: None) as lease:
+    with hold(tmp_path / "run") as lease:
         assert lease.me.number == 2
 
 
@@ -97,12 +98,13 @@ def test_a_stopped_holder_is_refused_as_stopped(tmp_path: Path, never_watches: N
     other.communicate()
 
 
-def test_a_holder_on_another_host_whose_counter_stands_still_is_followed(tmp_path: Path, hurried: None) -> None:
+def test_a_holder_on_another_host_whose_counter_stands_still_is_followed(
+    tmp_path: Path, hurried: None, caplog: pytest.LogCaptureFixture
+) -> None:
     forge(tmp_path / "run")
-    said: list[str] = []
-    with hold(tmp_path / "run", say=said.append):
+    with hold(tmp_path / "run"):
         assert read_holder(tmp_path / "run").pid == os.getpid()  # type: ignore[union-attr]
-    assert "process 4242 on host elsewhere" in said[0] and "watching" in said[0]
+    assert "process 4242 on host elsewhere" in caplog.messages[0] and "watching" in caplog.messages[0]
 
 
 def test_a_holder_on_another_host_whose_counter_advances_is_left_alone(
@@ -135,7 +137,7 @@ def test_of_many_that_take_over_at_once_one_succeeds(tmp_path: Path) -> None:
     def take() -> None:
         start.wait()
         try:
-            won.append(module._take(tmp_path / "run", say=lambda text: None))
+            won.append(module._take(tmp_path / "run"))
         except ConfigError as error:
             refused.append(error)
 
@@ -177,7 +179,7 @@ def test_a_lease_given_back_is_free_and_its_number_is_not_used_again(tmp_path: P
 
 def test_a_file_that_is_no_lease_is_watched_like_one(tmp_path: Path, hurried: None) -> None:
     (tmp_path / ".run.lease-7").write_text("half of a le")
-    with hold(tmp_path / "run", say=lambda text: None) as lease:
+    with hold(tmp_path / "run") as lease:
         assert lease.me.number == 8
 
 
@@ -209,7 +211,7 @@ def test_a_holder_that_was_frozen_while_another_took_over_writes_nothing_more(
     other.send_signal(signal.SIGSTOP)
     os.waitpid(other.pid, os.WUNTRACED)
     written = (tmp_path / "written").stat().st_size
-    with hold(tmp_path / "run", say=lambda text: None):
+    with hold(tmp_path / "run"):
         other.send_signal(signal.SIGCONT)
         assert other.wait() == 1
         assert (tmp_path / "written").stat().st_size == written

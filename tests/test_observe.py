@@ -298,7 +298,7 @@ def test_a_log_says_what_takes_long_and_not_what_is_soon_over(monkeypatch: pytes
 
 def test_a_file_gets_plain_lines_and_samples_without_escape_codes() -> None:
     out = io.StringIO()
-    with make_console(name="demo", num_steps=10, file=out) as console:
+    with make_console(Progress(name="demo", num_steps=10), file=out) as console:
         console.log(1, {"train/reward_mean": 0.5})
         console.note("resumed from step 0 [see docs]")
         console.show_samples("before training", [("2+3=", "[bold]5\x1b[31m", "5", 1.0), ("1+1=", "9", "2", 0.0)])
@@ -318,7 +318,7 @@ def test_a_log_without_utf8_does_not_end_the_run() -> None:
 
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_console(name="demo", num_steps=10, quiet=True) as console:
+    with make_console(Progress(name="demo", num_steps=10), quiet=True) as console:
         assert type(console) is Console
         console.log(1, {"train/reward_mean": 0.5})
         console.note("hello")
@@ -332,8 +332,9 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from rollcall.observe.console import LiveConsole, make_console
 from rollcall.observe.prints import child_output
+from rollcall.observe.progress import Progress
 try:
-    with make_console(name="demo", num_steps=50) as console:
+    with make_console(Progress(name="demo", num_steps=50)) as console:
         assert isinstance(console, LiveConsole)
         console.log(7, {"train/reward_mean": 0.5, "eval/accuracy": 0.25})
         console.show_samples("some answers", [("2+3=", "5", "5", 1.0)])

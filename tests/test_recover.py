@@ -91,7 +91,7 @@ def test_a_run_that_someone_has_is_explained_but_not_repaired(killed: Config) ->
     with hold(config.run.dir):
         assert look(config.run.dir).next()[0].startswith("refuse")
         with pytest.raises(ConfigError, match="another process is training"):
-            repair(config.run.dir, say=print)
+            repair(config.run.dir)
     assert audit(config.run.dir).counts()["files_torn"] == 1
 
 

@@ -44,6 +44,7 @@ from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.training import train
+from rollcall.wait import speaking
 
 
 def died(text: str = "actor rank 1 on node 0 is dead: killed", kind: type[WorkerError] = WorkerDiedError) -> Exception:
@@ -64,7 +65,8 @@ def attempts(*outcomes: Exception | str, most: int = 10) -> tuple[str, list[int]
             raise outcome
         return outcome
 
-    return run_attempts(attempt, budget=Budget(most=most, window_s=3600), say=said.append), numbers, said
+    with speaking(said.append):
+        return run_attempts(attempt, budget=Budget(most=most, window_s=3600)), numbers, said
 
 
 @pytest.mark.parametrize(
@@ -138,10 +140,10 @@ def test_the_reason_stays_the_reason_when_closing_fails_too() -> None:
             raise ClusterError("node 1 still has processes")
 
     said: list[str] = []
-    with pytest.raises(WorkerDiedError), closing(Stubborn(), say=said.append):
+    with pytest.raises(WorkerDiedError), speaking(said.append), closing(Stubborn()):
         raise died()
     assert said == ["node 1 still has processes"]
-    with pytest.raises(ClusterError, match="still has"), closing(Stubborn(), say=said.append):
+    with pytest.raises(ClusterError, match="still has"), closing(Stubborn()):
         pass
 
 
@@ -360,7 +362,7 @@ def node() -> Iterator[None]:
             cluster="recovery", rank=0, num_nodes=1, rendezvous=Path(root, "rendezvous"), slots=3, object_store_gib=0.1
         )
         try:
-            start_node(request, say=lambda line: None)
+            start_node(request)
             yield
         finally:
             gc.collect()  # handles that are left would be taken for those of the next Ray's first actors

@@ -15,6 +15,7 @@ from rollcall import simulate as module
 from rollcall.config import Config, parse_config
 from rollcall.errors import ClusterError, ConfigError, PlacementError
 from rollcall.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
+from rollcall.wait import speaking
 
 
 def make_config(placement: dict[str, str], **sections: Any) -> Config:
@@ -94,10 +95,11 @@ def test_what_belongs_to_gpus_is_not_rehearsed(tmp_path: Path, monkeypatch: pyte
     small = rehearsed(config, tmp_path, model=tmp_path / "model", reward_model=None)
     assert small.rollout.engine == "native" and not small.rollout.compile and not small.actor.compile
     said: list[str] = []
-    monkeypatch.setattr(module, "start_node", lambda request, say: None)
+    monkeypatch.setattr(module, "start_node", lambda request: None)
     monkeypatch.setattr(module, "stop_node", lambda name: None)
     monkeypatch.setattr(module, "_run", lambda config, root: {"steps": 2, "logprob_mismatch": 0.0})
-    assert simulate(config, say=said.append).ok
+    with speaking(said.append):
+        assert simulate(config).ok
     assert "rollout.engine=vllm is rehearsed with the native engine" in said
 
 
@@ -105,7 +107,7 @@ def test_a_run_that_fails_is_a_verdict_with_the_reason_and_the_nodes_are_stopped
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(module, "start_node", lambda request, say: started.append(request.rank))
+    monkeypatch.setattr(module, "start_node", lambda request: started.append(request.rank))
     monkeypatch.setattr(module, "stop_node", lambda name: started.pop())
 
     def fail(config: Config, root: Path) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def test_a_run_that_fails_is_a_verdict_with_the_reason_and_the_nodes_are_stopped
         raise ClusterError("rank 1 ran out of patience")
 
     monkeypatch.setattr(module, "_run", fail)
-    verdict = simulate(make_config({"actor,rollout": "all"}), say=lambda line: None)
+    verdict = simulate(make_config({"actor,rollout": "all"}))
     assert not verdict.ok and verdict.why == "rank 1 ran out of patience" and verdict.steps == 0
     assert started == []
 
@@ -124,14 +126,14 @@ def test_what_cannot_be_placed_or_held_is_refused_before_a_node_starts(monkeypat
 
     monkeypatch.setattr(module, "start_node", start)
     with pytest.raises(ConfigError, match="no cluster section"):
-        simulate(parse_config({}), say=lambda line: None)
+        simulate(parse_config({}))
     with pytest.raises(PlacementError, match="2 of them the same"):
-        simulate(make_config({"rollout": "all", "actor": "0-3", "critic": "0-1"}, algorithm={"name": "ppo"}), say=print)
+        simulate(make_config({"rollout": "all", "actor": "0-3", "critic": "0-1"}, algorithm={"name": "ppo"}))
     with pytest.raises(PlacementError, match="the native engine uses one slot per process"):
-        simulate(make_config({"rollout": "0-1:0", "actor": "2-3"}), say=print)
+        simulate(make_config({"rollout": "0-1:0", "actor": "2-3"}))
     monkeypatch.setattr(module, "_available_gib", lambda: 1.0)
     with pytest.raises(ClusterError, match="2 nodes with 4 processes take about 2 GiB .* and 1 are free"):
-        simulate(make_config({"actor,rollout": "all"}), say=lambda line: None)
+        simulate(make_config({"actor,rollout": "all"}))
 
 
 def test_the_tiny_models_open(tmp_path: Path) -> None:

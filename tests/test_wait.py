@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollcall import wait as module
-from rollcall.wait import SHORTEST_S, Wait
+from rollcall.wait import SHORTEST_S, Wait, speaking
 
 
 class Clock:
@@ -22,10 +22,11 @@ class Clock:
 def test_a_wait_speaks_first_after_a_while_and_then_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, said = Clock(), list[str]()
     monkeypatch.setattr(module, "time", clock)
-    wait = Wait(20, first_s=2, every_s=5, say=said.append)
-    while not wait.is_over:
-        wait.tell("waiting for rank 1")
-        wait.sleep(1)
+    wait = Wait(20, first_s=2, every_s=5)
+    with speaking(said.append):
+        while not wait.is_over:
+            wait.tell("waiting for rank 1")
+            wait.sleep(1)
     assert said == [f"waiting for rank 1 ({seconds} s)" for seconds in (2, 7, 12, 17)]
     assert (wait.waited_s, wait.left_s, wait.until_word_s) == (20, SHORTEST_S, SHORTEST_S)
 

@@ -6,7 +6,6 @@ The command line calls the same functions. Importing this module imports neither
 # pyright: strict
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.redact import REDACTED
 from rollcall.reward.given import name_functions, settle_functions
 from rollcall.stop import heed_if_possible, outside_loop
+from rollcall.wait import in_silence, on_stdout, say, speaking
 
 if TYPE_CHECKING:
     from rollcall.evaluation import EvalReport
@@ -57,7 +57,7 @@ def train(
     are_given = "reward" in overrides or (isinstance(config, Mapping) and "reward" in config)
     settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
     for text in unused(resolved):
-        print(f"note: {text}", file=sys.stderr, flush=True)
+        say(f"note: {text}")
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -99,9 +99,8 @@ def evaluate(
     if "reward" not in overrides:
         settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
     calm_transformers()
-    say: Callable[[str], None] = _nothing if quiet else partial(print, flush=True)
-    with heed_if_possible():
-        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing, say=say))
+    with heed_if_possible(), speaking(in_silence if quiet else on_stdout):
+        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing))
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:

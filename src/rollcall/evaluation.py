@@ -32,6 +32,7 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
+from rollcall.wait import say
 from rollcall.words import counted
 
 NUM_SAMPLES_SHOWN = 6
@@ -131,7 +132,7 @@ def plan_evaluation(
     return EvalPlan(config=config, model_path=path, origin=origin)
 
 
-def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[str], None]) -> EvalReport:
+def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
     config = plan.config
     started = time.perf_counter()
     torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
@@ -153,7 +154,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress, say: Callable[[st
     )
     dtype = resolve_dtype(config.model.dtype, device)
     model = load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust)
-    engine = build_engine(config.rollout, model, tokenizer, say=say)
+    engine = build_engine(config.rollout, model, tokenizer)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
     each = config.eval.samples_per_prompt

@@ -25,6 +25,7 @@ from rollcall.nodes.state import CLUSTER, STATE_DIR
 from rollcall.on_ray.connect import disconnect
 from rollcall.plan.judge import workable_plan
 from rollcall.plan.placement import Plan
+from rollcall.wait import in_silence, say, speaking
 
 STEPS, PROMPTS = 2, 16
 NAME = "rehearsal"
@@ -52,7 +53,7 @@ class Verdict:
     logprob_mismatch: float | None
 
 
-def simulate(config: Config, *, say: Say) -> Verdict:
+def simulate(config: Config) -> Verdict:
     """Bring up, run, take down. Errors in the run file or the placement are raised, not part of the verdict."""
     if config.cluster is None:
         raise ConfigError(
@@ -67,7 +68,7 @@ def simulate(config: Config, *, say: Say) -> Verdict:
     why = None
     with tempfile.TemporaryDirectory(prefix="rc-sim-", dir="/tmp") as folder:  # short: socket paths are limited
         root = Path(folder)
-        with _nodes(plan, root, say=say):
+        with _nodes(plan, root):
             say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
             try:
                 summary = _run(config, root)
@@ -135,7 +136,7 @@ def _run(config: Config, root: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _nodes(plan: Plan, root: Path, *, say: Say) -> Iterator[None]:
+def _nodes(plan: Plan, root: Path) -> Iterator[None]:
     """The nodes one after the other: two cores start Ray no faster side by side."""
     before = {name: os.environ.get(name) for name in (STATE_DIR, CLUSTER)}
     up: list[int] = []
@@ -145,17 +146,16 @@ def _nodes(plan: Plan, root: Path, *, say: Say) -> Iterator[None]:
             say(f"starting node {rank} of {plan.num_nodes} with {slots} slots")
             os.environ[STATE_DIR] = str(root / f"node{rank}")
             up.append(rank)
-            start_node(
-                NodeRequest(
-                    cluster=NAME,
-                    rank=rank,
-                    num_nodes=plan.num_nodes,
-                    rendezvous=root / "rendezvous",
-                    slots=slots,
-                    object_store_gib=OBJECT_STORE_GIB,
-                ),
-                say=lambda line: None,
+            request = NodeRequest(
+                cluster=NAME,
+                rank=rank,
+                num_nodes=plan.num_nodes,
+                rendezvous=root / "rendezvous",
+                slots=slots,
+                object_store_gib=OBJECT_STORE_GIB,
             )
+            with speaking(in_silence):
+                start_node(request)
         os.environ[STATE_DIR] = str(root / "node0")
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,14 @@ from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import Events
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.plot import learning_curve
+from rollcall.observe.progress import Progress
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
 from rollcall.plan.memory import element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
-from rollcall.wait import say
+from rollcall.wait import in_silence, on_stdout, say, speaking
 from rollcall.words import all_of, are, counted
 
 
@@ -58,10 +58,10 @@ def train(
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
-    with hold(config.run.dir, say=say) as lease:
+    with speaking(in_silence if quiet else on_stdout), hold(config.run.dir) as lease:
         old = move_aside(config.run.dir) if fresh else None
-        if old is not None and not quiet:
-            print(f"the run that was in {config.run.dir} is now in {old}", flush=True)
+        if old is not None:
+            say(f"the run that was in {config.run.dir} is now in {old}")
         with unless_begun(config.run.dir, old=old):
             return _train(
                 config,
@@ -90,13 +90,11 @@ def _train(
     start_step = resume.step if resume else 0
     summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if bounds.trains else None
     if summary is not None:
-        if not quiet:
-            print(_finished(run_dir, summary), flush=True)
+        say(_finished(run_dir, summary))
         return summary
     before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
-    with make_console(
-        name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before, quiet=quiet
-    ) as console:
+    progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
+    with make_console(progress, quiet=quiet) as console, speaking(console.note):
         attempt = partial(
             _attempt,
             config,
@@ -110,7 +108,6 @@ def _train(
         controller, number = run_attempts(
             lambda number: (attempt(), number),
             budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
-            say=console.note,
             reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
         )
         summary = build_summary(
@@ -123,7 +120,7 @@ def _train(
             reward_failures=_failures(controller.workers.scorer),
         )
         if not bounds.trains:
-            return _say_rollout(console, run_dir, controller, summary)
+            return _say_rollout(run_dir, controller, summary)
         if (continued or number > 1) and summary["reward_errors"]:
             summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
         path, picture = run_dir / "summary.json", run_dir / "learning_curve.png"
@@ -131,7 +128,7 @@ def _train(
         draw = partial(learning_curve, run_dir / "metrics.jsonl", picture, name=config.run.name)
         curve = persist(draw, path=picture, what="the learning curve")
         console.close()  # what follows stands below the last picture
-        _say_result(console, run_dir, summary, curve)
+        _say_result(run_dir, summary, curve)
     return summary
 
 
@@ -149,10 +146,10 @@ def _attempt(
     heeded().check()
     run_dir, resume = config.run.dir, store.latest()
     console.restart(resume.step if resume else 0)
-    workers = _build(config, backend=backend, say=console.note)
-    with closing(workers, say=console.note), ExitStack() as opened:
+    workers = _build(config, backend=backend)
+    with closing(workers), ExitStack() as opened:
         _check_lengths(config, workers)
-        _say_size(config, say=console.note)
+        _say_size(config)
         changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
         # Not before: a run file that is refused must not lay claim to the directory.
         _claim(config, run_dir, continued=(run_dir / "journal").exists())
@@ -162,12 +159,12 @@ def _attempt(
         journal = opened.enter_context(Journal(run_dir / "journal", guard=lease.check))
         events = Events(run_dir, show=console.phase)
         opened.callback(events.close)
-        _say_changes(console, events, changes, config, step=resume.step if resume else 0)
+        _say_changes(events, changes, config, step=resume.step if resume else 0)
         if resume:
             console.phase(f"reading the checkpoint of step {resume.step}")
             workers.read_checkpoint(resume.path)
         console.phase(None)
-        _say_where(console, run_dir, resume.step if resume else 0, journal)
+        _say_where(run_dir, resume.step if resume else 0, journal)
         controller = Controller(
             config,
             workers,
@@ -183,11 +180,11 @@ def _attempt(
             stop=heeded(),
             callbacks=callbacks,
         )
-        _drive(controller, grace_s=config.trainer.stop_grace_s, say=console.note)
+        _drive(controller, grace_s=config.trainer.stop_grace_s)
     return controller
 
 
-def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]) -> None:
+def _drive(controller: Controller, *, grace_s: float) -> None:
     """Run it to its end, or until this process is told to stop; what was trained by then is saved."""
     stop = controller.stop
     try:
@@ -205,9 +202,8 @@ def _drive(controller: Controller, *, grace_s: float, say: Callable[[str], None]
             raise KeyboardInterrupt from error
         if stop.asked is None:
             raise
-        say(
-            f"told to stop by {stop.asked}, and then: {headline(error)}"
-        )  # the other processes were told too, and are gone
+        # The other processes were told too, and are gone.
+        say(f"told to stop by {stop.asked}, and then: {headline(error)}")
     try:
         controller.save_unsaved()
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no second attempt for who must stop
@@ -235,13 +231,13 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
             write()
 
 
-def _build(config: Config, *, backend: Backend | None, say: Callable[[str], None]) -> Workers:
+def _build(config: Config, *, backend: Backend | None) -> Workers:
     """All roles in this process, unless the run file places them on several slots."""
     if config.cluster is None or config.cluster.num_slots == 1:
-        return build_workers(config, say=say)
+        return build_workers(config)
     from rollcall.roles.remote import build_remote_workers
 
-    return build_remote_workers(config, backend=backend, say=say)
+    return build_remote_workers(config, backend=backend)
 
 
 def _check_lengths(config: Config, workers: Workers) -> None:
@@ -264,7 +260,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
             )
 
 
-def _say_size(config: Config, *, say: Callable[[str], None]) -> None:
+def _say_size(config: Config) -> None:
     try:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
@@ -282,21 +278,21 @@ def _say_size(config: Config, *, say: Callable[[str], None]) -> None:
         say(words)
 
 
-def _say_changes(console: Console, events: Events, changes: list[Change], config: Config, *, step: int) -> None:
+def _say_changes(events: Events, changes: list[Change], config: Config, *, step: int) -> None:
     """What this resume changes, on the screen and, as the run file only keeps the newest values, in the events."""
     if not changes:
         return
     told = [f"  {change}" for change in changes]
-    console.note("\n".join(["settings that this resume changes:", *told, *notes_on(changes, config)]))
+    say("\n".join(["settings that this resume changes:", *told, *notes_on(changes, config)]))
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )
 
 
-def _say_where(console: Console, run_dir: Path, start_step: int, journal: Journal) -> None:
+def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
     if start_step or journal.steps():
         ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
-        console.note(
+        say(
             f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
             f"{'waits' if ahead == 1 else 'wait'} in the journal"
         )
@@ -330,19 +326,19 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
     return list(found.values())
 
 
-def _say_rollout(console: Console, run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
+def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
     """Of a command that only generated."""
     done = {"run": summary["run"], "step": controller.start_step}
     if controller.bounds.split is Split.EVAL:
         headline = BY_METRIC[summary["headline"]]
         last = {key: course["last"] for key, course in summary["eval"].items()}
-        console.note(
+        say(
             f"{headline.words} of step {controller.start_step}: {last[headline.key]:.3f}; {run_dir / 'samples'} has the answers"
         )
         return {**done, "headline": headline.metric, "eval": last}
     counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
     ready = ", ".join(f"step {step}: {counted(count, 'group')}" for step, count in counts.items())
-    console.note(
+    say(
         f"the journal has {ready}; train on it with --phase update"
         if ready
         else f"{_trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
@@ -372,8 +368,7 @@ def _finished(run_dir: Path, summary: dict[str, Any]) -> str:
     )
 
 
-def _say_result(console: Console, run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
-    say: Callable[[str], None] = console.note
+def _say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
     if course := _course(summary):
         say(f"{course} in {summary['seconds']:.0f} s")
     if summary["reward_errors"]:

@@ -1,32 +1,66 @@
-"""One way to wait: up to a time limit, saying now and then what is waited for."""
+"""One way to speak to the user (``say``), and one way to wait: up to a time limit, saying now and then what for.
+
+A process has one voice. It is on stderr, unless a block runs ``speaking`` otherwise: a run's console speaks through its panel.
+What a user has to know even in a quiet run is a warning (``warn``). It goes to the logger ``rollcall``, which is a program's to
+direct.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Say = Callable[[str], None]
 SHORTEST_S = 0.001  # as a timeout, 0 means "do not wait" to a socket
 
 
-def say(text: str) -> None:
-    """A line for the user. On stderr, because stdout may be somebody's JSON."""
+def on_stdout(text: str) -> None:
+    print(text, flush=True)
+
+
+def in_silence(text: str) -> None:
+    return None
+
+
+def _on_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+_voice: Say = _on_stderr  # not stdout, which may be somebody's JSON
+
+
+def say(text: str) -> None:
+    """A line for the user."""
+    _voice(text)
+
+
+def warn(text: str) -> None:
+    logging.getLogger("rollcall").warning("%s", text)
+
+
+@contextmanager
+def speaking(voice: Say) -> Iterator[None]:
+    """While the block runs, what any thread of this process says goes to ``voice``."""
+    global _voice
+    before, _voice = _voice, voice
+    try:
+        yield
+    finally:
+        _voice = before
 
 
 class Wait:
     """Begins when it is made. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds."""
 
-    def __init__(
-        self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0, say: Say = say
-    ) -> None:
+    def __init__(self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0) -> None:
         self.timeout_s = timeout_s
         self._began = time.monotonic()
         self._next = self._began + first_s
         self._every_s = every_s
-        self._say = say
 
     @property
     def waited_s(self) -> float:
@@ -54,7 +88,7 @@ class Wait:
         if self.is_word_due:
             self._next = time.monotonic() + self._every_s
             waited_s = round(self.waited_s)
-            self._say(f"{text} ({waited_s} s)" if waited_s else text)
+            say(f"{text} ({waited_s} s)" if waited_s else text)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(min(seconds, self.left_s))

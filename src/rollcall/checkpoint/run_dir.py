@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import Checkpoint
+from rollcall.wait import warn
 
-log = logging.getLogger(__name__)
 RUN_FILE = "run.yaml"  # what the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
 
@@ -76,7 +75,7 @@ def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
             shutil.rmtree(run_dir, ignore_errors=True)
             if old is not None and not run_dir.exists():
                 old.rename(run_dir)
-                log.warning("nothing was trained, so the old run was moved back to %s", run_dir)
+                warn(f"nothing was trained, so the old run was moved back to {run_dir}")
         raise
 
 

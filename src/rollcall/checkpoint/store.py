@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import re
 import shutil
@@ -25,8 +24,7 @@ from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
-
-log = logging.getLogger(__name__)
+from rollcall.wait import warn
 
 MANIFEST, STATE = "manifest.json", "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -124,7 +122,7 @@ class CheckpointStore:
         for entry in reversed(self._entries()):
             reason = entry.reason or _changed_file(entry)
             if reason:
-                log.warning("checkpoint %s is torn (%s) and is skipped", entry.path, reason)
+                warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
                 continue
             assert entry.manifest is not None
             state = read_state(entry.path)
@@ -142,10 +140,10 @@ class CheckpointStore:
         for path in sorted(self.dir.iterdir()):
             kind, _, name = path.name.removeprefix(".").partition("-")
             if path.name.startswith(".") and kind == "old" and not (self.dir / name).exists():
-                log.warning("checkpoint %s was being replaced when the process was killed; it is restored", name)
+                warn(f"checkpoint {name} was being replaced when the process was killed; it is restored")
                 path.rename(self.dir / name)
             elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
-                log.warning("checkpoint folder %s: removing %s, left by a save that did not end", self.dir, path.name)
+                warn(f"checkpoint folder {self.dir}: removing {path.name}, left by a save that did not end")
                 shutil.rmtree(path, ignore_errors=True)
 
     def _entries(self) -> list[CheckpointEntry]:
@@ -176,7 +174,7 @@ class CheckpointStore:
                 entry.path.rename(trash)
                 shutil.rmtree(trash)
             except OSError as error:
-                log.warning("old checkpoint %s cannot be removed: %s", entry.path, error)
+                warn(f"old checkpoint {entry.path} cannot be removed: {error}")
 
 
 def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:

@@ -73,7 +73,7 @@ def say_unused(config: Any, *, in_folder: bool = False) -> None:
 
 def calm_libraries() -> None:
     """Warnings of ours as plain lines on stderr; transformers' bars and advice not at all."""
-    handler = _Said()
+    handler = _OnStderr()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     ours = logging.getLogger("rollcall")
     ours.handlers = [handler]
@@ -81,14 +81,12 @@ def calm_libraries() -> None:
     calm_transformers()
 
 
-class _Said(logging.Handler):
+class _OnStderr(logging.StreamHandler[Any]):
     """Writes to what ``sys.stderr`` is at that moment: a live panel puts itself under it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            say(self.format(record))
-        except Exception:  # noqa: BLE001 - as the handlers of the library do: what is logged ends no run
-            self.handleError(record)
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def _is_for_the_user(error: Exception) -> bool:

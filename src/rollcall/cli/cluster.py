@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollcall.cli import Json
-from rollcall.wait import say
 from rollcall.words import all_of, are, counted
 
 if TYPE_CHECKING:
@@ -90,10 +89,10 @@ def node(
         tls=tls,
         timeout_s=timeout,
     )
-    record, was_running = start_node(request, say=say)
+    record, was_running = start_node(request)
     _introduce(record, was_running=was_running)
     if block:
-        hold(record, say=say, save_s=save_wait)
+        hold(record, save_s=save_wait)
 
 
 def check(
@@ -112,7 +111,7 @@ def check(
     from rollcall.nodes.check import wait_for_slots
     from rollcall.nodes.state import current_cluster
 
-    found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout, say=say)
+    found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout)
     if as_json:
         print(json.dumps(_as_json(found)))
     else:

@@ -10,7 +10,6 @@ import typer
 
 from rollcall.cli import FAILED, Json, Overrides
 from rollcall.cli.cluster import Cluster
-from rollcall.wait import say
 
 
 def doctor(
@@ -38,7 +37,7 @@ def doctor(
     from rollcall.doctor.show import show
 
     config = load_config(file, overrides or []) if file is not None else None
-    report = examine(cluster, config=config, say=say)
+    report = examine(cluster, config=config)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

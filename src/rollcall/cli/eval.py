@@ -15,7 +15,7 @@ from rollcall.cli import Json, Overrides, calm_libraries
 from rollcall.observe.console import samples_table
 from rollcall.observe.headline import REWARD
 from rollcall.stop import heed
-from rollcall.wait import say
+from rollcall.wait import say, speaking
 from rollcall.words import counted
 
 LINE_EVERY_S = 5.0
@@ -59,8 +59,8 @@ def evaluate(
             temperature=temperature,
             max_prompts=max_prompts,
         )
-        with _Shown() as shown:
-            report = run_evaluation(plan, on_progress=shown.progress, say=shown.note)
+        with _Shown() as shown, speaking(shown.note):
+            report = run_evaluation(plan, on_progress=shown.progress)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

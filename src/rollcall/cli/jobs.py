@@ -158,7 +158,7 @@ def job_stop(
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
     jobs = _reach(cluster, address, rendezvous)
-    job = jobs.stop(jobs.find(job_id).id, say=say)
+    job = jobs.stop(jobs.find(job_id).id)
     if as_json:
         print(json.dumps(job.as_json()))
     else:
@@ -224,8 +224,8 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
         out.flush()
 
     try:
-        jobs.wait_started(job_id, say=say)
-        return jobs.follow(job_id, write=write, say=say)
+        jobs.wait_started(job_id)
+        return jobs.follow(job_id, write=write)
     except KeyboardInterrupt:
         say(
             f"\n{job_id} still runs on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcall.cli import Json
-from rollcall.wait import say
 from rollcall.words import counted
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def recover(
     from rollcall.inspect.recover import look
     from rollcall.inspect.recover import repair as set_aside
 
-    moved = set_aside(run_dir, say=say) if repair else []
+    moved = set_aside(run_dir) if repair else []
     report = look(run_dir)
     if as_json:
         print(json.dumps(report.as_json() | {"set_aside": [str(path) for path in moved]}))

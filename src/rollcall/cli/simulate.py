@@ -8,7 +8,6 @@ from dataclasses import asdict
 import typer
 
 from rollcall.cli import FAILED, Json, Overrides, RunFile, calm_libraries, split_arguments
-from rollcall.wait import say
 from rollcall.words import counted
 
 
@@ -29,7 +28,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
     calm_libraries()
     from rollcall.simulate import simulate as rehearse
 
-    verdict = rehearse(config, say=say)
+    verdict = rehearse(config)
     if as_json:
         print(json.dumps(asdict(verdict)))
     else:

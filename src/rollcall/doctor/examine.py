@@ -34,7 +34,7 @@ from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of, answers_
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, element_size, read_sizes
 from rollcall.reward.confine import available
-from rollcall.wait import Say, Wait
+from rollcall.wait import Wait, say
 from rollcall.words import counted
 
 PROBE_S = 90.0  # for a probe to start and say what it knows
@@ -67,19 +67,19 @@ class Report:
         return {"ok": not self.breaks, **asdict(self)}
 
 
-def examine(cluster: str | None, *, config: Config | None, say: Say) -> Report:
+def examine(cluster: str | None, *, config: Config | None) -> Report:
     name = current_cluster(cluster)
     connect(name, log_to_driver=False)
     try:
         roster = list_nodes(name)
-        return _Examination(roster, config=config, say=say).run()
+        return _Examination(roster, config=config).run()
     finally:
         disconnect()  # ends the probes as well
 
 
 class _Examination:
-    def __init__(self, roster: Roster, *, config: Config | None, say: Say) -> None:
-        self.roster, self.config, self.say = roster, config, say
+    def __init__(self, roster: Roster, *, config: Config | None) -> None:
+        self.roster, self.config = roster, config
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
         self.probes: dict[int, Pinned] = {}
@@ -114,7 +114,7 @@ class _Examination:
     # Each stage: call the probes, wait, judge
 
     def _start_probes(self) -> None:
-        self.say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
+        say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
         self.probes = {rank: Pinned(rank, probing.Probe, by_value=(probing, interfaces)) for rank in self.infos}
 
     def _facts(self) -> list[NodeFacts]:
@@ -189,7 +189,7 @@ class _Examination:
         folder = self._which_folder()
         if folder is None or not nodes:
             return None
-        self.say(f"writing, reading and renaming in {folder}")
+        say(f"writing, reading and renaming in {folder}")
         token = uuid.uuid4().hex[:8]
         names = {rank: f"rollcall-doctor-{token}-{rank}" for rank in self.probes}
         text = "0" * probing.BODY * probing.COUNT
@@ -246,7 +246,7 @@ class _Examination:
         if len(nodes) < 2:
             return None, None
         backend = "nccl" if all(node.gpus and node.torch_cuda for node in nodes) else "gloo"
-        self.say(f"measuring an all-reduce between {len(nodes)} nodes")
+        say(f"measuring an all-reduce between {len(nodes)} nodes")
         ranks = sorted(node.rank for node in nodes)
         first = ranks[0]
         common = ["--world-size", str(len(ranks)), "--master", self.infos[first].address, "--backend", backend]
@@ -286,8 +286,7 @@ class _Examination:
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
         """Answers by rank; a node that fails or is late becomes a finding."""
-        wait = Wait(timeout_s, first_s=5, every_s=5, say=self.say)
-        answers, failures = answers_of(calls, wait=wait, to=what)
+        answers, failures = answers_of(calls, wait=Wait(timeout_s, first_s=5, every_s=5), to=what)
         for rank, why_not in failures.items():
             info = self.infos[rank]
             logs = f"{info.temp_dir}/session_latest/logs"

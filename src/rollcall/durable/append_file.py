@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rollcall.durable.atomic import fsync
+from rollcall.wait import warn
 
 LARGEST_COUNT = 1 << 40
-log = logging.getLogger(__name__)
 
 
 class AppendFile:
@@ -56,7 +55,7 @@ class AppendFile:
             os.ftruncate(self._fd, self._end)
         except OSError as error:
             # Harmless: the next record is written over it, and a reader takes it for a torn tail.
-            log.warning("%s: half a record stays after offset %d: %s", self.path, self._end, error.strerror)
+            warn(f"{self.path}: half a record stays after offset {self._end}: {error.strerror}")
 
     def sync(self) -> None:
         """When the disk refuses, it raises, and everything is still to be synced."""
@@ -140,4 +139,4 @@ def _set_aside(path: Path, *, offset: int, tail: bytes) -> None:
     except OSError:
         target.unlink(missing_ok=True)
         raise
-    log.warning("%s: torn tail of %d bytes at offset %d moved to %s", path, len(tail), offset, target)
+    warn(f"{path}: torn tail of {len(tail)} bytes at offset {offset} moved to {target}")

@@ -13,7 +13,6 @@ meanwhile, so other threads can write.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -28,8 +27,7 @@ from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import JournalError
 from rollcall.types import Group
-
-log = logging.getLogger(__name__)
+from rollcall.wait import warn
 
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
 _MAX_OPEN = 8  # steps that rollout fills at the same time; older files are closed and reopened on need
@@ -143,29 +141,27 @@ class Journal:
         path = self._path(step)
         scan = _scan_groups(_read_bytes(path))
         for start, end in scan.damage:
-            log.warning(
-                "journal %s: bytes %d to %d are damaged (checksum) and skipped; their groups are generated again",
-                path, start, end,
-            )  # fmt: skip
+            warn(
+                f"journal {path}: bytes {start} to {end} are damaged (checksum) and skipped; their groups are generated "
+                "again"
+            )
         if scan.torn:
-            log.warning(
-                "journal %s: torn record at offset %d, left by a process killed while writing; reading stops there",
-                path, scan.good_end,
-            )  # fmt: skip
+            warn(
+                f"journal {path}: torn record at offset {scan.good_end}, left by a process killed while writing; reading "
+                "stops there"
+            )
         groups: dict[int, Group] = {}
         for payload in scan.payloads:
             try:
                 group = decode(payload)
             except NOT_A_GROUP as error:
-                log.warning(
-                    "journal %s: a record is not a group (%s: %.80s) and is skipped; its group is generated again",
-                    path, type(error).__name__, error,
-                )  # fmt: skip
+                warn(
+                    f"journal {path}: a record is not a group ({type(error).__name__}: {str(error):.80}) and is skipped; its "
+                    "group is generated again"
+                )
                 continue
             if group.draw in groups and not header_of(payload).get("scored_again"):
-                log.warning(
-                    "journal %s: draw %d is recorded more than once; the first record is used", path, group.draw
-                )
+                warn(f"journal {path}: draw {group.draw} is recorded more than once; the first record is used")
                 continue
             groups[group.draw] = group
         return [groups[draw] for draw in sorted(groups)]
@@ -208,7 +204,7 @@ class Journal:
         data = _read_bytes(self._trained_path)
         end = lines_end(data)
         if end < len(data):
-            log.warning("journal %s: torn line at offset %d; reading stops there", self._trained_path, end)
+            warn(f"journal {self._trained_path}: torn line at offset {end}; reading stops there")
         ledger = _Ledger(self._trained_path)
         for number, line in enumerate(data[:end].splitlines(), start=1):
             row = parse_row(line)

@@ -18,14 +18,13 @@ The counter is written in place, into a field of fixed width: a full disk must n
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,8 +34,7 @@ from rollcall.durable.atomic import create_atomic
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError
 from rollcall.process import STOPPED, Process, process_state
-
-log = logging.getLogger(__name__)
+from rollcall.wait import warn
 
 BEAT_S = 2.0
 WATCH_S = 20.0
@@ -111,9 +109,7 @@ class Lease:
             if self._lost is None:
                 self._write(released=True)
         except OSError as error:
-            log.warning(
-                "%s: the lease cannot be given back: %s; the next controller waits %g s", self._path, error, WATCH_S
-            )
+            warn(f"{self._path}: the lease cannot be given back: {error}; the next controller waits {WATCH_S:g} s")
         finally:
             os.close(self._fd)
 
@@ -126,7 +122,7 @@ class Lease:
         try:
             self._write(released=False)
         except OSError as error:
-            log.warning("%s: the lease cannot be renewed: %s; trying again", self._path, error.strerror)
+            warn(f"{self._path}: the lease cannot be renewed: {error.strerror}; trying again")
             return
         now = _now()
         self._look()
@@ -150,7 +146,7 @@ class Lease:
             newest = _newest(self.run_dir)
             by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         except OSError as error:
-            log.warning("%s: the lease cannot be read: %s", self._path, error.strerror)
+            warn(f"{self._path}: the lease cannot be read: {error.strerror}")
             return
         self._lost = (
             f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
@@ -159,13 +155,13 @@ class Lease:
 
 
 @contextmanager
-def hold(run_dir: Path, *, say: Callable[[str], None] = log.warning) -> Iterator[Lease]:
+def hold(run_dir: Path) -> Iterator[Lease]:
     """The lease on a run directory, while the block runs; ConfigError if another controller has it."""
     with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run.dir={run_dir} is a file, and a run needs a folder; choose another run.dir")
-    lease = _take(run_dir, say=say)
+    lease = _take(run_dir)
     try:
         yield lease
     finally:
@@ -177,16 +173,16 @@ def read_holder(run_dir: Path) -> Holder | None:
     return _newest(run_dir)
 
 
-def _take(run_dir: Path, *, say: Callable[[str], None]) -> Lease:
+def _take(run_dir: Path) -> Lease:
     while True:
         holder = _newest(run_dir)
         if holder is not None and not holder.is_gone:
             if holder.is_here:
                 _refuse(run_dir, holder)
-            say(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it is alive")
+            warn(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it is alive")
             _watch(run_dir, holder)
         if holder is not None and not holder.released:
-            say(f"run.dir={run_dir}: {holder} is gone; taking over")
+            warn(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
         # A folder that cannot be written is refused at once for a new run, and waited for where a run goes on.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import getpass
-import logging
 import os
 import re
 import shutil
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollcall.stop import heeded
+from rollcall.wait import warn
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 DEADLINE_S = 3600.0
 RETRY_S = 1.0
@@ -62,11 +61,11 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
                 ) from error
             if said is None or now - said >= SAY_EVERY_S:
                 said = now
-                log.warning("%s; %s left; waiting until it can: %s", why, _free(path), _advice(fault))
+                warn(f"{why}; {_free(path)} left; waiting until it can: {_advice(fault)}")
             time.sleep(RETRY_S)
         else:
             if started is not None:
-                log.warning("%s: %s was written after %.0f s; going on", path, what, time.monotonic() - started)
+                warn(f"{path}: {what} was written after {time.monotonic() - started:.0f} s; going on")
             return result
 
 

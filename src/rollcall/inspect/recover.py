@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
 from rollcall.errors import ConfigError
 from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained, store
 from rollcall.observe.events import PhaseEvent, read_phases
+from rollcall.wait import say
 from rollcall.words import all_of, counted
 
 SET_ASIDE = "set-aside"
@@ -104,10 +104,10 @@ def look(run_dir: Path) -> Report:
     )
 
 
-def repair(run_dir: Path, *, say: Callable[[str], None]) -> list[Path]:
+def repair(run_dir: Path) -> list[Path]:
     """Set torn things aside; where they went. Refuses while a controller has the run directory."""
     run_dir = Path(run_dir)
-    with hold(run_dir, say=say):
+    with hold(run_dir):
         torn = look(run_dir).audit.torn
         if not torn:
             return []

@@ -32,7 +32,7 @@ from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, read_record, read_token, token_path
 from rollcall.redact import Redactor, redact, remember
 from rollcall.version import __version__
-from rollcall.wait import Say, Wait
+from rollcall.wait import Wait, say
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
 from rollcall.worker_env.node_shell import TOKEN
 
@@ -138,8 +138,8 @@ class Jobs:
         self._learn_secrets(job_id)
         return redact(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs").text)["logs"])
 
-    def wait_started(self, job_id: str, *, say: Say, timeout_s: float = START_S) -> Job:
-        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S, say=say)
+    def wait_started(self, job_id: str, *, timeout_s: float = START_S) -> Job:
+        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
         while (job := self.job(job_id)).status == "PENDING":
             if wait.is_over:
                 raise ClusterError(
@@ -151,7 +151,7 @@ class Jobs:
             time.sleep(0.3)
         return job
 
-    def follow(self, job_id: str, *, write: Callable[[str], None], say: Say) -> Job:
+    def follow(self, job_id: str, *, write: Callable[[str], None]) -> Job:
         """Write the job's log as it grows, until the job is over; returns the job as it ended."""
         self._learn_secrets(job_id)
         redactor = Redactor()
@@ -183,13 +183,13 @@ class Jobs:
             if lost:
                 time.sleep(2.0)
 
-    def stop(self, job_id: str, *, say: Say, timeout_s: float | None = None) -> Job:
+    def stop(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Stop it and wait until it has saved and ended; a job that is over is not changed."""
         job = self.job(job_id)
         if job.is_over:
             return job
         timeout_s = STOP_S + float(self._variables(job_id).get(STOP_WAIT, 0)) if timeout_s is None else timeout_s
-        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S, say=say)
+        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
         asked = False
         while not job.is_over:
             # A job that Ray has not started yet has no process to stop: ask again.

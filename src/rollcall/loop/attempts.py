@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from rollcall.errors import ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
 from rollcall.loop.aside import wait_for_threads
+from rollcall.wait import say
 
 T = TypeVar("T")
 MAX_TOLD_LINES = 60
@@ -67,7 +68,6 @@ def run_attempts(
     attempt: Callable[[int], T],
     *,
     budget: Budget,
-    say: Callable[[str], None],
     reached: Callable[[], object] = lambda: None,
 ) -> T:
     """Returns the result of the first attempt that ends well. Each attempt gets its number, from 1."""
@@ -87,7 +87,7 @@ def run_attempts(
 
 
 @contextmanager
-def closing(workers: Closable, *, say: Callable[[str], None]) -> Iterator[None]:
+def closing(workers: Closable) -> Iterator[None]:
     """Close the workers at the end. After a failure, an error while closing is only reported: the failure stays the reason."""
     try:
         yield

@@ -54,6 +54,7 @@ from rollcall.observe.sinks import Sink
 from rollcall.observe.summary import sample_rows
 from rollcall.stop import Stop
 from rollcall.types import Prompt
+from rollcall.wait import say
 from rollcall.words import counted
 
 T = TypeVar("T")
@@ -237,7 +238,7 @@ class Controller:
             learner = workers.learner.update(samples)
         if learner.get("skipped_fraction") == 1 and not self._said_no_signal:
             self._said_no_signal = True
-            self.console.note(
+            say(
                 f"step {batch.step}: all advantages are zero, so weights, momentum and schedule do not change; "
                 "train/skipped_fraction shows this for each step"
             )

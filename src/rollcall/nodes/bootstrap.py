@@ -40,7 +40,7 @@ from rollcall.nodes.state import (
     write_token,
 )
 from rollcall.nodes.tls import write_certificates
-from rollcall.wait import Say
+from rollcall.wait import say
 from rollcall.worker_env.node_shell import TOKEN
 
 START_S = 180.0  # for Ray itself, once its head is known
@@ -48,7 +48,7 @@ SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second
 TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
 
 
-def start_node(request: NodeRequest, *, say: Say) -> tuple[NodeRecord, bool]:
+def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
     """Make this node part of the cluster, or find that it is: its record, and whether it was running."""
     if (request.rendezvous is None) == (request.head_address is None):
         raise ClusterError(
@@ -56,7 +56,7 @@ def start_node(request: NodeRequest, *, say: Say) -> tuple[NodeRecord, bool]:
         )
     slots, accelerator = find_slots(request.slots)
     temp_dir = choose_temp_dir(request)
-    if running := _running(request, say=say):
+    if running := _running(request):
         return running, True
     given = os.environ.get(TOKEN, "").strip() or None
     if given is not None:
@@ -68,18 +68,18 @@ def start_node(request: NodeRequest, *, say: Say) -> tuple[NodeRecord, bool]:
         )
     if request.rank == 0 and request.rendezvous is not None:
         Rendezvous(request.rendezvous, request.cluster).prepare()
-    found = None if request.rank == 0 else _find(request, token=given, say=say)
+    found = None if request.rank == 0 else _find(request, token=given)
     with sole_owner(request.cluster):
-        if running := _running(request, say=say):  # another command was faster, or its head answers again
+        if running := _running(request):  # another command was faster, or its head answers again
             return running, True
         _stop(request.cluster)
         if found is None:
             _refuse_second_head(request, token=given)
             start = plan_head(request, slots=slots, accelerator=accelerator, temp_dir=temp_dir, token=given)
         else:
-            found = _wait_for_rank(request, found, say=say)
+            found = _wait_for_rank(request, found)
             start = plan_worker(request, found, slots=slots, accelerator=accelerator, temp_dir=temp_dir)
-        return _launch(request, start, say=say), False
+        return _launch(request, start), False
 
 
 def stop_node(cluster: str) -> int:
@@ -101,15 +101,15 @@ def is_running(record: NodeRecord) -> bool:
     return needed <= command_names(record.processes)
 
 
-def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
+def _find(request: NodeRequest, *, token: str | None) -> Found:
     """The head to join, once it is up; what this node was told must fit what the head knows."""
     if request.head_address is not None:
         assert token is not None
-        found = wait_at(request.head_address, token=token, tls=request.tls, timeout_s=request.timeout_s, say=say)
+        found = wait_at(request.head_address, token=token, tls=request.tls, timeout_s=request.timeout_s)
     else:
         assert request.rendezvous is not None
         rendezvous = Rendezvous(request.rendezvous, request.cluster)
-        found = wait_for_head(rendezvous, token=token, timeout_s=request.timeout_s, say=say)
+        found = wait_for_head(rendezvous, token=token, timeout_s=request.timeout_s)
     head = found.answer.head
     assert head is not None
     if head.cluster != request.cluster:
@@ -127,7 +127,7 @@ def _find(request: NodeRequest, *, token: str | None, say: Say) -> Found:
     return found
 
 
-def _wait_for_rank(request: NodeRequest, found: Found, *, say: Say) -> Found:
+def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
     """A node that died stays listed as alive for some seconds. One that accepts connections, or is still listed later, is alive."""
     give_up = time.monotonic() + TAKEN_S
     answer = found.answer
@@ -152,7 +152,7 @@ def _taken(holder: NodeInfo) -> str:
     )
 
 
-def _running(request: NodeRequest, *, say: Say) -> NodeRecord | None:
+def _running(request: NodeRequest) -> NodeRecord | None:
     """The record of this node if it is part of the cluster now; the remains of an earlier one do not count."""
     record = read_record(request.cluster)
     if record is None or not is_running(record):
@@ -177,7 +177,7 @@ def _running(request: NodeRequest, *, say: Say) -> NodeRecord | None:
     return record
 
 
-def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
+def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     """Start Ray, see that the head lists this node, remember it; or leave nothing behind."""
     deadline = time.monotonic() + START_S
     folder = state_dir(request.cluster)
@@ -188,7 +188,7 @@ def _launch(request: NodeRequest, start: Start, *, say: Say) -> NodeRecord:
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.node_ip])
     try:
-        ray_start(request, start, log=folder / "start.log", deadline=deadline, say=say)
+        ray_start(request, start, log=folder / "start.log", deadline=deadline)
         # Ray opens its folders to everyone, and sockets of raylet and object store are in this one.
         (start.temp_dir / "session_latest").resolve().chmod(0o700)
         record = _joined(request, start, deadline=deadline)

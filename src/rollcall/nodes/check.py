@@ -11,7 +11,7 @@ from rollcall.nodes.address import split_address
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, read_record, require_record
-from rollcall.wait import Say, Wait
+from rollcall.wait import Wait
 from rollcall.words import ranges
 
 ASK_EVERY_S = 1.0
@@ -69,9 +69,9 @@ def roster(record: NodeRecord, answer: Answer) -> Roster:
     )
 
 
-def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float, say: Say) -> Roster:
+def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float) -> Roster:
     """Return once exactly ``num_slots`` have joined. More is an error at once, fewer when the time is over."""
-    wait = Wait(timeout_s, first_s=0, every_s=4, say=say)
+    wait = Wait(timeout_s, first_s=0, every_s=4)
     record = _wait_for_record(cluster, wait)
     while True:
         try:

@@ -20,7 +20,7 @@ from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
 from rollcall.process import Process, command_of
 from rollcall.stop import SAME_S, heeded_signals
-from rollcall.wait import Say, Wait
+from rollcall.wait import Wait, say
 
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
@@ -48,7 +48,7 @@ class Told:
             self.hurry.set()
 
 
-def hold(record: NodeRecord, *, say: Say, save_s: float = SAVE_S) -> None:
+def hold(record: NodeRecord, *, save_s: float = SAVE_S) -> None:
     """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself."""
     told = Told()
     before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
@@ -70,7 +70,7 @@ def hold(record: NodeRecord, *, say: Say, save_s: float = SAVE_S) -> None:
                 f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
                 f"its logs are in {record.temp_dir}/session_latest/logs; start it again with `rollcall node`"
             )
-        _let_save(record, told, say=say, save_s=save_s)
+        _let_save(record, told, save_s=save_s)
         say(f"stopping Ray on this node (rank {record.rank} of cluster {record.cluster!r})")
         stop_node(record.cluster)
     finally:
@@ -92,7 +92,7 @@ def has_run(record: NodeRecord) -> bool:
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 
-def _let_save(record: NodeRecord, told: Told, *, say: Say, save_s: float) -> None:
+def _let_save(record: NodeRecord, told: Told, *, save_s: float) -> None:
     signal_processes(drivers(record), signal.SIGTERM)
     wait = Wait(save_s)
     if has_run(record):

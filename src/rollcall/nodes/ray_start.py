@@ -33,7 +33,7 @@ from rollcall.nodes.processes import MARK
 from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import auth_env, state_dir, tls_env
-from rollcall.wait import Say, Wait
+from rollcall.wait import Wait, say
 from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
 
 Accelerator = Literal["gpu", "cpu"]
@@ -198,7 +198,7 @@ def plan_worker(request: NodeRequest, found: Found, *, slots: int, accelerator: 
     )
 
 
-def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float, say: Say) -> None:
+def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float) -> None:
     labels = {
         "rank": request.rank,
         "cluster": request.cluster,
@@ -231,7 +231,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float,
     if start.accelerator == "cpu":
         kept |= _logical_ids(start.slots)
     env = {**TUNED, **kept, **start.env, **ours}
-    wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5, say=say)
+    wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5)
     with log.open("w") as output:
         child = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

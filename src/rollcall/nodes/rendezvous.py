@@ -16,7 +16,7 @@ from pathlib import Path
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.wait import Say, Wait
+from rollcall.wait import Wait
 from rollcall.worker_env.node_shell import TOKEN
 
 ASK_EVERY_S = 1.0
@@ -149,11 +149,11 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
     return Found(address=head.address, token=held, tls=head.tls, answer=answer)
 
 
-def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float, say: Say) -> Found:
-    return _poll(lambda: look(rendezvous, token=token), timeout_s=timeout_s, say=say)
+def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float) -> Found:
+    return _poll(lambda: look(rendezvous, token=token), timeout_s=timeout_s)
 
 
-def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Say) -> Found:
+def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
     """The head at an address that the user gave, once it is up."""
 
     def ask() -> Found | str:
@@ -169,11 +169,11 @@ def wait_at(address: str, *, token: str, tls: bool, timeout_s: float, say: Say) 
             )
         return Found(address=address, token=token, tls=tls, answer=answer)
 
-    return _poll(ask, timeout_s=timeout_s, say=say)
+    return _poll(ask, timeout_s=timeout_s)
 
 
-def _poll(look: Callable[[], Found | str], *, timeout_s: float, say: Say) -> Found:
-    wait = Wait(timeout_s, first_s=0, every_s=5, say=say)
+def _poll(look: Callable[[], Found | str], *, timeout_s: float) -> Found:
+    wait = Wait(timeout_s, first_s=0, every_s=5)
     while True:
         found = look()
         if isinstance(found, Found):

@@ -62,17 +62,8 @@ class Console:
         self.close()
 
 
-def make_console(
-    *,
-    name: str,
-    num_steps: int,
-    start_step: int = 0,
-    rows: Sequence[Mapping[str, float]] = (),
-    quiet: bool = False,
-    file: TextIO | None = None,
-) -> Console:
-    """``start_step`` is the step resumed from, ``rows`` those of the metrics so far; ``quiet`` is the `--json` mode."""
-    progress = Progress(name=name, num_steps=num_steps, start_step=start_step, rows=rows)
+def make_console(progress: Progress, *, quiet: bool = False, file: TextIO | None = None) -> Console:
+    """``quiet`` is the `--json` mode."""
     if quiet:
         return Console(progress)
     rich = RichConsole(file=file, highlight=False)

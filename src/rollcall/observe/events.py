@@ -8,7 +8,6 @@ a last line that was cut by a kill is left out by readers and set aside by the n
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections import deque
@@ -21,8 +20,9 @@ from typing import Any
 
 from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.durable.patience import disk_fault, persist
+from rollcall.wait import warn
+from rollcall.words import are, counted
 
-log = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
 LATEST_S = 1e11  # unix time; no clock shows a later one
 
@@ -124,7 +124,7 @@ class Events:
         with self._lock:
             self._closed = True
             if self._backlog:
-                log.warning("%s: %d events are not written", self.path, len(self._backlog))
+                warn(f"{self.path}: {counted(len(self._backlog), 'event')} {are(len(self._backlog))} not written")
             if self._file is not None:
                 self._file.close()
                 self._file = None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
 from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import headline_of
 from rollcall.observe.sinks import read_rows
-
-log = logging.getLogger(__name__)
+from rollcall.wait import warn
 
 _SMOOTH_FROM = 10  # fewer points are shown as they are
 _HELD_OUT, _REWARD, _INK, _GRID = "#1f5fa8", "#d9822b", "#333333", "#e4e4e4"
@@ -26,12 +24,12 @@ def learning_curve(metrics_path: Path, out: Path, *, name: str | None = None) ->
     headline = headline_of(rows)
     held_out, reward = _series(rows, headline.metric), _series(rows, "train/reward_mean")
     if not held_out[0] and not reward[0]:
-        log.warning("no learning curve: %s has no evaluation and no reward yet", metrics_path)
+        warn(f"no learning curve: {metrics_path} has no evaluation and no reward yet")
         return None
     try:
         import matplotlib
     except ImportError:
-        log.warning("no learning curve: matplotlib is not installed; run: pip install matplotlib")
+        warn("no learning curve: matplotlib is not installed; run: pip install matplotlib")
         return None
     from matplotlib.figure import Figure
 

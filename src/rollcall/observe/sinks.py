@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import math
 import time
 import uuid
@@ -21,8 +20,7 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import persist
 from rollcall.errors import ConfigError
 from rollcall.observe.metrics import check_names
-
-log = logging.getLogger(__name__)
+from rollcall.wait import warn
 
 
 class Sink(Protocol):
@@ -146,7 +144,7 @@ def make_sinks(config: Config, run_dir: Path, resume_step: int | None) -> list[S
         try:
             sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
         except ImportError:
-            log.warning("no TensorBoard curves: the package is not installed; run: pip install tensorboard")
+            warn("no TensorBoard curves: the package is not installed; run: pip install tensorboard")
     if "wandb" in config.trainer.loggers:
         sinks.append(WandbSink(config, run_dir))
     return sinks
@@ -167,7 +165,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         row = parse_row(line)
         if row is None or not is_count(row.get("step")) or not all(map(_is_metric, row.values())):
             # The last line has no newline when the process was killed while writing it; the replay writes it again.
-            log.warning("%s, line %d is not a row of metrics and is left out: %.60r", path, number, line)
+            warn(f"{path}, line {number} is not a row of metrics and is left out: {line!r:.60}")
             continue
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.nodes.rank import rank_offered
 from rollcall.on_ray.crew import RayCrew
-from rollcall.wait import Wait
+from rollcall.wait import Wait, say
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
 NODE_ID_LABEL = "ray.io/node-id"
@@ -123,7 +123,7 @@ class RayBackend:
             time.sleep(POLL_S)
 
 
-def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float, say: Callable[[str], None]) -> list[int]:
+def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
     """The ranks of the nodes that have joined: all, or after ``wait_s`` at least ``fewest``."""
     started, progress = time.monotonic(), Wait()
     while True:

@@ -30,7 +30,7 @@ from rollcall.groups.pulse import dump_stacks, look
 from rollcall.groups.slow import NodeLook, SlowCalls, read_traffic
 from rollcall.groups.sockets import FlowCounter, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
-from rollcall.wait import say
+from rollcall.wait import warn
 
 STACKS_S = 10.0
 ALONE_S = 60.0
@@ -148,7 +148,7 @@ class Supervisor:
                     if loss.still_runs:
                         self._tell_stacks(*seats[loss.rank], why=loss.why)
             except RayError as error:
-                say(f"the workers cannot be watched: {error}")
+                warn(f"the workers cannot be watched: {error}")
                 continue
             with self._lock:  # one that is being replaced meanwhile is not lost
                 current = {loss.rank: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]}
@@ -177,7 +177,7 @@ class Supervisor:
             self._links.note({ranks[node_id]: answer.flows for node_id, answer in answered.items()}, now_s=now_s)
         specs = {rank: spec for rank, (spec, _) in seats.items()}
         if (text := self._slow.note(answered, specs, now_s=now_s)) is not None:
-            say(text)
+            warn(text)
         losses = self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
             seats={node: list(pids) for node, pids in by_node.items()},
@@ -214,4 +214,4 @@ class Supervisor:
             stacks = ray.get(self._eyes[spec.node.node_id].stacks.remote(pid), timeout=STACKS_S)
         except RayError as error:
             stacks = f"they cannot be read: {error}"
-        say(f"{spec.where}: {why}; the stacks of its threads:\n{stacks}")
+        warn(f"{spec.where}: {why}; the stacks of its threads:\n{stacks}")

@@ -106,16 +106,13 @@ def remove_folder(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
         return
-    import logging  # rarely needed, and a worker has to start fast
-
-    from rollcall.reward.deep_folder import remove_deep
+    from rollcall.reward.deep_folder import remove_deep  # rarely needed, and a worker has to start fast
+    from rollcall.wait import warn
 
     try:
         remove_deep(folder)
     except OSError as error:
-        logging.getLogger(__name__).warning(
-            "%s, a reward's private folder, cannot be removed: %s; remove it by hand", folder, error
-        )
+        warn(f"{folder}, a reward's private folder, cannot be removed: {error}; remove it by hand")
 
 
 def sweep_folders() -> None:

@@ -32,6 +32,7 @@ from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.types import Completion, Prompt, Sample
+from rollcall.wait import say
 from rollcall.words import counted
 
 COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves
@@ -76,7 +77,7 @@ class Inputs:
     val: PromptSet | None
 
 
-def load_inputs(config: Config, *, say: Callable[[str], None]) -> Inputs:
+def load_inputs(config: Config) -> Inputs:
     path = resolve_model(config.model.path)
     say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = load_tokenizer(
@@ -111,7 +112,6 @@ def build_learner(
     gang: Gang,
     device: torch.device | None = None,
     mirror: bool = False,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
@@ -132,7 +132,8 @@ def build_learner(
     if config.actor.compile if config.actor.compile is not None else pays:
         if on_cpu:
             check_compiler("actor.compile")
-        say("the first update waits for the compiler (actor.compile; a minute or so)")
+        if gang.rank == 0:
+            say("the first update waits for the compiler (actor.compile; a minute or so)")
         learner.body.compile()
     return learner
 
@@ -152,9 +153,7 @@ def check_engine(rollout: RolloutSection) -> None:
         find_python(rollout.vllm.python)
 
 
-def build_engine(
-    rollout: RolloutSection, model: Any, tokenizer: Any, *, say: Callable[[str], None] = print
-) -> LocalEngine:
+def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> LocalEngine:
     """The engine of this process, with the weights of ``model``."""
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
@@ -171,7 +170,7 @@ def build_engine(
     say("starting vLLM in a process of its own (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
     try:
-        child.wait_until_ready(say)
+        child.wait_until_ready()
         return VllmEngine(
             model,
             tokenizer,
@@ -180,7 +179,6 @@ def build_engine(
             max_running=rollout.max_running,
             kv_tokens=rollout.kv_tokens,
             kv_fraction=rollout.kv_memory_fraction,
-            say=say,
         )
     except BaseException:  # an interrupt too: it must not go on loading
         child.close()

@@ -26,7 +26,7 @@ from rollcall.roles.engine_seat import Advance
 from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
 from rollcall.roles.weight_sync import WeightSync
-from rollcall.wait import say
+from rollcall.wait import say, warn
 
 POLL_S = 0.5  # the longest that one look at the engines takes
 HELD_S = 0.02  # between two looks while all engines wait for new weights
@@ -217,7 +217,7 @@ class RemoteEngine:
         self._away.add(worker)
         self._lost.append(worker)
         why = str(error).splitlines()[0]
-        say(f"{self._name(worker)} is lost; the others do its work until it is replaced: {why}")
+        warn(f"{self._name(worker)} is lost; the others do its work until it is replaced: {why}")
         threading.Thread(target=self._renew, args=(worker,), name=f"replacing {worker}", daemon=True).start()
 
     def _renew(self, worker: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from rollcall.roles.build import (
     load_reward_model,
     set_threads,
 )
+from rollcall.wait import say
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,20 +71,20 @@ class LocalWorkers(Held[LocalEngine]):
         Held.close(self)
 
 
-def build_workers(config: Config, *, say: Callable[[str], None]) -> LocalWorkers:
-    """Load everything the run file names. ``say`` tells the user what is being done."""
+def build_workers(config: Config) -> LocalWorkers:
+    """Load everything the run file names."""
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
-    inputs = load_inputs(config, say=say)
+    inputs = load_inputs(config)
     trust = config.model.trust_remote_code
     say(f"loading the model {config.model.path}")
     load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
-    learner = build_learner(config, model, gang=Gang.alone(), mirror=True, say=say)
-    engine = build_engine(config.rollout, model, inputs.tokenizer, say=say)
+    learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
+    engine = build_engine(config.rollout, model, inputs.tokenizer)
 
     def model_reward(index: int) -> ModelRewardFunction:
         reward = config.reward[index]

@@ -37,7 +37,7 @@ from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.team import Team
 from rollcall.roles.worker import Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
-from rollcall.wait import say
+from rollcall.wait import say, warn
 from rollcall.words import counted
 from rollcall.worker_env.declared import submitted_env, worker_env
 
@@ -136,9 +136,7 @@ class RemoteWorkers(Held[RemoteEngine]):
         self.cluster.shutdown()
 
 
-def build_remote_workers(
-    config: Config, *, backend: Backend | None = None, say: Callable[[str], None]
-) -> RemoteWorkers:
+def build_remote_workers(config: Config, *, backend: Backend | None = None) -> RemoteWorkers:
     """Place the plan's processes and load every role; ``backend`` None: on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
@@ -147,8 +145,8 @@ def build_remote_workers(
         from rollcall.on_ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
 
         backend = RayBackend()
-    plan, section, kept = _fit_nodes(config, plan, say=say)
-    inputs = load_inputs(config, say=say)
+    plan, section, kept = _fit_nodes(config, plan)
+    inputs = load_inputs(config)
     in_parts = roles_in_parts(config, plan)
     _refuse_impossible(config, plan, in_parts, model_path=inputs.model_path)
     processes = plan.all_processes
@@ -192,7 +190,7 @@ def build_remote_workers(
     )
 
 
-def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tuple[Plan, ClusterSection, list[int]]:
+def _fit_nodes(config: Config, plan: Plan) -> tuple[Plan, ClusterSection, list[int]]:
     """The plan on the nodes that have joined, where the run may use fewer than it asks for; its section; the nodes' ranks."""
     assert config.cluster is not None
     section, elastic, everyone = config.cluster, config.trainer.elastic, list(range(plan.num_nodes))
@@ -200,7 +198,7 @@ def _fit_nodes(config: Config, plan: Plan, *, say: Callable[[str], None]) -> tup
         return plan, section, everyone
     from rollcall.on_ray.reserve import wait_for_nodes
 
-    kept = wait_for_nodes(plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s, say=say)
+    kept = wait_for_nodes(plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
     if kept == everyone:
         return plan, section, everyone
     section = shrink(section, plan, kept=kept)
@@ -227,8 +225,7 @@ def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteE
                 return
             except WorkerLostError as error:
                 loss = error
-                why = headline(loss)
-                say(f"{where} is lost; the others do its work until it is replaced: {why}")
+                warn(f"{where} is lost; the others do its work until it is replaced: {headline(loss)}")
 
     team.group.tolerate(only)
     return RemoteEngine(

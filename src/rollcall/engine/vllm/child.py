@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rollcall.engine.vllm.server import checksum
+from rollcall.wait import say
 
 START_S = 600.0  # imports alone take 10 to 60 s, loading and compiling a large model minutes
 ANSWER_S = 300.0
@@ -68,15 +69,13 @@ class Child:
         # At the end of this interpreter too; a starter that is killed is noticed by the child itself.
         self._finalizer = weakref.finalize(self, _end, self.process)
 
-    def wait_until_ready(self, say: Callable[[str], None]) -> str:
+    def wait_until_ready(self) -> str:
         """The version of vLLM, once it is imported."""
-        return self.receive(deadline_s=START_S, say=say)["vllm"]
+        return self.receive(deadline_s=START_S)["vllm"]
 
-    def ask(
-        self, do: str, *, deadline_s: float = ANSWER_S, say: Callable[[str], None] | None = None, **what: Any
-    ) -> Any:
+    def ask(self, do: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
         self.send(do, **what)
-        return self.receive(deadline_s=deadline_s, say=say)
+        return self.receive(deadline_s=deadline_s)
 
     def send(self, do: str, **what: Any) -> None:
         assert not self._waiting_for, f"{self._waiting_for} is not answered yet"
@@ -88,14 +87,14 @@ class Child:
             raise self._failure("ended") from None
         self._waiting_for = do
 
-    def receive(self, *, deadline_s: float = ANSWER_S, say: Callable[[str], None] | None = None) -> Any:
-        """The answer to what was sent last; ``say`` hears from time to time what is being waited for."""
+    def receive(self, *, deadline_s: float = ANSWER_S) -> Any:
+        """The answer to what was sent last. While vLLM starts and loads, it says from time to time what is being waited for."""
         started = time.monotonic()
         while not self._connection.poll(min(SAY_EVERY_S, deadline_s)):
             waited = time.monotonic() - started
             if waited >= deadline_s:
                 raise self._failure(f"has not answered `{self._waiting_for}` within {waited:.0f} s")
-            if say is not None:
+            if self._waiting_for in ("start", "load"):
                 say(f"vLLM: {self._waiting_for} takes {waited:.0f} s so far; its log says: {self.log_tail(1)[:150]}")
         try:
             answer = json.loads(self._connection.recv_bytes())

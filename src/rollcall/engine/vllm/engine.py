@@ -11,7 +11,6 @@ generator. Stop strings are looked for here, in the tokenizer's own text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -38,7 +37,6 @@ class VllmEngine:
         max_running: int,
         kv_tokens: int | None,
         kv_fraction: float = 0.3,
-        say: Callable[[str], None] = print,
     ):
         self.model = model  # the source of the weights
         self.tokenizer = tokenizer
@@ -57,7 +55,7 @@ class VllmEngine:
         self.vocabulary: int = config.vocab_size
         self.room: int = spec["kv_tokens"]
         self._sleeps: bool = spec["sleep"]
-        child.ask("load", spec=spec, deadline_s=START_S, say=say)
+        child.ask("load", spec=spec, deadline_s=START_S)
         self._ship(0)
 
     @property

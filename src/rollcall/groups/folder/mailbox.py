@@ -32,7 +32,7 @@ from typing import Any
 
 from rollcall.durable.atomic import TEMPORARY, write_atomic
 from rollcall.errors import ClusterError
-from rollcall.wait import Wait, say
+from rollcall.wait import Wait, warn
 
 BEAT_S = 1.0  # between two advances of a counter
 SILENT_S = 20.0  # without an advance: gone
@@ -221,7 +221,7 @@ class Presence:
             except (
                 OSError
             ) as error:  # others see that the counter does not move, and wait; it goes on when the folder is back
-                say(f"{self._path} cannot be written: {error}")
+                warn(f"{self._path} cannot be written: {error}")
 
 
 class Peer:
