@@ -14,6 +14,7 @@ from rollcall.launch.rendered import Rendered
 from rollcall.launch.target import Request, Target
 from rollcall.launch.targets import get_target
 from rollcall.plan.judge import workable_plan
+from rollcall.redact import secrets_of_run
 from rollcall.wait import say
 
 
@@ -25,8 +26,16 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
         raise LaunchError(
             f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
         )
-    workable_plan(config, config.cluster)
-    launch, cluster = config.launch, config.cluster
+    launch = config.launch
+    if names := secrets_of_run(config.model_dump(mode="json")):
+        raise LaunchError(
+            f"{', '.join(names)}: a rendered file would hold the secret's value; name the variable in cluster.env_pass, and in "
+            f"the target's own list of secrets, instead"
+        )
+    profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
+    cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
+    config = config.model_copy(update={"cluster": cluster})
+    workable_plan(config, cluster)
     hosts: tuple[str, ...] = ()
     if target == "ssh" and launch.ssh is not None:
         hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
@@ -37,7 +46,7 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
         launch=launch,
         folder=launches() / name,
         cwd=cwd,
-        profile={} if launch.profile is None else read_profile(cwd / launch.profile.expanduser()),
+        profile=profile,
         hosts=hosts,
     )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from rollcall.config import Config, dump_config
 from rollcall.config.launch import LaunchSection
 from rollcall.config.sections import ClusterSection
+from rollcall.launch.gpu import gpu_variables
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Rendered, RenderedFile
 
@@ -30,9 +31,14 @@ class Request:
     hosts: tuple[str, ...] = ()  # by rank, where the target has to be told
 
     @property
+    def node_env(self) -> dict[str, str]:
+        """For `rollcall node` on every target."""
+        return {**gpu_variables(self.launch, self.cluster), **self.profile}
+
+    @property
     def run_file(self) -> RenderedFile:
-        """The resolved run file, overrides included, without the values of secrets."""
-        return RenderedFile(name=RUN_FILE, text=dump_config(self.config))
+        """The resolved run file for the nodes: overrides included, without the section that says where nodes come from."""
+        return RenderedFile(name=RUN_FILE, text=dump_config(self.config.model_copy(update={"launch": None})))
 
 
 class Target(Protocol):

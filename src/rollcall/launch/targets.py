@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from rollcall.launch.dstack import Dstack
 from rollcall.launch.errors import LaunchError
+from rollcall.launch.kuberay import Kuberay
+from rollcall.launch.skypilot import Skypilot
 from rollcall.launch.target import Target
 
 
@@ -18,5 +21,5 @@ def get_target(name: str) -> Target:
 
 
 def _all() -> dict[str, Target]:
-    targets: list[Target] = []
+    targets: list[Target] = [Skypilot(), Dstack(), Kuberay()]
     return {target.name: target for target in targets}
