@@ -108,14 +108,14 @@ def shell_of(target: str, rendered: Rendered) -> str | None:
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=WORDS)
 def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, value: str) -> None:
     """Through the YAML and a real shell, with `rollcall` replaced by a program that prints what it gets."""
     rendered = get_target(target).render(request_for(target, tmp_path, env={"MINE": value}))
     if (script := shell_of(target, rendered)) is None:
         pytest.skip("its nodes run no shell of ours")
-    lines = [line for line in script.splitlines(keepends=True) if not line.startswith("pip ")]
+    lines = [line for line in script.split("\n") if not line.startswith("pip ")]
     fake = tmp_path / "bin/rollcall"
     fake.parent.mkdir(exist_ok=True)
     fake.write_text('#!/bin/sh\nprintf %s "$MINE" > "$SEEN"\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
@@ -125,7 +125,7 @@ def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, v
         "PATH": f"{fake.parent}:/usr/bin:/bin", "HOME": "/home/a b", "SEEN": str(seen),
         "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "DSTACK_MASTER_NODE_IP": "fd00::1",
     }  # fmt: skip
-    ended = subprocess.run(["sh", "-c", "".join(lines)], env=env, capture_output=True, text=True, check=True)
+    ended = subprocess.run(["sh", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, check=True)
     assert seen.read_bytes().decode() == value
     words = ended.stdout.splitlines()
     assert words[:2] == ["node", "--run"]

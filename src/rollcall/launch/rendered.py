@@ -77,7 +77,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    # YAML reads other ends of a line as plain ones inside a block.
+    block = "\n" in text and not re.search("[\r\x85\u2028\u2029]", text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if block else '"' if "\n" in text else None)
 
 
 _Dumper.add_representer(str, _text)
