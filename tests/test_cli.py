@@ -89,9 +89,10 @@ def _app(group: Any) -> Any:
 
 def test_these_are_the_verbs() -> None:
     assert sorted(commands()) == [
-        "check", "compare", "config", "data", "doctor", "down", "env", "eval", "init", "job list", "job logs", "job status", "job stop",
+        "check", "compare", "config", "data", "doctor", "down", "env", "eval", "fetch-model", "init", "job list", "job logs",
+        "job status", "job stop",
         "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
-        "launch ssh", "launch status", "node", "plan", "recover", "reward test", "simulate", "status", "submit", "train", "version",
+        "launch ssh", "launch status", "node", "plan", "prepare", "recover", "reward test", "simulate", "status", "submit", "train", "version",
     ]  # fmt: skip
 
 

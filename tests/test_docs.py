@@ -75,7 +75,7 @@ def code_of(page: Path) -> str:
 @pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_every_command_that_a_page_shows_exists(page: Path) -> None:
     code = code_of(page)
-    named = set(re.findall(r"(?:^|[$(] ?|`|&& )rollcall ((?:job|reward) [a-z]+|[a-z]+)", code, re.MULTILINE))
+    named = set(re.findall(r"(?:^|[$(] ?|`|&& )rollcall ((?:job|reward) [a-z]+|[a-z-]+)", code, re.MULTILINE))
     assert named <= set(verbs()), named - set(verbs())
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert (made := set(re.findall(r"^make ([a-z]+)", code, re.MULTILINE))) <= targets, made - targets

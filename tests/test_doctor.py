@@ -352,6 +352,15 @@ def test_a_healthy_cluster_is_well(lab_cluster: LabCluster) -> None:
 
 
 @pytest.mark.slow
+def test_a_quick_look_measures_no_bandwidth(lab_cluster: LabCluster) -> None:
+    result = rollcall(lab_cluster.head, "doctor", "--quick", "--json", timeout_s=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(result.stdout)
+    assert report["backend"] is None and report["bytes_per_s"] is None
+    assert len(report["nodes"]) == 4 and not report["shared"]["unseen"]
+
+
+@pytest.mark.slow
 def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has_them(lab_cluster: LabCluster) -> None:
     sick = lab_cluster.hosts[2]
     runs = lab_cluster.lab.shared / "doctor-runs"

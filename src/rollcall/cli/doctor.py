@@ -18,6 +18,7 @@ def doctor(
         typer.Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too."),
     ] = None,
     overrides: Overrides = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the measurement of bandwidth.")] = False,
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
@@ -30,6 +31,7 @@ def doctor(
     Examples:
       rollcall doctor
       rollcall doctor run.yaml
+      rollcall doctor run.yaml --quick
       rollcall doctor run.yaml run.dir=/shared/runs/x --json
     """
     from rollcall.config import load_config
@@ -37,7 +39,7 @@ def doctor(
     from rollcall.doctor.show import show
 
     config = load_config(file, overrides or []) if file is not None else None
-    report = examine(cluster, config=config)
+    report = examine(cluster, config=config, quick=quick)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

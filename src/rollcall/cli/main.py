@@ -19,6 +19,7 @@ from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch
 from rollcall.cli.plan import plan
+from rollcall.cli.prepare import fetch_model, prepare
 from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
@@ -103,6 +104,8 @@ app.command("train")(reported(train))
 app.command("eval")(reported(evaluate))
 for command in (recover, compare, init, config, data, plan, simulate, doctor, submit, env, node, check, status, down):
     app.command(command.__name__)(reported(command))
+app.command("prepare")(reported(prepare))
+app.command("fetch-model")(reported(fetch_model))
 app.command("version")(version)
 app.add_typer(job, name="job")
 app.add_typer(reward, name="reward")

@@ -67,19 +67,20 @@ class Report:
         return {"ok": not self.breaks, **asdict(self)}
 
 
-def examine(cluster: str | None, *, config: Config | None) -> Report:
+def examine(cluster: str | None, *, config: Config | None, quick: bool = False) -> Report:
+    """``quick``: what takes seconds. The all-reduce is left out, most of which is importing torch on every node."""
     name = current_cluster(cluster)
     connect(name, log_to_driver=False)
     try:
         roster = list_nodes(name)
-        return _Examination(roster, config=config).run()
+        return _Examination(roster, config=config, quick=quick).run()
     finally:
         disconnect()  # ends the probes as well
 
 
 class _Examination:
-    def __init__(self, roster: Roster, *, config: Config | None) -> None:
-        self.roster, self.config = roster, config
+    def __init__(self, roster: Roster, *, config: Config | None, quick: bool) -> None:
+        self.roster, self.config, self.quick = roster, config, quick
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
         self.probes: dict[int, Pinned] = {}
@@ -243,7 +244,7 @@ class _Examination:
         return str(folder)
 
     def _bandwidth(self, nodes: Sequence[NodeFacts]) -> tuple[str | None, float | None]:
-        if len(nodes) < 2:
+        if self.quick or len(nodes) < 2:
             return None, None
         backend = "nccl" if all(node.gpus and node.torch_cuda for node in nodes) else "gloo"
         say(f"measuring an all-reduce between {len(nodes)} nodes")
