@@ -27,7 +27,7 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
 from rollcall.nodes.bootstrap import start_node, stop_node
-from rollcall.nodes.head import Answer, HeadRefuses, ask_head
+from rollcall.nodes.head import Answer, HeadRefuses, ask_head, dashboard_url
 from rollcall.nodes.processes import MARK, find_processes, stop_processes
 from rollcall.nodes.rank import LAUNCHERS, find_identity
 from rollcall.nodes.ray_start import NodeRequest, Start, find_slots
@@ -202,7 +202,7 @@ import os, subprocess, sys, time
 import ray
 from rollcall.on_ray.connect import connect
 
-record = connect()
+record = connect().record
 
 @ray.remote(num_gpus=1, resources={f"rollcall_node_{record.rank}": 1})
 class Worker:
@@ -404,7 +404,7 @@ def test_a_node_on_loopback_listens_nowhere_else_and_takes_drivers(
             len(bound) > 5 and [one for one in bound if not one.startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:"))] == []
         )
         assert record.node_ip == "127.0.0.1"
-        driver = "from rollcall.on_ray.connect import connect; connect('inward'); import ray; print(len(ray.nodes()))"
+        driver = "from rollcall.on_ray.connect import connect; from rollcall.nodes.which import find_cluster; connect(find_cluster('inward')); import ray; print(len(ray.nodes()))"
         done = subprocess.run(
             [sys.executable, "-c", driver], env=head.env, capture_output=True, text=True, timeout=WAIT_S
         )
@@ -653,7 +653,7 @@ def test_drivers_and_busy_workers_are_known_by_their_titles(tmp_path: Path, monk
     ],
 )
 def test_a_node_is_told_a_dashboard_it_can_reach(bound: str | None, node_ip: str, url: str | None) -> None:
-    assert bootstrap._dashboard_url(bound, node_ip=node_ip, head_address="10.0.0.1:6379") == url
+    assert dashboard_url(bound, node_ip=node_ip, head_address="10.0.0.1:6379") == url
 
 
 def test_gpus_that_the_user_hides_stay_hidden_behind_logical_slots(monkeypatch: pytest.MonkeyPatch) -> None:

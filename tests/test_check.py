@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from rollcall.errors import ClusterError
-from rollcall.nodes import check
+from rollcall.nodes import check, ours
 from rollcall.nodes.check import list_nodes, roster, wait_for_slots
 from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo
+from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, forget, write_record
 from rollcall.wait import speaking
@@ -59,14 +60,14 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Answer | Excep
     """What the head answers, one after the other; the last answer stays."""
     answers: list[Answer | Exception] = []
 
-    def ask(cluster: str, *, head_address: str) -> Answer:
+    def ask(cluster: str, *, head_address: str, timeout_s: float) -> Answer:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(check, "ask_own_head", ask)
+    monkeypatch.setattr(ours, "ask_own_head", ask)
     monkeypatch.setattr(check, "ASK_EVERY_S", 0.01)
     write_record(make_record())
     return answers
@@ -79,7 +80,7 @@ def answer(*nodes: NodeInfo) -> Answer:
 def wait(num_slots: int, *, timeout_s: float = 30.0) -> tuple[check.Roster, list[str]]:
     said: list[str] = []
     with speaking(said.append):
-        return wait_for_slots("default", num_slots=num_slots, timeout_s=timeout_s), said
+        return wait_for_slots(OurCluster("default"), num_slots=num_slots, timeout_s=timeout_s), said
 
 
 def test_it_waits_until_all_have_joined_and_says_who_is_missing(head: list) -> None:
@@ -98,7 +99,7 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
             write_record(make_record())
         return True
 
-    monkeypatch.setattr(check, "is_coming_up", come_up)
+    monkeypatch.setattr(ours, "is_coming_up", come_up)
     head += [answer(make_node(0, slots=32))]
     _, said = wait(32)
     assert said[0] == "waiting for `rollcall node` to make this node part of cluster 'default'"
@@ -106,7 +107,7 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
 
 def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
     forget("default")
-    monkeypatch.setattr(check, "APPEAR_S", 0.0)
+    monkeypatch.setattr(ours, "APPEAR_S", 0.0)
     with pytest.raises(ClusterError, match="not part of a cluster 'default'"):
         wait(32)
 
@@ -159,16 +160,16 @@ def test_a_head_that_does_not_answer_is_waited_for_and_named(head: list) -> None
         wait(32, timeout_s=0.0)
 
 
-def test_a_dead_node_does_not_count_and_its_replacement_stands_for_its_rank() -> None:
+def test_a_dead_node_does_not_count_and_its_replacement_stands_for_its_rank(head: list) -> None:
     dead = make_node(1, alive=False, started_ms=1, host="old")
-    replaced = roster(make_record(), answer(make_node(0), dead, make_node(1, started_ms=2, host="new")))
+    replaced = roster(OurCluster("default"), answer(make_node(0), dead, make_node(1, started_ms=2, host="new")))
     assert [node.host for node in replaced.nodes] == ["node0", "new"]
-    lost = roster(make_record(), answer(make_node(0), dead))
+    lost = roster(OurCluster("default"), answer(make_node(0), dead))
     assert (lost.num_slots, lost.missing, [node.alive for node in lost.nodes]) == (8, [1, 2, 3], [True, False])
 
 
-def test_a_dead_node_that_started_later_does_not_hide_a_living_one() -> None:
-    found = roster(make_record(), answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2)))
+def test_a_dead_node_that_started_later_does_not_hide_a_living_one(head: list) -> None:
+    found = roster(OurCluster("default"), answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2)))
     assert found.nodes[0].alive
 
 
@@ -183,12 +184,12 @@ def test_a_head_of_another_bring_up_is_not_taken_for_this_one(head: list) -> Non
     other = answer(make_node(0))
     head += [Answer(nodes=tuple(_with_id(node, "id-2") for node in other.nodes), dashboard=None)]
     with pytest.raises(ClusterError, match="was started again since this node joined"):
-        list_nodes("default")
+        list_nodes(OurCluster("default"))
 
 
 def test_a_node_without_a_cluster_is_told_how_to_join_and_which_it_has(head: list) -> None:
     with pytest.raises(ClusterError, match="not part of a cluster 'mine'; it is part of default"):
-        list_nodes("mine")
+        list_nodes(OurCluster("mine"))
 
 
 def _with_id(node: NodeInfo, cluster_id: str) -> NodeInfo:

@@ -61,7 +61,7 @@ print(json.dumps({port: knock(f"{sys.argv[1]}:{port}") for port in sys.argv[2:]}
 DRIVER = """
 import time
 from rollcall.on_ray.connect import connect
-record = connect()
+record = connect().record
 import ray
 @ray.remote(num_cpus=0, resources={f"rollcall_node_{record.rank}": 0.001})
 class Worker:

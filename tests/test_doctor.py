@@ -26,6 +26,8 @@ from rollcall.doctor.probe import Probe
 from rollcall.doctor.show import show
 from rollcall.nodes.check import Roster
 from rollcall.nodes.head import NodeInfo
+from rollcall.nodes.ours import OurCluster
+from rollcall.nodes.plain_ray import PlainRay
 
 VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "numpy": "2.4.6"}
 
@@ -60,7 +62,7 @@ def make_info(rank: int, *, slots: int = 8) -> NodeInfo:
 def make_roster(*slots: int, num_nodes: int | None = None) -> Roster:
     nodes = tuple(make_info(rank, slots=size) for rank, size in enumerate(slots))
     return Roster(
-        cluster="default", cluster_id="x", head_address="10.0.0.1:6379", dashboard_url=None,
+        cluster="default", title="cluster 'default'", cluster_id="x", has_token=True, head_address="10.0.0.1:6379", dashboard_url=None,
         num_nodes=num_nodes or len(nodes), nodes=nodes,
     )  # fmt: skip
 
@@ -221,11 +223,14 @@ def test_an_all_reduce_that_fails_breaks_and_a_slow_one_warns() -> None:
 
 def test_the_run_files_slots_are_held_against_the_nodes() -> None:
     config = parse_config({"cluster": {"nodes": [{"gpus": 8}, {"gpus": 4}, {"gpus": 4}]}})
-    found = list(judge_slots(config, make_roster(8, 8)))
+    ours, plain = OurCluster("default"), PlainRay("10.0.0.1:6379")
+    found = list(judge_slots(config, make_roster(8, 2), plain))
     assert [(finding.node, finding.severity) for finding in found] == [(1, "breaks"), (None, "breaks")]
-    assert "offers 8 slots, the run file has 4 for node 1" in found[0].what
+    assert "offers 2 slots, the run file has 4 for node 1" in found[0].what and "--num-gpus 4" in found[0].fix
     assert "asks for 3 nodes, the cluster has 2" in found[1].what
-    assert not list(judge_slots(parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": 8}}), make_roster(8, 8)))
+    for slots in (8, 4):
+        fewer = parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
+        assert not list(judge_slots(fewer, make_roster(8, 8), ours))
 
 
 def test_a_placement_that_cannot_work_is_a_finding() -> None:

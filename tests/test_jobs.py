@@ -22,7 +22,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import yaml
-from test_check import make_record
 from tiny import save_model
 
 from rollcall import redact
@@ -34,7 +33,7 @@ from rollcall.jobs import package as package_module
 from rollcall.jobs import submit as module
 from rollcall.jobs.channel import HttpChannel, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import build_package
-from rollcall.jobs.paths import mount_of, resolve_paths
+from rollcall.jobs.paths import Shared, mount_of, resolve_paths
 from rollcall.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
@@ -154,20 +153,22 @@ def test_the_same_code_is_the_same_package(tmp_path: Path) -> None:
 
 # Which paths are meant
 
+ALONE = Shared(num_nodes=1, folder=None)
+
 
 def test_relative_paths_are_refused_where_the_nodes_do_not_see_the_folder(tmp_path: Path) -> None:
     run = config(run={"dir": "runs/one"}, data={"train": "data/train.jsonl", "val": None})
-    for seen in (None, record(num_nodes=2), record(num_nodes=2, rendezvous="/proc")):
+    for seen in (None, Shared(num_nodes=2, folder=None), Shared(num_nodes=2, folder="/proc")):
         with pytest.raises(ClusterError, match=r"run\.dir=runs/one, data\.train=data/train\.jsonl: relative to"):
-            resolve_paths(run, folder=tmp_path, record=seen)
+            resolve_paths(run, folder=tmp_path, shared=seen)
 
 
 @pytest.mark.parametrize("place", ["alone", "shared"])
 def test_relative_paths_become_absolute_where_the_nodes_see_the_folder(tmp_path: Path, place: str) -> None:
-    seen = record() if place == "alone" else record(num_nodes=2, rendezvous=str(tmp_path / "meet"))
+    seen = ALONE if place == "alone" else Shared(num_nodes=2, folder=str(tmp_path / "meet"))
     (tmp_path / "model").mkdir()
     run = config(run={"dir": "runs/one"}, data={"train": "train.jsonl", "val": "val.jsonl"}, model={"path": "model"})
-    resolved = resolve_paths(run, folder=tmp_path, record=seen)
+    resolved = resolve_paths(run, folder=tmp_path, shared=seen)
     assert resolved.run.dir == tmp_path / "runs/one" and resolved.model.path == str(tmp_path / "model")
     assert (resolved.data.train, resolved.data.val) == (str(tmp_path / "train.jsonl"), str(tmp_path / "val.jsonl"))
 
@@ -175,12 +176,12 @@ def test_relative_paths_become_absolute_where_the_nodes_see_the_folder(tmp_path:
 def test_absolute_paths_hub_names_and_built_in_tasks_stay(tmp_path: Path) -> None:
     data = {"train": "hub:org/sums", "val": "hub:/share/sums"}
     run = config(model={"path": "org/model"}, reward=[{"type": "model", "path": "org/judge"}], data=data)
-    assert resolve_paths(run, folder=tmp_path, record=None) == run
+    assert resolve_paths(run, folder=tmp_path, shared=None) == run
 
 
 def test_a_folder_laid_out_as_a_hub_dataset_is_a_path_too(tmp_path: Path) -> None:
     run = config(run={"dir": str(tmp_path / "run")}, data={"train": "hub:./sums", "val": None})
-    assert resolve_paths(run, folder=tmp_path, record=record()).data.train == f"hub:{tmp_path / 'sums'}"
+    assert resolve_paths(run, folder=tmp_path, shared=ALONE).data.train == f"hub:{tmp_path / 'sums'}"
 
 
 def test_a_mount_is_told_from_the_one_around_it(tmp_path: Path) -> None:
@@ -367,8 +368,8 @@ def test_a_follower_whose_own_node_has_ended_says_so_and_ends() -> None:
         raise NoAnswerError("the actor is unavailable")
 
     channel: Any = RelayChannel.__new__(RelayChannel)
-    channel._record, channel.where, channel._relay = make_record(), "here", MagicMock(call=gone)
-    with pytest.raises(ClusterError, match=r"Ray on this node \(.*, rank 0\) has ended") as ended:
+    channel._head_address, channel.where, channel._relay = "192.0.2.1:6379", "here", MagicMock(call=gone)
+    with pytest.raises(ClusterError, match="Ray on this node has ended") as ended:
         channel.tail("rollcall-a", skip=0, take=print)
     assert not isinstance(ended.value, Unreachable)
 
@@ -433,19 +434,17 @@ def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(ClusterError, match="not a node of a cluster named 'default'; from elsewhere give --address"):
-        reach("default", address=None, rendezvous=None)
-    with pytest.raises(ClusterError, match="no token for this cluster: set ROLLCALL_TOKEN"):
-        reach("default", address="http://10.0.0.1:8265", rendezvous=None)
+        reach(None, address=None, rendezvous=None)
     with pytest.raises(ClusterError, match="no head of cluster 'default' is published"):
-        reach("default", address=None, rendezvous=tmp_path)
+        reach(None, address=None, rendezvous=tmp_path)
 
 
 def test_a_node_needs_neither_address_nor_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
     write_record(record())
     write_token("default", "the-nodes-token")
-    found = reach("default", address=None, rendezvous=None)
-    assert (found.where, found.record) == ("http://10.0.0.1:8265", record())
+    found = reach(None, address=None, rendezvous=None)
+    assert (found.where, found.shared) == ("http://10.0.0.1:8265", ALONE)
 
 
 def test_a_nodes_token_goes_to_its_own_cluster_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -453,8 +452,9 @@ def test_a_nodes_token_goes_to_its_own_cluster_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(TOKEN, raising=False)
     write_record(record())
     write_token("default", "the-nodes-token")
-    with pytest.raises(ClusterError, match="no token for this cluster"):
-        reach("default", address="http://10.9.9.9:8265", rendezvous=None)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    assert reach(None, address="http://10.0.0.1:8265", rendezvous=None)._token == "the-nodes-token"
+    assert reach(None, address="http://10.9.9.9:8265", rendezvous=None)._token is None
 
 
 def test_a_dashboard_on_the_heads_loopback_is_not_looked_for_elsewhere(
@@ -465,7 +465,7 @@ def test_a_dashboard_on_the_heads_loopback_is_not_looked_for_elsewhere(
     with pytest.raises(
         ClusterError, match=r"listens only on the loopback of its head \(node0\); run this command on a node"
     ):
-        reach("default", address=None, rendezvous=tmp_path / "meet")
+        reach(None, address=None, rendezvous=tmp_path / "meet")
 
 
 @pytest.mark.parametrize(
@@ -477,14 +477,14 @@ def test_a_rendezvous_folder_gives_address_and_token(
     monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
     monkeypatch.delenv(TOKEN, raising=False)
     publish(tmp_path / "meet", dashboard=bound)
-    found = reach("default", address=None, rendezvous=tmp_path / "meet")
-    assert (found.where, found.record) == (url, None)
+    found = reach(None, address=None, rendezvous=tmp_path / "meet")
+    assert (found.where, found.shared) == (url, None)
 
 
 @pytest.mark.parametrize("address", ["http://host:8265/path", "ftp://host", "two words"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ClusterError, match="is not the address of a dashboard"):
-        reach("default", address=address, rendezvous=None)
+        reach(None, address=address, rendezvous=None)
 
 
 # Whole jobs, on one real node

@@ -388,11 +388,14 @@ def listed_by_ray(address: str, *, label: int | None = None, resource: int | Non
 
 
 def ranked(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[tuple[int, str]]:
-    from rollcall.on_ray import reserve as on_ray
+    import ray
+    from ray._private import state
 
-    monkeypatch.setattr(on_ray.ray, "nodes", lambda: [*nodes, {**nodes[0], "Alive": False, "NodeID": "gone"}])
-    monkeypatch.setattr(on_ray.ray_state, "available_resources_per_node", dict)
-    return [(node.rank, node.address) for node in on_ray.ranked_nodes()]
+    from rollcall.on_ray.members import ranked_nodes
+
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {**nodes[0], "Alive": False, "NodeID": "gone"}])
+    monkeypatch.setattr(state, "available_resources_per_node", dict)
+    return [(node.rank, node.address) for node in ranked_nodes()]
 
 
 def test_nodes_are_ranked_by_their_own_rank_and_others_by_address(monkeypatch):
@@ -411,7 +414,7 @@ def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_p
         "with VirtualCluster([2]) as cluster:\n"
         "    print(cluster.world_size(), [node.devices for node in cluster.nodes])"
     )
-    env = {**os.environ, "RAY_ADDRESS": "192.0.2.77:1", "ROLLCALL_STATE_DIR": str(tmp_path)}
+    env = {**os.environ, "RAY_ADDRESS": "local", "ROLLCALL_STATE_DIR": str(tmp_path)}
     env["RAY_raylet_start_wait_time_s"] = "120"
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "2 [('0', '1')]", done.stderr

@@ -91,7 +91,7 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     """The run with everything small that is not about placement."""
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
-    document["cluster"] |= {"accelerator": "cpu"}
+    document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the nodes of the rehearsal are its own
     document["model"] = {"path": str(model), "dtype": "float32", "device": "cpu"}
     document["data"] = {
         "train": "builtin:arithmetic",

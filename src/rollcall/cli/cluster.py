@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rollcall.nodes.state import NodeRecord
 
 Cluster = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`.")
+    str | None,
+    typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, $RAY_ADDRESS, else `default`."),
 ]
 
 
@@ -109,9 +110,9 @@ def check(
       rollcall check 32 --timeout 60 --json
     """
     from rollcall.nodes.check import wait_for_slots
-    from rollcall.nodes.state import current_cluster
+    from rollcall.nodes.which import find_cluster
 
-    found = wait_for_slots(current_cluster(cluster), num_slots=num_slots, timeout_s=timeout)
+    found = wait_for_slots(find_cluster(cluster), num_slots=num_slots, timeout_s=timeout)
     if as_json:
         print(json.dumps(_as_json(found)))
     else:
@@ -142,9 +143,9 @@ def status(
         show_run(run_dir, as_json=as_json)
         return
     from rollcall.nodes.check import list_nodes
-    from rollcall.nodes.state import current_cluster
+    from rollcall.nodes.which import find_cluster
 
-    found = list_nodes(current_cluster(cluster))
+    found = list_nodes(find_cluster(cluster))
     if as_json:
         print(json.dumps(_as_json(found)))
     else:
@@ -160,14 +161,19 @@ def down(cluster: Cluster = None) -> None:
       rollcall down --cluster mine
     """
     from rollcall.nodes.bootstrap import stop_node
-    from rollcall.nodes.state import current_cluster
+    from rollcall.nodes.which import find_cluster
 
-    name = current_cluster(cluster)
-    count = stop_node(name)
+    meant = find_cluster(cluster)
+    if not meant.is_ours:
+        print(
+            f"nothing was stopped: Rollcall did not start {meant.title}; `{meant.leave_command}` on a node stops Ray there"
+        )
+        return
+    count = stop_node(meant.name)
     print(
-        f"stopped {counted(count, 'process')} of cluster {name!r}"
+        f"stopped {counted(count, 'process')} of {meant.title}"
         if count
-        else f"nothing of cluster {name!r} runs on this node"
+        else f"nothing of {meant.title} runs on this node"
     )
 
 
@@ -199,7 +205,8 @@ def _show(found: Roster) -> None:
     for rank in sorted(set(found.missing) - {row.rank for row in found.nodes}):
         table.add_row(str(rank), "-", "-", "-", "-", "not joined")
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"cluster {found.cluster} (id {found.cluster_id}), head {found.head_address}", markup=False)
+    ours = f"cluster {found.cluster} (id {found.cluster_id}), head {found.head_address}"
+    console.print(ours if found.cluster_id else found.title, markup=False)
     console.print(table)
     console.print(
         f"{counted(found.num_slots, 'slot')} on {len(found.alive)} of {counted(found.num_nodes, 'node')}", markup=False

@@ -37,9 +37,11 @@ def doctor(
     from rollcall.config import load_config
     from rollcall.doctor.examine import examine
     from rollcall.doctor.show import show
+    from rollcall.nodes.which import find_cluster
 
     config = load_config(file, overrides or []) if file is not None else None
-    report = examine(cluster, config=config, quick=quick)
+    address = config.cluster.ray_address if config is not None and config.cluster is not None else None
+    report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

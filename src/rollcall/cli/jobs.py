@@ -60,7 +60,8 @@ def submit(
     config = load_config(*split_arguments(file, overrides))
     if config.cluster is not None:
         workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
-    jobs = _reach(cluster, address, rendezvous)
+    wished = config.cluster.ray_address if config.cluster is not None else None
+    jobs = _reach(cluster, address, rendezvous, ray_address=wished)
     job = jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"submitted {job.id} to {jobs.where}")
     if no_wait:
@@ -183,14 +184,15 @@ def env(
     """
     from rollcall.config import load_config
     from rollcall.doctor.worker_view import view_workers
-    from rollcall.nodes.state import current_cluster, require_record
+    from rollcall.nodes.which import find_cluster
     from rollcall.worker_env.declared import submitted_env
     from rollcall.worker_env.node_shell import hint, missed
 
     section = load_config(*split_arguments(file, overrides)).cluster
     submitted = submitted_env(section)
     say("asking a worker on each node")
-    views = view_workers(require_record(current_cluster(cluster)), section, submitted=submitted)
+    meant = find_cluster(cluster, ray_address=section.ray_address if section is not None else None)
+    views = view_workers(meant, section, submitted=submitted)
     if as_json:
         print(json.dumps({"nodes": [asdict(view) for view in views]}))
     else:
@@ -209,11 +211,12 @@ for _name, _command in (("list", job_list), ("status", job_status), ("logs", job
     job.command(_name)(reported(_command))
 
 
-def _reach(cluster: str | None, address: str | None, rendezvous: Path | None) -> Jobs:
+def _reach(
+    cluster: str | None, address: str | None, rendezvous: Path | None, *, ray_address: str | None = None
+) -> Jobs:
     from rollcall.jobs.submit import reach
-    from rollcall.nodes.state import current_cluster
 
-    return reach(current_cluster(cluster), address=address, rendezvous=rendezvous)
+    return reach(cluster, address=address, rendezvous=rendezvous, ray_address=ray_address)
 
 
 def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:

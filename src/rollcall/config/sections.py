@@ -53,6 +53,12 @@ class ClusterSection(Section):
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"}, "Which roles sit on which slots, such as `{'actor,rollout': all}`."
     )
+    ray_address: str | None = field(
+        None,
+        "`HOST:PORT` of the head of a Ray that already runs and that `rollcall node` did not start. `null`: `RAY_ADDRESS`, else the "
+        "cluster of this node.",
+        min_length=1,
+    )
     node_weights: list[float] | None = field(
         None,
         "Each node's share of the rollout work, such as `[2, 1, 1]`; `null`: by measured speed.",

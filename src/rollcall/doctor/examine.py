@@ -28,7 +28,7 @@ from rollcall.net.door import new_secret
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.state import current_cluster, require_record, tls_dir
+from rollcall.nodes.which import Cluster
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of, answers_of
 from rollcall.plan.judge import plan_run
@@ -67,28 +67,26 @@ class Report:
         return {"ok": not self.breaks, **asdict(self)}
 
 
-def examine(cluster: str | None, *, config: Config | None, quick: bool = False) -> Report:
+def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Report:
     """``quick``: what takes seconds. The all-reduce is left out, most of which is importing torch on every node."""
-    name = current_cluster(cluster)
-    connect(name, log_to_driver=False)
+    connect(cluster, log_to_driver=False)
     try:
-        roster = list_nodes(name)
-        return _Examination(roster, config=config, quick=quick).run()
+        return _Examination(cluster, list_nodes(cluster), config=config, quick=quick).run()
     finally:
         disconnect()  # ends the probes as well
 
 
 class _Examination:
-    def __init__(self, roster: Roster, *, config: Config | None, quick: bool) -> None:
-        self.roster, self.config, self.quick = roster, config, quick
+    def __init__(self, cluster: Cluster, roster: Roster, *, config: Config | None, quick: bool) -> None:
+        self.cluster, self.roster, self.config, self.quick = cluster, roster, config, quick
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
         self.probes: dict[int, Pinned] = {}
 
     def run(self) -> Report:
-        self.findings += _judge_roster(self.roster)
+        self.findings += _judge_roster(self.roster, self.cluster)
         if self.config is not None:
-            self.findings += judge_slots(self.config, self.roster)
+            self.findings += judge_slots(self.config, self.roster, self.cluster)
         self._start_probes()
         nodes = self._facts()
         self.findings += checks.judge_nodes(nodes, checkpoint_bytes=checkpoint_bytes(self.config))
@@ -116,7 +114,10 @@ class _Examination:
 
     def _start_probes(self) -> None:
         say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
-        self.probes = {rank: Pinned(rank, probing.Probe, by_value=(probing, interfaces)) for rank in self.infos}
+        self.probes = {
+            rank: Pinned(info.node_id, probing.Probe, by_value=(probing, interfaces))
+            for rank, info in self.infos.items()
+        }
 
     def _facts(self) -> list[NodeFacts]:
         folder = None if self.config is None else str(self.config.run.dir.absolute())
@@ -174,7 +175,7 @@ class _Examination:
 
     def _exposure(self, nodes: Sequence[NodeFacts]) -> str | None:
         """The firewall rule for this cluster; None where TLS makes it unneeded."""
-        tls = tls_dir(self.roster.cluster).is_dir()
+        tls = self.cluster.has_tls
         if tls or not nodes or all(is_loopback(node.address) for node in nodes):
             return None
         open_at = self._ask_all(
@@ -237,7 +238,7 @@ class _Examination:
 
     def _which_folder(self) -> str | None:
         if self.config is None:
-            return require_record(self.roster.cluster).rendezvous
+            return self.cluster.rendezvous
         folder = self.config.run.dir.absolute().parent
         while not folder.exists():
             folder = folder.parent
@@ -291,7 +292,8 @@ class _Examination:
         for rank, why_not in failures.items():
             info = self.infos[rank]
             logs = f"{info.temp_dir}/session_latest/logs"
-            fix = f"on {info.host}: rollcall down, then rollcall node --rank {rank} ... ; logs are in {logs}"
+            again = self.cluster.join_command(rank, num_nodes=self.roster.num_nodes)
+            fix = f"on {info.host}: {self.cluster.leave_command}, then {again} ... ; logs are in {logs}"
             why = "a worker placed there would fail too"
             self.findings.append(find(info, "breaks", f"could not {what}: {why_not}", why=why, fix=fix))
         return answers
@@ -306,34 +308,44 @@ def partners(rank: int, ranks: Sequence[int]) -> list[int]:
     return sorted({*after[:4], others[0]})
 
 
-def _judge_roster(roster: Roster) -> list[Finding]:
+def _judge_roster(roster: Roster, cluster: Cluster) -> list[Finding]:
     if not roster.alive:
-        raise ClusterError(f"no node of cluster {roster.cluster!r} is alive; start them with `rollcall node`")
-    return [
+        raise ClusterError(f"no node of {roster.title} is alive; start them: {_start(cluster, 'R', roster)}")
+    found = [
         Finding(
             node=rank, host=None, severity="breaks", what=f"rank {rank} of {roster.num_nodes} has not joined, or has died",
             why="its slots are missing",
-            fix=f"there: rollcall node --rank {rank} --num-nodes {roster.num_nodes} ...",
+            fix=f"there: {_start(cluster, rank, roster)} ...",
         )
         for rank in roster.missing
     ]  # fmt: skip
+    if not roster.has_token and not all(is_loopback(node.address) for node in roster.alive):
+        why = "anyone who reaches its ports can run code on its nodes, and secrets of a run file cannot be sealed"
+        fix = "start its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
+        found.append(find(None, "warns", f"{roster.title} has no token", why=why, fix=fix))
+    return found
 
 
-def judge_slots(config: Config, roster: Roster) -> Iterator[Finding]:
+def _start(cluster: Cluster, rank: int | str, roster: Roster) -> str:
+    return cluster.join_command(rank, num_nodes=roster.num_nodes)
+
+
+def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
     """The run file's nodes against those that are there."""
     wanted = config.cluster.slots_per_node if config.cluster else ()
     for node in roster.alive:
-        if node.rank is not None and node.rank < len(wanted) and node.slots != wanted[node.rank]:
+        if node.rank is not None and node.rank < len(wanted) and node.slots < wanted[node.rank]:
+            more = cluster.more_slots(wanted[node.rank])
             yield find(
                 node, "breaks", f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}",
                 why="the placement numbers slots node by node",
-                fix=f"set cluster.nodes to what the node offers, or on {node.host}: rollcall down, then rollcall node ... --slots {wanted[node.rank]}",
+                fix=f"set cluster.nodes to what the node offers, or on {node.host}: {cluster.leave_command}, then {more}",
             )  # fmt: skip
-    if wanted and len(wanted) != roster.num_nodes:
+    if len(wanted) > roster.num_nodes:
         yield find(
             None, "breaks", f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}",
             why="every slot of the run file must exist",
-            fix=f"set cluster.num_nodes={roster.num_nodes}, or bring the cluster up with --num-nodes {len(wanted)}",
+            fix=f"set cluster.num_nodes={roster.num_nodes}, or add nodes: {_start(cluster, 'R', roster)} ...",
         )  # fmt: skip
 
 

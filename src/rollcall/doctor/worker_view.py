@@ -1,4 +1,4 @@
-"""What the workers of each node see of their environment: a task on each node tells, pinned there by the node's resource."""
+"""What the workers of each node see of their environment: a task on each node tells."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from rollcall.config import ClusterSection
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import NodeRecord
+from rollcall.nodes.which import Cluster
 from rollcall.on_ray.connect import connect, disconnect
-from rollcall.on_ray.each_node import answers_of, node_addresses, run_on
+from rollcall.on_ray.each_node import answers_of, run_on
+from rollcall.on_ray.members import ranked_nodes
 from rollcall.redact import REDACTED, hides
 from rollcall.wait import Wait
 from rollcall.worker_env.declared import NODE_OWN, Variable, declared, for_ray, seen_here
@@ -37,10 +38,10 @@ class NodeView:
 
 
 def view_workers(
-    record: NodeRecord, section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float = ANSWER_S
+    cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float = ANSWER_S
 ) -> list[NodeView]:
     """Every node that is there, by rank. Fails with the ranks that have not answered in time."""
-    connect(record.cluster, log_to_driver=False)
+    connect(cluster, log_to_driver=False)
     try:
         return _view(section, submitted=submitted, timeout_s=timeout_s)
     finally:
@@ -48,10 +49,12 @@ def view_workers(
 
 
 def _view(section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float) -> list[NodeView]:
-    addresses = node_addresses()
-    wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in addresses}
+    nodes = {node.rank: node for node in ranked_nodes()}
+    wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
     calls = {
-        rank: run_on(rank, seen_here, env=for_ray({name: variable.value for name, variable in variables.items()}))
+        rank: run_on(
+            nodes[rank].node_id, seen_here, env=for_ray({name: variable.value for name, variable in variables.items()})
+        )
         for rank, variables in wanted.items()
     }
     answers, failures = answers_of(calls, wait=Wait(timeout_s), to="say what its workers see")
@@ -59,7 +62,7 @@ def _view(section: ClusterSection | None, *, submitted: Mapping[str, str], timeo
         why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
         raise ClusterError(f"{why}; see `rollcall status`")
     return [
-        NodeView(rank=rank, address=addresses[rank], variables=_compare(variables, answers[rank]))
+        NodeView(rank=rank, address=nodes[rank].address, variables=_compare(variables, answers[rank]))
         for rank, variables in wanted.items()
     ]
 

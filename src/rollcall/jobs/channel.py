@@ -14,13 +14,13 @@ from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.head import ask_own_head
-from rollcall.nodes.processes import RAYLET, command_names
-from rollcall.nodes.state import NodeRecord
+from rollcall.nodes.processes import raylets_here
+from rollcall.nodes.which import Cluster, is_same_address
 from rollcall.on_ray.connect import connect
 from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.redact import redact, remember
 from rollcall.worker_env.declared import process_token
+from rollcall.worker_env.node_shell import TOKEN
 
 ANSWER_S = 20.0  # the head answers a question within this
 RELAY_S = 60.0  # the head node starts a process to answer for it
@@ -51,11 +51,11 @@ class Channel(Protocol):
 class HttpChannel:
     """Ray's own client (2.60) has no limits, and lets ``RAY_ADDRESS`` override the address it is given."""
 
-    def __init__(self, url: str, *, token: str, token_source: str) -> None:
+    def __init__(self, url: str, *, token: str | None, token_source: str) -> None:
         self.where = url
-        self._token = token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._token_source = token_source
-        remember([token])
+        remember([token] if token else [])
 
     def ask(
         self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
@@ -75,6 +75,11 @@ class HttpChannel:
         except requests.RequestException as error:
             raise ClusterError(f"{self.where} is not the address of a cluster's dashboard: {_reason(error)}") from None
         if response.status_code in (401, 403):
+            if not self._headers:
+                raise ClusterError(
+                    f"the head at {self.where} wants a token, and none is known here: set {TOKEN} (or Ray's own RAY_AUTH_TOKEN), or "
+                    "give --rendezvous DIR, the folder that its nodes meet in"
+                )
             raise ClusterError(
                 f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's, or an older one"
             )
@@ -86,12 +91,11 @@ class HttpChannel:
     async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         import aiohttp
 
-        headers = {"Authorization": f"Bearer {self._token}"}
         timeout = aiohttp.ClientTimeout(sock_connect=ANSWER_S)
         url = f"{self.where}/api/jobs/{job_id}/logs/tail"
         try:
             async with (
-                aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
                 session.ws_connect(url, max_msg_size=0) as socket,
             ):
                 while True:
@@ -114,21 +118,21 @@ class HttpChannel:
 
     def _authorize(self, request: Any) -> Any:
         """As an ``auth`` of its own, because requests would put a password from ~/.netrc over a header."""
-        request.headers["Authorization"] = f"Bearer {self._token}"
+        request.headers.update(self._headers)
         return request
 
 
 class RelayChannel:
     """From a node of the cluster, through Ray, to the dashboard on the head's loopback."""
 
-    def __init__(self, record: NodeRecord) -> None:
-        self.where = f"{record.head_address} (cluster {record.cluster})"
-        self._record = record
-        bound = ask_own_head(record.cluster, head_address=record.head_address).dashboard
-        if not bound:
-            raise ClusterError(f"the head at {record.head_address} has no dashboard, so it cannot run jobs")
-        connect(record.cluster, log_to_driver=False)
-        self._relay = Pinned(0, AtHead, f"http://{bound}")
+    def __init__(self, cluster: Cluster) -> None:
+        self._head_address = cluster.head_address
+        self.where = f"{cluster.head_address} ({cluster.title})"
+        answer = cluster.ask()
+        if not answer.dashboard or answer.head is None:
+            raise ClusterError(f"the head at {cluster.head_address} has no dashboard, so it cannot run jobs")
+        connect(cluster, log_to_driver=False)
+        self._relay = Pinned(answer.head.node_id, AtHead, f"http://{answer.dashboard}")
 
     def ask(
         self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
@@ -152,10 +156,10 @@ class RelayChannel:
         try:
             said, *rest = answer_of(self._relay.call(method, *args), timeout_s=timeout_s + RELAY_S)
         except NoAnswerError as error:
-            if RAYLET not in command_names(self._record.processes):
+            if not any(is_same_address(self._head_address, one) for one in raylets_here()):
                 raise ClusterError(
-                    f"Ray on this node ({self._record.node_ip}, rank {self._record.rank}) has ended, and jobs are reached through "
-                    "it; a job may be going on: look from another node, or run `rollcall node` here again"
+                    f"Ray on this node has ended, and jobs of {self.where} are reached through it; a job may be going on: look from "
+                    "another node, or start this one again"
                 ) from None
             raise Unreachable(
                 f"the head node of {self.where} does not answer within {timeout_s + RELAY_S:.0f} s: {error}"
@@ -169,7 +173,7 @@ class AtHead:
     """Runs on the head node. Every answer begins with what went wrong, "" when nothing did."""
 
     def __init__(self, url: str) -> None:
-        self._channel = HttpChannel(url, token=process_token() or "", token_source="the head node")
+        self._channel = HttpChannel(url, token=process_token(), token_source="the head node")
 
     def ask(self, method: str, path: str, json: Any, data: bytes | None, timeout_s: float) -> tuple[str, int, str]:
         try:

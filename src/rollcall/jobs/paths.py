@@ -9,22 +9,30 @@ and a run directory inside Ray's own folders would be lost with the cluster.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, parse_config
 from rollcall.config.checks import HUB
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import NodeRecord
 
 
-def resolve_paths(config: Config, *, folder: Path, record: NodeRecord | None) -> Config:
-    """The run with absolute paths; ``record`` is this node's, None when the submitter is not a node of the cluster."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What is known of the files of a cluster that the submitter is a node of."""
+
+    num_nodes: int
+    folder: str | None  # that all nodes see at the same place
+
+
+def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Config:
+    """The run with absolute paths; ``shared`` None: the submitter is not a node of the cluster."""
     run = config.model_dump(mode="json")
     relative = [(key, place, name) for key, place, name in _paths(run) if _is_relative(place[name], key, folder)]
     if not relative:
         return config
-    if not _nodes_see(folder, record):
+    if not _nodes_see(folder, shared):
         wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
         key, place, name = relative[0]
         raise ClusterError(
@@ -60,12 +68,12 @@ def _is_relative(text: str, key: str, folder: Path) -> bool:
     return not key.endswith(".path") or text.startswith(".") or (folder / text).exists()
 
 
-def _nodes_see(folder: Path, record: NodeRecord | None) -> bool:
-    if record is None:
+def _nodes_see(folder: Path, shared: Shared | None) -> bool:
+    if shared is None:
         return False
-    if record.num_nodes == 1:
+    if shared.num_nodes == 1:
         return True
-    return record.rendezvous is not None and mount_of(folder) == mount_of(Path(record.rendezvous))
+    return shared.folder is not None and mount_of(folder) == mount_of(Path(shared.folder))
 
 
 def mount_of(path: Path) -> Path:

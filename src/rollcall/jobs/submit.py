@@ -26,14 +26,15 @@ from rollcall.durable.lease import read_holder
 from rollcall.errors import ClusterError
 from rollcall.jobs.channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import RUN_FILE, build_package
-from rollcall.jobs.paths import resolve_paths
+from rollcall.jobs.paths import Shared, resolve_paths
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split_address
 from rollcall.nodes.rendezvous import Head, Rendezvous
-from rollcall.nodes.state import NodeRecord, read_record, read_token, token_path
+from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
+from rollcall.nodes.which import wished_cluster, wished_dashboard
 from rollcall.redact import Redactor, redact, remember
 from rollcall.version import __version__
 from rollcall.wait import Wait, say
-from rollcall.worker_env.declared import SETUP_HOOK, job_env, sealed_values
+from rollcall.worker_env.declared import SETUP_HOOK, job_env, process_token, sealed_values
 from rollcall.worker_env.node_shell import TOKEN
 
 PREFIX = "rollcall-"
@@ -71,21 +72,21 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one cluster. ``record``: this node's part in it; None when this machine is not one of its nodes."""
+    """The jobs of one cluster. ``shared``: its files as this node of it sees them; None when this machine is not a node."""
 
-    def __init__(self, channel: Channel, *, token: str, record: NodeRecord | None = None) -> None:
+    def __init__(self, channel: Channel, *, token: str | None, shared: Shared | None = None) -> None:
         self.where = channel.where
-        self.record = record
+        self.shared = shared
         self._channel = channel
         self._token = token  # opens what came sealed with a job
-        remember([token])
+        remember([token] if token else [])
 
     def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str], job_id: str | None = None) -> Job:
         """Send the run's code and start its driver; returns as soon as Ray has it. ``job_id``: one that ``new_id`` has made."""
         named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
-        config = resolve_paths(config, folder=folder, record=self.record)
+        config = resolve_paths(config, folder=folder, shared=self.shared)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         job_id = job_id or new_id(config.run.name)
         # A refusal of the token, or no answer, before anything is sent.
@@ -210,7 +211,8 @@ class Jobs:
 
     def _learn_secrets(self, job_id: str) -> None:
         """What came sealed with the job is redacted in its log here, too."""
-        remember(sealed_values(self._variables(job_id), token=self._token).values())
+        if self._token:
+            remember(sealed_values(self._variables(job_id), token=self._token).values())
 
     def _variables(self, job_id: str) -> dict[str, str]:
         """Those that the job was given."""
@@ -238,28 +240,52 @@ class Jobs:
         return reply
 
 
-def reach(cluster: str, *, address: str | None, rendezvous: Path | None) -> Jobs:
-    """The cluster that the user means: the one at ``address``, or the one whose node this is, or the rendezvous' one."""
+def reach(
+    name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
+) -> Jobs:
+    """The cluster that the user means: the one at ``address``, the rendezvous' one, or the one that ``which.py`` finds.
+
+    ``ray_address`` is the run file's.
+    """
+    address = address or (None if rendezvous is not None else wished_dashboard(name, ray_address=ray_address))
+    if address is not None or rendezvous is not None:
+        return _reach_elsewhere(current_cluster(name), address=address, rendezvous=rendezvous)
+    cluster = wished_cluster(name, ray_address=ray_address)
+    if cluster is None or (name is not None and read_record(name) is None):
+        raise ClusterError(
+            f"this machine is not a node of a cluster named {current_cluster(name)!r}; from elsewhere give --address "
+            f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
+            "DIR; for a Ray that someone else started set RAY_ADDRESS"
+        )
+    desk = cluster.desk()
+    shared = Shared(num_nodes=desk.num_nodes, folder=cluster.rendezvous) if desk.is_node else None
+    source = f"that of {cluster.title}"
+    channel = (
+        RelayChannel(cluster)
+        if desk.url is None
+        else HttpChannel(_url(desk.url), token=desk.token, token_source=source)
+    )
+    return Jobs(channel, token=desk.token, shared=shared)
+
+
+def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None) -> Jobs:
+    """By the address of a dashboard, or by what a head has published."""
     record = read_record(cluster)
     head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
     if address is None and record is None and head is None:
-        if rendezvous is not None:
-            raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
-        raise ClusterError(
-            f"this machine is not a node of a cluster named {cluster!r}; from elsewhere give --address http://HEAD:PORT (the "
-            f"dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous DIR"
-        )
+        raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
     if head is not None and record is not None and record.cluster_id != head.cluster_id:
         record = None  # this machine is a node of another cluster of that name
     if address is not None:
         url = _url(address)
         record = record if record is not None and _is_its(record, url) else None
-    elif record is not None and record.dashboard_url is None:
-        return Jobs(RelayChannel(record), token=read_token(cluster), record=record)
+    elif record is not None:
+        return reach(cluster, address=None, rendezvous=None)
     else:
-        url = _url(record.dashboard_url) if record is not None and record.dashboard_url else _published(head)
+        url = _published(head)
     token, source = _token(cluster, record=record, rendezvous=rendezvous)
-    return Jobs(HttpChannel(url, token=token, token_source=source), token=token, record=record)
+    shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
+    return Jobs(HttpChannel(url, token=token, token_source=source), token=token, shared=shared)
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
@@ -302,17 +328,15 @@ def _url(address: str) -> str:
     return url.rstrip("/")
 
 
-def _token(cluster: str, *, record: NodeRecord | None, rendezvous: Path | None) -> tuple[str, str]:
-    """The token and where it comes from, in words."""
+def _token(cluster: str, *, record: NodeRecord | None, rendezvous: Path | None) -> tuple[str | None, str]:
+    """The token and where it comes from, in words; None: none is known, and the cluster may want none."""
     if record is not None:
         return read_token(cluster), str(token_path(cluster))
     if given := os.environ.get(TOKEN):
         return given.strip(), TOKEN
     if rendezvous is not None and (published := Rendezvous(rendezvous, cluster).read_token()):
         return published, str(Rendezvous(rendezvous, cluster).token_file)
-    raise ClusterError(
-        f"no token for this cluster: set {TOKEN}, or give --rendezvous DIR, the folder that its nodes meet in"
-    )
+    return process_token(), "Ray's own variables (RAY_AUTH_TOKEN)"
 
 
 def new_id(run_name: str) -> str:

@@ -15,8 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
-from rollcall.nodes.head import CONNECT_S, HeadRefuses, HeadUnreachable, NodeInfo, ask_head, ask_own_head
+from rollcall.nodes.address import join_address, listens
+from rollcall.nodes.head import (
+    CONNECT_S,
+    HeadRefuses,
+    HeadUnreachable,
+    NodeInfo,
+    ask_head,
+    ask_own_head,
+    dashboard_url,
+)
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,
@@ -223,7 +231,7 @@ def _joined(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecor
         slots=start.slots,
         accelerator=start.accelerator,
         head_address=start.head_address,
-        dashboard_url=_dashboard_url(answer.dashboard, node_ip=start.node_ip, head_address=start.head_address),
+        dashboard_url=dashboard_url(answer.dashboard, node_ip=start.node_ip, head_address=start.head_address),
         temp_dir=str(start.temp_dir),
         rendezvous=None if request.rendezvous is None else str(request.rendezvous.absolute()),
         processes=tuple(entry.process for entry in find_processes(state_dir(request.cluster))),
@@ -282,13 +290,3 @@ def _stop(cluster: str) -> int:
         Rendezvous(Path(record.rendezvous), cluster).withdraw(record.cluster_id)
     forget(cluster)
     return count
-
-
-def _dashboard_url(bound: str | None, *, node_ip: str, head_address: str) -> str | None:
-    if not bound:
-        return None
-    host, port = split_address(bound)
-    head_ip = split_address(head_address)[0]
-    if is_loopback(host):
-        return f"http://{join_address(host, port)}" if node_ip == head_ip else None
-    return f"http://{join_address(head_ip if is_wildcard(host) else host, port)}"

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import split_address
-from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo, ask_own_head
-from rollcall.nodes.processes import is_coming_up
-from rollcall.nodes.state import NodeRecord, read_record, require_record
+from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo
+from rollcall.nodes.which import Cluster
 from rollcall.wait import Wait
 from rollcall.words import ranges
 
 ASK_EVERY_S = 1.0
-APPEAR_S = 2.0  # for a `rollcall node` that was started just before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,9 @@ class Roster:
     """The nodes of a cluster at one moment."""
 
     cluster: str
-    cluster_id: str
+    title: str
+    cluster_id: str | None  # None: `rollcall node` did not start it
+    has_token: bool
     head_address: str
     dashboard_url: str | None
     num_nodes: int
@@ -43,36 +43,32 @@ class Roster:
         return sorted(set(range(self.num_nodes)) - {node.rank for node in self.alive if node.rank is not None})
 
 
-def list_nodes(cluster: str) -> Roster:
-    """As the head of this node's cluster knows them now."""
-    record = require_record(cluster)
-    answer = ask_own_head(cluster, head_address=record.head_address)
-    if answer.head is not None and answer.cluster_id != record.cluster_id:
-        raise ClusterError(
-            f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
-        )
-    return roster(record, answer)
+def list_nodes(cluster: Cluster) -> Roster:
+    """As the head of the cluster knows them now."""
+    return roster(cluster, cluster.ask())
 
 
-def roster(record: NodeRecord, answer: Answer) -> Roster:
+def roster(cluster: Cluster, answer: Answer) -> Roster:
     newest: dict[object, NodeInfo] = {}
     for node in sorted(answer.nodes, key=lambda node: (node.alive, node.started_ms)):
         newest[node.node_id if node.rank is None else node.rank] = node
     nodes = sorted(newest.values(), key=lambda node: (node.rank is None, node.rank or 0, node.node_id))
     return Roster(
-        cluster=record.cluster,
-        cluster_id=record.cluster_id,
-        head_address=record.head_address,
-        dashboard_url=record.dashboard_url,
-        num_nodes=record.num_nodes,
+        cluster=cluster.name,
+        title=cluster.title,
+        cluster_id=answer.cluster_id,
+        has_token=not answer.is_open,
+        head_address=cluster.head_address,
+        dashboard_url=cluster.dashboard_url(answer),
+        num_nodes=cluster.num_nodes(answer),
         nodes=tuple(nodes),
     )
 
 
-def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float) -> Roster:
+def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Roster:
     """Return once exactly ``num_slots`` have joined. More is an error at once, fewer when the time is over."""
     wait = Wait(timeout_s, first_s=0, every_s=4)
-    record = _wait_for_record(cluster, wait)
+    cluster.wait_until_known(wait)
     while True:
         try:
             found = list_nodes(cluster)
@@ -84,25 +80,12 @@ def wait_for_slots(cluster: str, *, num_slots: int, timeout_s: float) -> Roster:
         if found is not None and found.num_slots > num_slots:
             raise ClusterError(
                 f"{found.num_slots} accelerators have joined, {num_slots} were expected: {who(found.alive)}; stop what does "
-                f"not belong with `rollcall down` there, or ask for {found.num_slots}"
+                f"not belong with `{cluster.leave_command}` there, or ask for {found.num_slots}"
             )
         if wait.is_over:
-            raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(record, found)}")
+            raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(cluster, found)}")
         wait.tell(state)
         time.sleep(ASK_EVERY_S)
-
-
-def _wait_for_record(cluster: str, wait: Wait) -> NodeRecord:
-    """This node's record, which a running `rollcall node` is about to write."""
-    seen = time.monotonic()
-    while (record := read_record(cluster)) is None:
-        now = time.monotonic()
-        seen = now if is_coming_up(cluster) else seen
-        if wait.is_over or now - seen >= APPEAR_S:
-            return require_record(cluster)  # refuses, unless it has come just now
-        wait.tell(f"waiting for `rollcall node` to make this node part of cluster {cluster!r}")
-        time.sleep(0.2)
-    return record
 
 
 def describe(found: Roster, *, num_slots: int) -> str:
@@ -118,10 +101,12 @@ def who(nodes: Sequence[NodeInfo]) -> str:
     return ", ".join(f"rank {'?' if n.rank is None else n.rank} {n.host} ({n.address}) {n.slots}" for n in nodes)
 
 
-def _advice(record: NodeRecord, found: Roster | None) -> str:
+def _advice(cluster: Cluster, found: Roster | None) -> str:
     if found is None:
-        return f"; run `rollcall status` on {split_address(record.head_address)[0]} to see whether it is up"
+        return f"; run `rollcall status` on {split_address(cluster.head_address)[0]} to see whether it is up"
     if found.missing:
-        where = f"--rendezvous {record.rendezvous}" if record.rendezvous else f"--head-address {record.head_address}"
-        return f"; on each of those run `rollcall node --rank R --num-nodes {found.num_nodes} {where}`"
-    return f"; all {found.num_nodes} nodes are there, so ask for {found.num_slots}, or start them with other --slots"
+        return f"; on each of those run `{cluster.join_command('R', num_nodes=found.num_nodes)}`"
+    return (
+        f"; all {found.num_nodes} nodes are there, so ask for {found.num_slots}, or give them more slots "
+        f"(`{cluster.more_slots('N')}`)"
+    )

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.address import listens
+from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
 from rollcall.nodes.state import read_token, tls_dir, tls_env
 from rollcall.nodes.tls import write_certificates
 
@@ -21,6 +22,7 @@ CONNECT_S = 3.0
 ASK_S = 15.0  # for a head that accepts connections; importing Ray is most of it
 
 GIB = 2**30
+RAYS_OWN = ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")  # variables of token and certificates
 
 
 class HeadUnreachable(ClusterError):
@@ -82,6 +84,8 @@ class Answer:
 
     nodes: tuple[NodeInfo, ...]  # alive ones and those that died, by rank
     dashboard: str | None  # HOST:PORT, as the head binds it
+    is_open: bool = False  # it answers those who have no token
+    versions: Mapping[str, str] = field(default_factory=dict)  # of Ray and Python, at the head
     holder: str | None = (
         None  # the mark of the node that has the rank which was claimed; None: the claimer is not listed
     )
@@ -99,37 +103,93 @@ class Answer:
         return tuple(node for node in self.nodes if node.alive)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """Where a cluster takes jobs, and what is known of its nodes there."""
+
+    url: str | None  # of its dashboard, as this machine reaches it; None: only the head's own node does
+    token: str | None
+    num_nodes: int
+    is_node: bool  # whether this machine is one of them
+
+
 def ask_head(
-    address: str, *, token: str, tls: bool = False, timeout_s: float = ASK_S, claim: tuple[int, str] | None = None
+    address: str,
+    *,
+    token: str | None,
+    tls: bool = False,
+    timeout_s: float = ASK_S,
+    claim: tuple[int, str] | None = None,
 ) -> Answer:
-    """``claim``: a rank, and the mark of the node that is to have it."""
+    """``claim``: a rank, and the mark of the node that is to have it.
+
+    ``token`` None: it is asked without; if it refuses, with what Ray's own variables give.
+    """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
     script = Path(__file__).parents[1] / "on_ray" / "gcs.py"
     # -P: nothing is imported from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ROLLCALL_"))}
+    kept = () if token else RAYS_OWN
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "ROLLCALL_")) or name.startswith(kept)
+    }
     with TemporaryDirectory(prefix="rollcall-ask-") as folder:
-        if tls:
+        if tls and token:
             write_certificates(Path(folder), token=token, addresses=())
             env |= tls_env(Path(folder))
         try:
-            done = subprocess.run(command, input=token, env=env, capture_output=True, text=True, timeout=timeout_s)
+            done = subprocess.run(
+                command, input=token or "", env=env, capture_output=True, text=True, timeout=timeout_s
+            )
         except subprocess.TimeoutExpired:
-            other = "without" if tls else "with"
             raise HeadUnreachable(
-                f"the head at {address} does not answer within {timeout_s:.0f} s; was it started {other} --tls?"
+                f"the head at {address} does not answer within {timeout_s:.0f} s; was it started {_other(tls, token)}?"
             ) from None
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise HeadUnreachable(f"what listens at {address} does not answer as a Ray head does: {last}")
     found = json.loads(done.stdout)
     if found.get("refused"):
-        raise HeadRefuses(
-            f"the head at {address} does not accept the token; it belongs to an earlier start of the cluster, or to another user"
-        )
+        raise HeadRefuses(_refusal(address, ours=token is not None, tried=found["refused"]))
     nodes = sorted(map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms))
-    return Answer(nodes=tuple(nodes), dashboard=found["dashboard"], holder=found.get("holder"))
+    return Answer(
+        nodes=tuple(nodes),
+        dashboard=found["dashboard"],
+        is_open=found["open"],
+        versions=found["versions"],
+        holder=found.get("holder"),
+    )
+
+
+def _other(tls: bool, token: str | None) -> str:
+    if token:
+        return "without --tls" if tls else "with --tls"
+    return "without TLS" if os.environ.get("RAY_USE_TLS") else "with TLS (RAY_USE_TLS=1 and its certificates here)"
+
+
+def _refusal(address: str, *, ours: bool, tried: str) -> str:
+    if ours:
+        return f"the head at {address} does not accept the token; it belongs to an earlier start of the cluster, or to another user"
+    if tried == "none":
+        return (
+            f"the Ray at {address} wants a token, and this shell has none: set RAY_AUTH_TOKEN to it, or RAY_AUTH_TOKEN_PATH to a "
+            "file that holds it"
+        )
+    return f"the Ray at {address} does not accept the token of this shell ({tried}); ask whoever started it for the one it has"
+
+
+def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) -> str | None:
+    """As a node with that address reaches it; None: it does not."""
+    if not bound:
+        return None
+    host, port = split_address(bound)
+    head_ip = split_address(head_address)[0]
+    if is_loopback(host):
+        return f"http://{join_address(host, port)}" if node_ip == head_ip else None
+    return f"http://{join_address(head_ip if is_wildcard(host) else host, port)}"
 
 
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> Answer:

@@ -71,6 +71,19 @@ def command_names(processes: Iterable[Process]) -> set[str]:
     return {row.name for row in rows if row is not None}
 
 
+def raylets_here() -> set[str]:
+    """The heads (HOST:PORT) of all Rays that have a node on this machine, whoever has started it."""
+    flag, found = b"--gcs-address=", set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or hidden
+        if os.path.basename(words[0]) == RAYLET.encode():
+            found |= {os.fsdecode(word.removeprefix(flag)) for word in words if word.startswith(flag)}
+    return found
+
+
 def is_coming_up(cluster: str) -> bool:
     """Whether a `rollcall node` of this user, for this cluster, is running on this node."""
     root = os.environ.get(STATE_DIR, "")

@@ -1,8 +1,10 @@
-"""Which node this is: from the options, else from what a launcher puts into the environment."""
+"""Which node this is: from the options, else from what a launcher puts into the environment; else, by address."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
+from itertools import count
 
 from rollcall.errors import ClusterError
 
@@ -69,6 +71,36 @@ def _integer(name: str, environ: Mapping[str, str]) -> int | None:
     if not text.isascii() or not text.isdigit():
         raise ClusterError(f"{name}={text!r} in the environment is not a rank or a number of nodes")
     return int(text)
+
+
+def rank_by_address(
+    nodes: Mapping[str, tuple[int | None, str, bool]], *, known: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """The rank of each node, by its name; given are the rank it carries, if any, its address, and whether it has slots.
+
+    Nodes that carry none follow those that do: by address, as a number, those with slots before those without. ``known`` are ranks
+    of earlier, by name: such a node keeps its rank, and one that is new takes the lowest that no living node has.
+
+    >>> rank_by_address({"a": (None, "10.0.0.10", True), "b": (None, "10.0.0.9", True)})
+    {'b': 0, 'a': 1}
+    """
+    ranks = {name: rank for name, (rank, _, _) in nodes.items() if rank is not None}
+    first = max(ranks.values(), default=-1) + 1
+    others = sorted(
+        nodes.keys() - ranks.keys(), key=lambda name: (not nodes[name][2], _by_number(nodes[name][1]), name)
+    )
+    kept = {name: known[name] for name in others if known and known.get(name, -1) >= first}
+    free = (rank for rank in count(first) if rank not in kept.values())
+    ranks |= {name: kept[name] if name in kept else next(free) for name in others}
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def _by_number(address: str) -> tuple[int, int, str]:
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:  # a name
+        return 9, 0, address
+    return number.version, int(number), address
 
 
 def rank_offered(resources: Mapping[str, float]) -> int | None:

@@ -1,4 +1,4 @@
-"""A driver's connection to the cluster of this node, with the cluster's token and through the node's own raylet.
+"""A driver's connection to the cluster that it means (``nodes/which.py``), through the raylet of its own node.
 
 ``init_ray`` is for scripts: it can also start a Ray for this machine alone, or work without Ray.
 """
@@ -8,37 +8,27 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollcall.errors import ClusterError
 from rollcall.groups.cluster import use_by_default
 from rollcall.nodes.address import is_loopback, split_address
-from rollcall.nodes.head import ask_own_head
-from rollcall.nodes.state import (
-    CLUSTER,
-    DEFAULT_CLUSTER,
-    NodeRecord,
-    auth_env,
-    current_cluster,
-    note_driver,
-    read_record,
-    require_record,
-)
+from rollcall.nodes.head import HeadUnreachable
+from rollcall.nodes.plain_ray import MODE, PlainRay
+from rollcall.nodes.which import Cluster, find_cluster, is_in_a_job, is_same_address, say_once, wished_cluster
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.stop import is_heeding, kept
-
-IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
-
 
 BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
 
 
 def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | None = None) -> None:
-    """Connect to the cluster this node belongs to, or start a Ray of this node alone; virtual clusters are then made there.
+    """Connect to the cluster that is meant, or start a Ray of this node alone; virtual clusters are then made there.
 
-    Inside a job, Ray says which cluster; else the record of ``rollcall node`` does; a connection that exists is kept.
-    ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the accelerators.
-    ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
+    Inside a job, Ray says which cluster; else ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS``, else the record of ``rollcall node``; a
+    connection that exists is kept. ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the
+    accelerators. ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
     """
     name = backend or os.environ.get(BACKEND) or "ray"
     if name not in ("ray", "local"):
@@ -55,61 +45,48 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
     use_by_default(RayBackend())
     if ray.is_initialized():
         return
-    # A cluster that is named but not here is an error, which connect() words.
-    if IN_A_JOB in os.environ or CLUSTER in os.environ or read_record(DEFAULT_CLUSTER) is not None:
-        connect()
+    cluster = wished_cluster()
+    if cluster is not None:
+        connect(cluster)
         return
     # By name: without one, Ray joins whatever else runs on this machine.
     ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
-def connect(cluster: str | None = None, *, timeout_s: float = 60.0, log_to_driver: bool = True) -> NodeRecord | None:
-    """Make this process a driver of the cluster: ``cluster``, else ``$ROLLCALL_CLUSTER``, else the default one.
+def connect(
+    cluster: Cluster | None = None,
+    *,
+    ray_address: str | None = None,
+    timeout_s: float = 60.0,
+    log_to_driver: bool = True,
+) -> Cluster:
+    """Make this process a driver of the cluster; None: of the one that is meant, with ``ray_address`` from the run file.
 
-    Inside a submitted job, the address and token that Ray has set are used, and the result is None. An existing connection
-    is kept. A `RAY_ADDRESS` outside a job is not ours and is ignored.
+    A connection that exists is kept, where it is to that cluster or no cluster is named.
     """
     # Ray's handler prints a stack and aborts on SIGTERM; Python's and ours do not.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     import ray
 
-    if os.environ.get("RAY_ADDRESS") and IN_A_JOB in os.environ:
-        if not ray.is_initialized():
-            if is_loopback(split_address(os.environ["RAY_ADDRESS"])[0]):
-                keep_loopback()
-            with kept():
-                ray.init(log_to_driver=log_to_driver, logging_level=logging.WARNING)
-        return None
-    record = require_record(current_cluster(cluster))
     if ray.is_initialized():
-        _same_cluster(record)
-        return record
+        return _same_cluster(cluster or wished_cluster(ray_address=ray_address))
+    cluster = cluster or find_cluster(ray_address=ray_address)
+    if is_in_a_job() and isinstance(cluster, PlainRay):
+        _join(cluster, node_ip=None, temp_dir=None, log_to_driver=log_to_driver)
+        _say_open(cluster, is_open=os.environ.get(MODE, "disabled") == "disabled")
+        return cluster
     # Asked first: Ray itself retries a dead head for minutes, then ends the process.
-    answer = ask_own_head(record.cluster, head_address=record.head_address, timeout_s=timeout_s)
-    if answer.cluster_id != record.cluster_id:
-        raise ClusterError(
-            f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
-        )
-    _use_token(record.cluster)
-    if is_loopback(record.node_ip):
-        keep_loopback()
-    try:
-        with kept():
-            ray.init(
-                address=record.head_address,
-                _node_ip_address=record.node_ip,
-                _temp_dir=record.temp_dir,  # of several raylets on one host, this node's own
-                log_to_driver=log_to_driver,
-                logging_level=logging.WARNING,
-            )
-    except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(
-            f"cannot join cluster {record.cluster!r} as a driver: its head at {record.head_address} answers, but Ray on this "
-            f"node ({record.node_ip}, rank {record.rank}) does not: {error}; run `rollcall node` here again"
-        ) from error
+    answer = cluster.ask(timeout_s=timeout_s)
+    if answer.head is None:
+        raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
+    own = cluster.own_node(answer)
+    _use_environment(cluster.environment(answer))
+    _say_open(cluster, is_open=answer.is_open)
+    # Of several raylets on one host, this node's own.
+    _join(cluster, node_ip=own.address, temp_dir=own.temp_dir, log_to_driver=log_to_driver)
     if is_heeding():
-        note_driver(record.cluster)
-    return record
+        cluster.note_driver()
+    return cluster
 
 
 def disconnect() -> None:
@@ -119,21 +96,56 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def _use_token(cluster: str) -> None:
+def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to_driver: bool) -> None:
+    import ray
+
+    if is_loopback(node_ip or split_address(cluster.head_address)[0]):
+        keep_loopback()
+    try:
+        with kept():
+            ray.init(
+                address=cluster.head_address,
+                _node_ip_address=node_ip,
+                _temp_dir=temp_dir,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+            )
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(
+            f"cannot join {cluster.title} as a driver: its head answers, but Ray on this node ({node_ip}) does not: {error}; run "
+            f"`{cluster.leave_command}` here, and then start the node again"
+        ) from error
+
+
+def _use_environment(variables: Mapping[str, str | None]) -> None:
     """Ray reads mode and token once per process; one that spoke with another cluster must read them again."""
     raylet: Any = importlib.import_module("ray._raylet")
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # would win over the file
-    os.environ.update(auth_env(cluster))
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _same_cluster(record: NodeRecord) -> None:
+def _say_open(cluster: Cluster, *, is_open: bool) -> None:
+    if is_open and not is_loopback(split_address(cluster.head_address)[0]):
+        say_once(
+            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; it would have one if "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN were set where `ray start` runs"
+        )
+
+
+def _same_cluster(cluster: Cluster | None) -> Cluster:
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    if address != record.head_address:
+    if cluster is None:  # the script itself has connected
+        return PlainRay(address)
+    if not is_same_address(address, cluster.head_address):
         raise ClusterError(
-            f"this process is connected to the Ray at {address}, not to cluster {record.cluster!r} at {record.head_address}; "
+            f"this process is connected to the Ray at {address}, not to {cluster.title} at {cluster.head_address}; "
             "call ray.shutdown() first"
         )
+    return cluster

@@ -1,4 +1,4 @@
-"""Calls that are pinned to a node by its rank, each with a deadline.
+"""Calls that are pinned to a node, each with a deadline.
 
 ``run_on`` runs a function there, ``Pinned`` keeps an object there. Both start at once and return a pending call;
 ``answer_of`` waits for one of them, ``answers_of`` for one of each node. Ray is imported in here: it reads variables while it
@@ -12,10 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.rank import RANK_RESOURCE, rank_offered
 from rollcall.wait import Wait
-
-_LITTLE = 0.001  # a node has 1,000 of its resource: taking this much pins a call there and leaves room for all others
 
 Pending = Any  # Ray's reference to a result
 
@@ -24,41 +21,34 @@ class NoAnswerError(ClusterError):
     """The process on the node has failed, has died or does not answer in time; the message is only the reason."""
 
 
-def node_addresses() -> dict[int, str]:
-    """The address of each live node that `rollcall node` has started, by rank."""
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    ranks = {rank_offered(node["Resources"]): node["NodeManagerAddress"] for node in alive}
-    return {rank: ranks[rank] for rank in sorted(rank for rank in ranks if rank is not None)}
-
-
-def run_on(rank: int, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:
+def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:
     """Run the function in a process of its own on that node, with these variables."""
     import ray
 
-    options = _pinned(rank) | {"max_retries": 0, "runtime_env": {"env_vars": dict(env)}}
+    options = _pinned(node_id) | {"max_retries": 0, "runtime_env": {"env_vars": dict(env)}}
     return ray.remote(function).options(**options).remote()
 
 
 class Pinned:
     """An object of this class in a process on one node, until this process disconnects."""
 
-    def __init__(self, rank: int, target: type, *args: Any, by_value: Iterable[ModuleType] = ()) -> None:
+    def __init__(self, node_id: str, target: type, *args: Any, by_value: Iterable[ModuleType] = ()) -> None:
         """``by_value``: modules that travel with the class, where the node may have another version of them, or none."""
         import ray
         from ray import cloudpickle
 
         for module in by_value:
             cloudpickle.register_pickle_by_value(module)
-        self._actor: Any = ray.remote(target).options(**_pinned(rank), max_restarts=0).remote(*args)
+        self._actor: Any = ray.remote(target).options(**_pinned(node_id), max_restarts=0).remote(*args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         return getattr(self._actor, method).remote(*args, **kwargs)
 
 
-def _pinned(rank: int) -> dict[str, Any]:
-    return {"num_cpus": 0, "resources": {f"{RANK_RESOURCE}{rank}": _LITTLE}}
+def _pinned(node_id: str) -> dict[str, Any]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 def answer_of(call: Pending, *, timeout_s: float) -> Any:

@@ -1,8 +1,9 @@
 """One question to a Ray head, in a process of its own: run as a script by `head.py`, which waits for it.
 
-Token on standard input, address as the first argument; one JSON object on standard output. With a rank and a node's own
-mark behind the address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes and
-then aborts its process, so it never runs inside a command.
+Token on standard input, address as the first argument; one JSON object on standard output. Without a token, the head is
+asked without; if it refuses, with what Ray's own variables and files give. With a rank and a node's own mark behind the
+address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes and then aborts its
+process, so it never runs inside a command.
 """
 
 import importlib
@@ -32,20 +33,50 @@ def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
             before = holder.decode()
 
 
-def main() -> None:
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=sys.stdin.read().strip())
-    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+def ask(address: str, *, mode: str) -> tuple[Any, Any]:
+    """A client in that mode of authentication, and the nodes it was told; None: it was refused."""
     raylet: Any = importlib.import_module("ray._raylet")
-    gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
     from ray.exceptions import AuthenticationError
 
+    os.environ["RAY_AUTH_MODE"] = mode
+    raylet.Config.initialize("")  # reads the mode
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
     try:
-        client = raylet.GcsClient(address=sys.argv[1])
-        nodes = client.get_all_node_info(timeout=30)
-        dashboard = client.internal_kv_get(b"dashboard", b"dashboard", timeout=30)
+        client = raylet.GcsClient(address=address)
+        return client, client.get_all_node_info(timeout=30)
     except AuthenticationError:
-        print(json.dumps({"refused": True}))
+        return None, None
+
+
+def token_source() -> str:
+    """Where Ray finds a token, in its own order; "none": nowhere."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    # Without such a file Ray aborts the process.
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+    return path if os.path.exists(path) and open(path).read().strip() else "none"
+
+
+def main() -> None:
+    given, wished, is_open = sys.stdin.read().strip(), os.environ.get("RAY_AUTH_MODE", ""), False
+    source = "given" if given else token_source()
+    if given:
+        os.environ["RAY_AUTH_TOKEN"] = given
+        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+        client, nodes = ask(sys.argv[1], mode="token")
+    else:
+        client, nodes = ask(sys.argv[1], mode="disabled")
+        is_open = client is not None
+        mode = wished if wished not in ("", "disabled") else "token"
+        if client is None and (source != "none" or mode != "token"):
+            client, nodes = ask(sys.argv[1], mode=mode)
+    if client is None:
+        print(json.dumps({"refused": source}))
         return
+    gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
+    dashboard = client.internal_kv_get(b"dashboard", b"dashboard", timeout=30)
+    metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=30) or b"{}")
+    versions = {"Ray": metadata.get("ray_version"), "Python": metadata.get("python_version")}
     fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
     agents = ("metrics_agent_port", "dashboard_agent_listen_port")
     rows = [
@@ -63,7 +94,12 @@ def main() -> None:
         }
         for node_id, node in nodes.items()
     ]
-    found = {"nodes": rows, "dashboard": dashboard.decode() if dashboard else None}
+    found: dict[str, Any] = {
+        "nodes": rows,
+        "dashboard": dashboard.decode() if dashboard else None,
+        "open": is_open,
+        "versions": {what: version for what, version in versions.items() if version},
+    }
     if len(sys.argv) > 2:
         rank, mark = sys.argv[2:]
         alive = {row["labels"].get("rollcall.mark") for row in rows if row["alive"]}

@@ -10,94 +10,25 @@ port, and then for every worker to be made. Each wait has a deadline and says wh
 
 from __future__ import annotations
 
-import ipaddress
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import ray
-from ray._private import state as ray_state  # the pinned Ray has no public call for free resources and actor states
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Reservation
-from rollcall.nodes.rank import rank_offered
 from rollcall.on_ray.crew import RayCrew
+from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
 from rollcall.wait import Wait, say
 
-RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
-NODE_ID_LABEL = "ray.io/node-id"
 PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, another one has taken the room
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayNode:
-    """A live node, its rank, and what it has."""
-
-    rank: int
-    node_id: str
-    address: str
-    is_labelled: bool
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-
-    @property
-    def selector(self) -> dict[str, str]:
-        """By rank if the node has one: a node that replaces a dead one then gets its slots."""
-        return {RANK_LABEL: str(self.rank)} if self.is_labelled else {NODE_ID_LABEL: self.node_id}
-
-
-def ranked_nodes() -> list[RayNode]:
-    """The live nodes by rank. Those without a rank of their own follow by address."""
-    free = ray_state.available_resources_per_node()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    ranked: dict[int, dict[str, Any]] = {}
-    for node in alive:
-        rank = _own_rank(node)
-        if rank is None:
-            continue
-        if rank in ranked:
-            raise ClusterError(
-                f"two live nodes have rank {rank}: {ranked[rank]['NodeManagerAddress']} and {node['NodeManagerAddress']}; "
-                "take one of them down"
-            )
-        ranked[rank] = node
-    others = sorted((node for node in alive if _own_rank(node) is None), key=_by_address)
-    next_rank = max(ranked, default=-1) + 1
-    ranked |= {next_rank + number: node for number, node in enumerate(others)}
-    return [
-        RayNode(
-            rank=rank,
-            node_id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            is_labelled=RANK_LABEL in node["Labels"],
-            total=node["Resources"],
-            free=free.get(node["NodeID"], {}),
-        )
-        for rank, node in sorted(ranked.items())
-    ]
-
-
-def _own_rank(node: dict[str, Any]) -> int | None:
-    label = node["Labels"].get(RANK_LABEL)
-    if label is not None:
-        return int(label)
-    return rank_offered(node["Resources"])
-
-
-def _by_address(node: dict[str, Any]) -> tuple[Any, ...]:
-    try:
-        address = ipaddress.ip_address(node["NodeManagerAddress"])
-        return (address.version, int(address), node["NodeManagerPort"])
-    except ValueError:  # a name
-        return (9, node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 class RayBackend:
@@ -112,6 +43,7 @@ class RayBackend:
             if chosen is not None:
                 group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(deadline - time.monotonic(), 0.1)))
                 if group is not None:
+                    settle_ranks(nodes)
                     return Reservation(
                         nodes=_seats(ask, chosen, group, deadline=deadline),
                         crew=partial(RayCrew, group=group),
@@ -170,7 +102,7 @@ def _per_slot(ask: Ask) -> int:
 def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> PlacementGroup | None:
     bundles, selectors = [], []
     for count, node in zip(ask.slots_per_node, chosen, strict=True):
-        bundles += [{ask.resource: _per_slot(ask)} for _ in range(count)]
+        bundles += [{ask.resource: _per_slot(ask), **node.tie} for _ in range(count)]
         selectors += [node.selector for _ in range(count)]
     name = f"{ask.name}-{uuid.uuid4().hex[:8]}"  # Ray takes each name once
     group = placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)

@@ -96,7 +96,7 @@ class RemoteWorkers(Held[RemoteEngine]):
     def regrow(self) -> str | None:
         if not self.missing_nodes:
             return None
-        from rollcall.on_ray.reserve import ranked_nodes
+        from rollcall.on_ray.members import ranked_nodes
 
         back = sorted(self.missing_nodes & {node.rank for node in ranked_nodes()})
         return f"node {', '.join(map(str, back))} is back" if back else None
@@ -141,7 +141,9 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
     if backend is None:
-        connect()  # before anything slow, so that a node outside any cluster is refused at once
+        connect(
+            ray_address=config.cluster.ray_address
+        )  # before anything slow, so that a node outside any cluster is refused at once
         from rollcall.on_ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
 
         backend = RayBackend()

@@ -157,8 +157,9 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
     token = token or process_token()
     if token is None:
         raise ClusterError(
-            f"{', '.join(secrets)} must not reach Ray's logs, and they can be sealed only with the cluster's token, which is not "
-            f"known here; set {TOKEN}"
+            f"{', '.join(secrets)} must not reach Ray's logs, and can be sealed only with a token, which this Ray does not have; "
+            "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set them where `ray start` runs on each node and take them "
+            "out of the run file"
         )
     remember(secrets.values())
     public = {name: value for name, value in values.items() if name not in secrets}
@@ -189,11 +190,15 @@ def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str,
 
 
 def process_token(environ: Mapping[str, str] | None = None) -> str | None:
-    """The token that Ray uses in this process."""
+    """The token that Ray uses in this process, from where Ray takes it."""
     environ = os.environ if environ is None else environ
+    mode = environ.get("RAY_AUTH_MODE")
+    if mode == "disabled":
+        return None
     if environ.get("RAY_AUTH_TOKEN"):
-        return environ["RAY_AUTH_TOKEN"]
-    path = environ.get("RAY_AUTH_TOKEN_PATH")
+        return environ["RAY_AUTH_TOKEN"].strip()
+    home = f"{environ.get('HOME', '')}/.ray/auth_token" if mode == "token" else None
+    path = environ.get("RAY_AUTH_TOKEN_PATH") or home
     return Path(path).read_text().strip() if path and Path(path).exists() else None
 
 

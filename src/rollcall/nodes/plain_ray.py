@@ -1,0 +1,138 @@
+"""A Ray that is known by its address alone: started by hand, by KubeRay, by a company; or the one that runs this job.
+
+Rollcall starts and stops nothing there. Token and certificates are those that Ray's own variables name; a cluster that wants
+no token is used without. Nodes that carry no rank get one by address.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass, replace
+
+from rollcall.errors import ClusterError
+from rollcall.nodes.address import is_own, listens
+from rollcall.nodes.head import (
+    ASK_S,
+    CONNECT_S,
+    Answer,
+    Desk,
+    HeadUnreachable,
+    NodeInfo,
+    ask_head,
+    dashboard_url,
+)
+from rollcall.nodes.rank import rank_by_address
+from rollcall.wait import Wait
+from rollcall.worker_env.declared import process_token
+
+MODE = "RAY_AUTH_MODE"
+LEVEL = "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL"  # Ray's: up to which part Python's versions must agree
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRay:
+    """See ``which.Cluster``."""
+
+    head_address: str
+    where: str = "RAY_ADDRESS"  # what names it
+    rendezvous = None
+    is_ours = False
+    leave_command = "ray stop"
+
+    @property
+    def name(self) -> str:
+        return self.head_address
+
+    @property
+    def title(self) -> str:
+        return f"the Ray at {self.head_address}"
+
+    @property
+    def token(self) -> str | None:
+        return process_token()
+
+    @property
+    def has_tls(self) -> bool:
+        return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+    def ask(self, *, timeout_s: float = ASK_S) -> Answer:
+        if not listens(self.head_address, timeout_s=min(CONNECT_S, timeout_s)):
+            raise HeadUnreachable(
+                f"nobody answers at {self.head_address}, which {self.where} names; is that Ray up, and is this the address that "
+                "`ray start --head` printed (usually with port 6379)?"
+            )
+        answer = ask_head(self.head_address, token=None, timeout_s=timeout_s)
+        return replace(answer, nodes=_ranked(answer.nodes))
+
+    def wait_until_known(self, wait: Wait) -> None:
+        return
+
+    def num_nodes(self, answer: Answer) -> int:
+        """Those with slots, if any has one: the head of a cluster is often a node without."""
+        return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
+
+    def own_node(self, answer: Answer) -> NodeInfo:
+        self._refuse_other_versions(answer)
+        for node in answer.alive:
+            if is_own(node.address):
+                return node
+        nodes = ", ".join(node.address for node in answer.alive) or "none"
+        raise ClusterError(
+            f"this machine is not a node of {self.title} (its nodes: {nodes}), and a run is driven from one; run the command "
+            f"there, or `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
+        )
+
+    def _refuse_other_versions(self, answer: Answer) -> None:
+        """Ray refuses too, in many lines."""
+        mine = {"Ray": importlib.metadata.version("ray"), "Python": platform.python_version()}
+        parts = 2 if os.environ.get(LEVEL) == "minor" else 3
+        for what, theirs in answer.versions.items():
+            short = parts if what == "Python" else None
+            if theirs.split(".")[:short] != mine[what].split(".")[:short]:
+                raise ClusterError(
+                    f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
+                    f"version; use an environment with {what} {theirs} here, or start that Ray with {mine[what]}"
+                )
+
+    def dashboard_url(self, answer: Answer) -> str | None:
+        own = next((node.address for node in answer.alive if is_own(node.address)), None)
+        return dashboard_url(answer.dashboard, node_ip=own, head_address=self.head_address)
+
+    def desk(self) -> Desk:
+        answer = self.ask()
+        return Desk(
+            url=self.dashboard_url(answer),
+            token=None if answer.is_open else self.token,
+            num_nodes=self.num_nodes(answer),
+            is_node=any(is_own(node.address) for node in answer.alive),
+        )
+
+    def environment(self, answer: Answer | None) -> dict[str, str | None]:
+        if answer is None:
+            return {}
+        if answer.is_open:
+            return {MODE: "disabled"}
+        return {MODE: os.environ.get(MODE) if os.environ.get(MODE) not in (None, "", "disabled") else "token"}
+
+    def note_driver(self) -> None:
+        """Nobody asks: what started this Ray knows nothing of its drivers."""
+
+    def join_command(self, rank: int | str, *, num_nodes: int) -> str:
+        return f"ray start --address={self.head_address}"
+
+    def more_slots(self, num_slots: int | str) -> str:
+        return f"ray start ... --num-gpus {num_slots}"
+
+
+def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
+    """All that live, each with a rank; of those that died, the last at each address where none lives."""
+    living = [node for node in nodes if node.alive]
+    ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
+    lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
+    gone = [
+        replace(node, rank=None) for address, node in lost.items() if address not in {one.address for one in living}
+    ]
+    found = [replace(node, rank=ranks[node.node_id]) for node in living]
+    return (*sorted(found, key=lambda node: node.rank or 0), *gone)
