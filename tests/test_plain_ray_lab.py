@@ -115,8 +115,8 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def assert_trained(path: Path, *, steps: int = 4) -> None:
     run_dir = path.parent / "run"
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == steps
-    counts = audit(run_dir).counts()
-    assert counts["lost"] == 0 and counts["duplicated"] == 0, counts
+    found = audit(run_dir)
+    assert found.is_clean, found
 
 
 def wait_for_step(command: Command, run_dir: Path, step: int) -> None:

@@ -51,7 +51,7 @@ class RayBackend:
                     )
             if time.monotonic() >= deadline:
                 raise NoRoomError(_cannot_place(ask, nodes, timeout_s=timeout_s))
-            progress.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}")
+            progress.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}")
             time.sleep(POLL_S)
 
 
@@ -71,7 +71,7 @@ def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
         if waited_s >= max(wait_s, NODES_DEADLINE_S):
             raise NoRoomError(
                 f"{names} is missing after {waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} is more than the "
-                f"{len(here)} that joined; start them with `rollcall node`"
+                f"{len(here)} that joined; start them (`rollcall node`, or `ray start` on a Ray of your own)"
             )
         progress.tell(f"waiting for {names}")
         time.sleep(POLL_S)
@@ -131,7 +131,17 @@ def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
 def _cannot_place(ask: Ask, nodes: Sequence[RayNode], *, timeout_s: float) -> str:
     return (
         f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for "
-        "fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
+        f"fewer, stop what uses the others, or add nodes (`rollcall status` lists them){_logical(ask, nodes)}"
+    )
+
+
+def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:
+    """For those whose nodes have no GPU at all, which their Ray counts as no slot."""
+    if not ask.use_gpus or not nodes or any(node.total.get("GPU") for node in nodes):
+        return ""
+    return (
+        "; no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
+        "`rollcall node --slots N`) declares N logical ones"
     )
 
 

@@ -1,0 +1,214 @@
+"""Which cluster a command means, and what it says where there is more than one. No Ray is started or asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_check import make_node, make_record
+
+from rollcall.errors import ClusterError
+from rollcall.nodes import plain_ray, which
+from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable
+from rollcall.nodes.ours import OurCluster
+from rollcall.nodes.plain_ray import PlainRay
+from rollcall.nodes.rank import rank_by_address
+from rollcall.nodes.state import write_record
+from rollcall.nodes.which import find_cluster, is_same_address, wished_cluster, wished_dashboard
+
+
+@pytest.fixture(autouse=True)
+def nothing_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(which, "_said", set())
+    for name in ("RAY_ADDRESS", "ROLLCALL_CLUSTER", which.IN_A_JOB):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_wish_it_is_the_cluster_of_this_node() -> None:
+    assert wished_cluster() is None and find_cluster() == OurCluster("default")
+    write_record(make_record())
+    assert wished_cluster() == OurCluster("default")
+
+
+def test_an_address_of_ray_is_an_explicit_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    said: list[str] = []
+    assert find_cluster(say=said.append) == PlainRay("192.0.2.7:6379", where="RAY_ADDRESS") and said == []
+    named = find_cluster(ray_address="192.0.2.8:6379", say=said.append)
+    assert named == PlainRay("192.0.2.8:6379", where="cluster.ray_address") and said == []
+
+
+def test_where_both_are_there_one_line_says_which_was_taken_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(make_record())
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    said: list[str] = []
+    for _ in range(2):
+        assert find_cluster(say=said.append) == PlainRay("192.0.2.7:6379")
+    (line,) = said
+    assert "the Ray at 192.0.2.7:6379 is used, because RAY_ADDRESS names it; cluster 'default'" in line
+    assert find_cluster("default", say=said.append) == OurCluster("default")
+    assert said[1:] == [
+        "note: cluster 'default' is used, because --cluster names it; RAY_ADDRESS=192.0.2.7:6379 is not used"
+    ]
+    monkeypatch.setenv("ROLLCALL_CLUSTER", "default")
+    assert find_cluster(say=said.append) == OurCluster("default") and "ROLLCALL_CLUSTER names it" in said[2]
+    assert find_cluster(ray_address="192.0.2.8:6379", say=said.append) == PlainRay(
+        "192.0.2.8:6379", where="cluster.ray_address"
+    )
+
+
+def test_the_address_of_our_own_head_is_our_own_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(make_record())
+    monkeypatch.setenv("RAY_ADDRESS", make_record().head_address)
+    said: list[str] = []
+    assert find_cluster(say=said.append) == OurCluster("default") and said == []
+
+
+def test_inside_a_job_it_is_the_ray_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(make_record())
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    monkeypatch.setenv("ROLLCALL_CLUSTER", "default")
+    monkeypatch.setenv(which.IN_A_JOB, "{}")
+    assert find_cluster(ray_address="192.0.2.8:6379") == PlainRay("192.0.2.7:6379")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ray://192.0.2.7:10001", "does not use Ray Client .*`rollcall submit --address"),
+        ("http://192.0.2.7:8265", "is the address of a dashboard, which only runs jobs"),
+        ("192.0.2.7", "RAY_ADDRESS: '192.0.2.7' is not an address; write HOST:PORT"),
+        ("no-such-host.invalid:6379", "RAY_ADDRESS: no address is known for host 'no-such-host.invalid'"),
+        ("auto", "RAY_ADDRESS=auto: no Ray runs on this machine"),
+    ],
+)
+def test_what_is_no_address_of_a_head_is_refused(monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(which, "raylets_here", set)
+    with pytest.raises(ClusterError, match=words):
+        find_cluster()
+
+
+def test_auto_is_the_only_ray_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(which, "raylets_here", lambda: {"192.0.2.7:6379"})
+    assert find_cluster() == PlainRay("192.0.2.7:6379")
+    monkeypatch.setattr(which, "raylets_here", lambda: {"192.0.2.7:6379", "192.0.2.7:6380"})
+    with pytest.raises(ClusterError, match="nodes of 2 Rays run on this machine; write one of 192.0.2.7:6379, "):
+        find_cluster()
+
+
+def test_local_names_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert wished_cluster() is None
+
+
+def test_a_dashboard_is_enough_for_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://192.0.2.7:8265")
+    assert wished_dashboard() == "http://192.0.2.7:8265" and wished_dashboard("mine") is None
+    assert wished_dashboard(ray_address="192.0.2.8:6379") is None
+
+
+def test_a_head_is_the_same_by_any_address_of_its_host() -> None:
+    assert is_same_address("192.0.2.7:6379", "192.0.2.7:6379")
+    assert is_same_address("127.0.0.1:6379", "127.0.0.2:6379")
+    assert not is_same_address("127.0.0.1:6379", "127.0.0.1:6380")
+    assert not is_same_address("127.0.0.1:6379", "192.0.2.7:6379")
+
+
+# Ranks
+
+
+def test_nodes_without_a_rank_are_ranked_by_address_those_without_slots_last() -> None:
+    nodes = {
+        "a": (None, "10.0.0.10", True),
+        "b": (None, "10.0.0.9", True),
+        "head": (None, "10.0.0.1", False),
+        "six": (None, "fd00::1", True),
+    }
+    assert rank_by_address(nodes) == {"b": 0, "a": 1, "six": 2, "head": 3}
+
+
+def test_nodes_that_carry_a_rank_keep_it_and_others_follow() -> None:
+    nodes = {"a": (None, "10.0.0.1", True), "b": (2, "10.0.0.9", True)}
+    assert rank_by_address(nodes) == {"b": 2, "a": 3}
+
+
+def test_a_node_keeps_its_rank_while_another_is_gone_and_a_new_one_takes_the_free_rank() -> None:
+    known = {"10.0.0.1": 0, "10.0.0.2": 1, "10.0.0.3": 2}
+    left: dict[str, tuple[int | None, str, bool]] = {name: (None, name, True) for name in known if name != "10.0.0.2"}
+    assert rank_by_address(left, known=known) == {"10.0.0.1": 0, "10.0.0.3": 2}
+    back = left | {"10.0.0.2": (None, "10.0.0.2", True)}
+    assert rank_by_address(back, known=known) == {"10.0.0.1": 0, "10.0.0.2": 1, "10.0.0.3": 2}
+    other = left | {"10.0.0.9": (None, "10.0.0.9", True)}
+    assert rank_by_address(other, known=known) == {"10.0.0.1": 0, "10.0.0.9": 1, "10.0.0.3": 2}
+
+
+# A Ray that is known by its address
+
+
+def answer(*addresses: str, alive: bool = True, **more: object) -> Answer:
+    from dataclasses import replace
+
+    nodes = tuple(
+        replace(make_node(None, host=address, alive=alive), address=address, node_id=address) for address in addresses
+    )
+    return Answer(nodes=nodes, dashboard=None, **more)  # type: ignore[arg-type]
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, found: Answer | Exception) -> PlainRay:
+    def ask(address: str, *, token: str | None, timeout_s: float) -> Answer:
+        assert token is None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(plain_ray, "ask_head", ask)
+    monkeypatch.setattr(plain_ray, "listens", lambda address, timeout_s: True)
+    return PlainRay("10.0.0.9:6379")
+
+
+def test_its_living_nodes_have_ranks_and_the_dead_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = answer("10.0.0.3", "10.0.0.9", alive=False)
+    cluster = asked(monkeypatch, Answer(nodes=(*answer("10.0.0.10", "10.0.0.9").nodes, *dead.nodes), dashboard=None))
+    nodes = cluster.ask().nodes
+    assert [(node.rank, node.address) for node in nodes] == [(0, "10.0.0.9"), (1, "10.0.0.10"), (None, "10.0.0.3")]
+    assert cluster.num_nodes(cluster.ask()) == 2
+
+
+def test_nobody_at_the_address_is_said_with_what_names_it() -> None:
+    with pytest.raises(HeadUnreachable, match="nobody answers at 127.0.0.1:1, which RAY_ADDRESS names"):
+        PlainRay("127.0.0.1:1").ask()
+
+
+def test_a_machine_that_is_no_node_of_it_is_told_what_to_do() -> None:
+    with pytest.raises(
+        ClusterError, match=r"not a node of the Ray at .* \(its nodes: 192.0.2.7\).*ray start --address="
+    ):
+        PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7"))
+    assert PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7", "127.0.0.1")).address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("what", "version"), [("Ray", "2.9.3"), ("Python", "3.8.1")])
+def test_other_versions_are_refused_before_ray_does(what: str, version: str) -> None:
+    with pytest.raises(ClusterError, match=f"runs {what} {version}, and this is {what} "):
+        PlainRay("127.0.0.1:6379").own_node(answer("127.0.0.1", versions={what: version}))
+
+
+def test_its_token_is_used_where_it_wants_one_and_not_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    cluster = PlainRay("127.0.0.1:6379")
+    assert cluster.environment(answer(is_open=True)) == {"RAY_AUTH_MODE": "disabled"}
+    assert cluster.environment(answer()) == {"RAY_AUTH_MODE": "token"}
+    monkeypatch.setenv("RAY_AUTH_MODE", "k8s")
+    assert cluster.environment(answer()) == {"RAY_AUTH_MODE": "k8s"}
+
+
+def test_a_refusal_says_which_token_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollcall.nodes.head import _refusal
+
+    assert "wants a token, and this shell has none: set RAY_AUTH_TOKEN" in _refusal("x:1", ours=False, tried="none")
+    assert "(RAY_AUTH_TOKEN)" in _refusal("x:1", ours=False, tried="RAY_AUTH_TOKEN")
+    with pytest.raises(HeadRefuses):
+        asked(monkeypatch, HeadRefuses("no")).ask()
