@@ -15,6 +15,7 @@ from rollcall.nodes.plain_ray import PlainRay
 from rollcall.nodes.rank import rank_by_address
 from rollcall.nodes.state import write_record
 from rollcall.nodes.which import find_cluster, is_same_address, wished_cluster, wished_dashboard
+from rollcall.wait import speaking
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,11 @@ def nothing_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(which, "_said", set())
     for name in ("RAY_ADDRESS", "ROLLCALL_CLUSTER", which.IN_A_JOB):
         monkeypatch.delenv(name, raising=False)
+
+
+def heard(said: list[str], name: str | None = None, **wish: str) -> which.Cluster:
+    with speaking(said.append):
+        return find_cluster(name, **wish)
 
 
 def test_without_a_wish_it_is_the_cluster_of_this_node() -> None:
@@ -34,8 +40,8 @@ def test_without_a_wish_it_is_the_cluster_of_this_node() -> None:
 def test_an_address_of_ray_is_an_explicit_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
     said: list[str] = []
-    assert find_cluster(say=said.append) == PlainRay("192.0.2.7:6379", where="RAY_ADDRESS") and said == []
-    named = find_cluster(ray_address="192.0.2.8:6379", say=said.append)
+    assert heard(said) == PlainRay("192.0.2.7:6379", where="RAY_ADDRESS") and said == []
+    named = heard(said, ray_address="192.0.2.8:6379")
     assert named == PlainRay("192.0.2.8:6379", where="cluster.ray_address") and said == []
 
 
@@ -44,25 +50,23 @@ def test_where_both_are_there_one_line_says_which_was_taken_and_why(monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
     said: list[str] = []
     for _ in range(2):
-        assert find_cluster(say=said.append) == PlainRay("192.0.2.7:6379")
+        assert heard(said) == PlainRay("192.0.2.7:6379")
     (line,) = said
     assert "the Ray at 192.0.2.7:6379 is used, because RAY_ADDRESS names it; cluster 'default'" in line
-    assert find_cluster("default", say=said.append) == OurCluster("default")
+    assert heard(said, "default") == OurCluster("default")
     assert said[1:] == [
         "note: cluster 'default' is used, because --cluster names it; RAY_ADDRESS=192.0.2.7:6379 is not used"
     ]
     monkeypatch.setenv("ROLLCALL_CLUSTER", "default")
-    assert find_cluster(say=said.append) == OurCluster("default") and "ROLLCALL_CLUSTER names it" in said[2]
-    assert find_cluster(ray_address="192.0.2.8:6379", say=said.append) == PlainRay(
-        "192.0.2.8:6379", where="cluster.ray_address"
-    )
+    assert heard(said) == OurCluster("default") and "ROLLCALL_CLUSTER names it" in said[2]
+    assert heard(said, ray_address="192.0.2.8:6379") == PlainRay("192.0.2.8:6379", where="cluster.ray_address")
 
 
 def test_the_address_of_our_own_head_is_our_own_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     write_record(make_record())
     monkeypatch.setenv("RAY_ADDRESS", make_record().head_address)
     said: list[str] = []
-    assert find_cluster(say=said.append) == OurCluster("default") and said == []
+    assert heard(said) == OurCluster("default") and said == []
 
 
 def test_inside_a_job_it_is_the_ray_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
 from rollcall.nodes.processes import raylets_here
 from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, read_record
-from rollcall.wait import Say, Wait, say
+from rollcall.wait import Wait, say
 
 RAY_ADDRESS = "RAY_ADDRESS"
 RUN_FILE_KEY = "cluster.ray_address"
@@ -127,21 +127,21 @@ class _Wish:
         return f"{self.where}={self.text}"
 
 
-def find_cluster(name: str | None = None, *, ray_address: str | None = None, say: Say = say) -> Cluster:
+def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster:
     """``name``: of ``--cluster``; ``ray_address``: of the run file. With no wish at all, the default cluster of this node."""
-    return wished_cluster(name, ray_address=ray_address, say=say) or OurCluster(DEFAULT_CLUSTER)
+    return wished_cluster(name, ray_address=ray_address) or OurCluster(DEFAULT_CLUSTER)
 
 
-def wished_cluster(name: str | None = None, *, ray_address: str | None = None, say: Say = say) -> Cluster | None:
+def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
     """None: nothing says which, and this node is part of no default cluster."""
     wish = _wish(ray_address)
     if name is not None:
-        return _ours(name, why="--cluster names it", instead_of=wish, say=say)
+        return _ours(name, why="--cluster names it", instead_of=wish)
     if is_in_a_job():
         return _plain(_Wish(text=os.environ[RAY_ADDRESS], where=RAY_ADDRESS))
     named = os.environ.get(CLUSTER)
     if named and (wish is None or wish.where == RAY_ADDRESS):
-        return _ours(named, why=f"{CLUSTER} names it", instead_of=wish, say=say)
+        return _ours(named, why=f"{CLUSTER} names it", instead_of=wish)
     own = read_record(named or DEFAULT_CLUSTER)
     if wish is None:
         return None if own is None else OurCluster(own.cluster)
@@ -151,8 +151,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None, s
     if own is not None:
         say_once(
             f"note: {plain.title} is used, because {wish.where} names it; cluster {own.cluster!r} of this node is not used "
-            f"(give --cluster {own.cluster} where you mean that one, or take {wish.where} away)",
-            say,
+            f"(give --cluster {own.cluster} where you mean that one, or take {wish.where} away)"
         )
     return plain
 
@@ -184,10 +183,10 @@ def _wish(ray_address: str | None) -> _Wish | None:
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 
-def _ours(name: str, *, why: str, instead_of: _Wish | None, say: Say) -> OurCluster:
+def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
     own = read_record(name)
     if instead_of is not None and (own is None or not instead_of.text.endswith(own.head_address)):
-        say_once(f"note: cluster {name!r} is used, because {why}; {instead_of} is not used", say)
+        say_once(f"note: cluster {name!r} is used, because {why}; {instead_of} is not used")
     return OurCluster(name)
 
 
@@ -224,7 +223,7 @@ def _only_ray_here(wish: _Wish) -> str:
     raise ClusterError(f"{wish}: nodes of {len(found)} Rays run on this machine; write one of {', '.join(found)}")
 
 
-def say_once(text: str, say: Say = say) -> None:
+def say_once(text: str) -> None:
     """Every attempt of a run looks for its cluster."""
     if text not in _said:
         _said.add(text)
