@@ -141,7 +141,7 @@ def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
         return made(self, batch, *rest)
 
     monkeypatch.setattr(Record, "_metrics", lose_once)
-    monkeypatch.setattr("rollcall.training.make_console", lambda **_: console)
+    monkeypatch.setattr("rollcall.training.make_console", lambda *_, **__: console)
     train(make_run(tmp_path, "trainer.steps=3", "trainer.save_every=2"))
     assert console.seen == [
         "restart at 0", "rollout of step 1", "step 1", "rollout of step 2", "step 2", "rollout of step 3",
