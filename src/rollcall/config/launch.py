@@ -25,7 +25,7 @@ class PrepareSection(Section):
 
 
 class ContainerSection(Section):
-    runtime: Literal["docker", "podman", "apptainer", "enroot"] = field("docker", "What runs the container.")
+    runtime: Literal["docker", "podman", "apptainer"] = field("docker", "What runs the container.")
     image: str = Field(description="Image to run.")
     build: Path | None = field(None, "Folder with a Dockerfile. The image is built from it on a node that lacks it.")
     mounts: list[str] = field(

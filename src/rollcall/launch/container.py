@@ -1,0 +1,112 @@
+"""A node's command inside a container: the words that the runtime takes, and the lines of shell that make the image be there.
+
+Only variables that are named get in; their values come from the environment of the command, never from its words. The network is
+the host's: Ray's ports are the node's own.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.config.launch import ContainerSection, LaunchSection
+from rollcall.config.sections import ClusterSection
+from rollcall.launch.errors import LaunchError
+
+PREFIX = "rollcall-"
+ROCM_DEVICES = ("/dev/kfd", "/dev/dri")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    section: ContainerSection
+    name: str
+    gpu: str  # cuda, rocm, or none
+    folders: tuple[str, ...] = ()  # of the launch itself, beside the user's mounts
+
+    @property
+    def is_daemon(self) -> bool:
+        """Whether the runtime keeps containers by name. apptainer's are plain processes of the node."""
+        return self.section.runtime in ("docker", "podman")
+
+    def before(self) -> list[str]:
+        """Lines of shell: build a missing image, remove an old container of this name."""
+        section, lines = self.section, []
+        if self.is_daemon:
+            tool, image = section.runtime, shlex.quote(section.image)
+            if section.build is not None:
+                build = shlex.join([tool, "build", "--tag", section.image, str(section.build)])
+                lines.append(f"{tool} image inspect {image} >/dev/null 2>&1 || {build}")
+            lines.append(f"{shlex.join([tool, 'rm', '--force', self.name])} >/dev/null 2>&1 || true")
+        elif section.build is not None:
+            built = shlex.join(["apptainer", "build", section.image, str(section.build)])
+            lines.append(f"test -e {shlex.quote(section.image)} || {built}")
+        return lines
+
+    def run(self, words: Sequence[str], *, variables: Iterable[str], detach: bool = False) -> list[str]:
+        """``words`` in a new container. ``detach``: it goes on when this command returns."""
+        if self.is_daemon:
+            options = ["--detach"] if detach else ["--rm"]
+            inside = [word for name in variables for word in ("--env", name)]
+            return [*self._start(), *options, *inside, self.section.image, *words]
+        return [*self._apptainer(), self.section.image, *words]
+
+    def enter(self, words: Sequence[str], *, variables: Iterable[str] = ()) -> list[str]:
+        """``words`` beside what runs in the container already."""
+        if self.is_daemon:
+            inside = [word for name in variables for word in ("--env", name)]
+            return [self.section.runtime, "exec", *inside, self.name, *words]
+        return self.run(words, variables=variables)
+
+    def exports(self, variables: Iterable[str]) -> list[str]:
+        """Lines of shell that hand named variables to a runtime which takes them from the environment under another name."""
+        return [] if self.is_daemon else [f'export APPTAINERENV_{name}="${{{name}-}}"' for name in variables]
+
+    def stop(self) -> list[str] | None:
+        """Words that end it; None: it ends with its command."""
+        return [self.section.runtime, "rm", "--force", self.name] if self.is_daemon else None
+
+    def _start(self) -> list[str]:
+        section = self.section
+        words = [section.runtime, "run", "--name", self.name, "--network", "host", "--shm-size", section.shm]
+        words += ["--ulimit", "memlock=-1:-1", "--init"]
+        for mount in self._mounts():
+            words += ["--volume", mount]
+        for device in self._devices():
+            words += ["--device", device]
+        if self.gpu == "rocm":
+            words += ["--group-add", "video", "--security-opt", "seccomp=unconfined"]
+        elif self.gpu == "cuda":
+            words += ["--gpus", "all"] if section.runtime == "docker" else ["--device", "nvidia.com/gpu=all"]
+        return words
+
+    def _apptainer(self) -> list[str]:
+        words = ["apptainer", "exec", "--cleanenv", *{"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])]
+        for mount in self._mounts():
+            words += ["--bind", mount]
+        return words
+
+    def _mounts(self) -> list[str]:
+        given = [mount if ":" in mount else f"{mount}:{mount}" for mount in self.section.mounts]
+        return [*given, *(f"{folder}:{folder}" for folder in self.folders)]
+
+    def _devices(self) -> list[str]:
+        return [*(ROCM_DEVICES if self.gpu == "rocm" else ()), *self.section.devices]
+
+
+def container_of(
+    launch: LaunchSection, cluster: ClusterSection, *, name: str, folders: Iterable[Path] = ()
+) -> Container | None:
+    """None: the nodes run without one."""
+    section = launch.container
+    if section is None:
+        return None
+    for mount in section.mounts:
+        if not mount.startswith("/") or mount.count(":") > 2:
+            raise LaunchError(
+                f"launch.container.mounts has {mount!r}; write /folder, /folder:/inside or /folder:/inside:ro"
+            )
+    gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
+    return Container(section=section, name=f"{PREFIX}{name}", gpu=gpu, folders=tuple(map(str, folders)))
