@@ -55,8 +55,14 @@ def node(
     ] = False,
     save_wait: Annotated[
         float,
-        typer.Option(min=0, help="With --block: seconds that a run on this node has to save after SIGTERM."),
+        typer.Option(min=0, help="With --block and --run: seconds that a run on this node has to save after SIGTERM."),
     ] = 25.0,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Stay, and train this run file once all nodes are there. Ends as the run does."
+        ),
+    ] = None,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, the others join it.
 
@@ -69,13 +75,26 @@ def node(
       rollcall node --rank 3 --num-nodes 4 --rendezvous /shared/rollcall --slots 8
       ROLLCALL_TOKEN=... rollcall node --master --num-nodes 2 --head-address node0:6380
       ROLLCALL_TOKEN=... rollcall node --worker 1 --head-address node0:6380
+      srun --ntasks-per-node=1 rollcall node --run run.yaml --rendezvous /shared/rollcall
     """
     from rollcall.nodes.bootstrap import NodeRequest, start_node
     from rollcall.nodes.foreground import hold
     from rollcall.nodes.rank import find_identity
     from rollcall.nodes.state import current_cluster
 
-    rank, num_nodes = find_identity(rank=rank, master=master, worker=worker, num_nodes=num_nodes, environ=os.environ)
+    whole = None
+    if run is not None:
+        from rollcall.launch.whole_run import WholeRun
+
+        whole = WholeRun(run)
+    rank, num_nodes = find_identity(
+        rank=rank,
+        master=master,
+        worker=worker,
+        num_nodes=num_nodes,
+        environ=os.environ,
+        of_run=whole.num_nodes if whole else None,
+    )
     request = NodeRequest(
         cluster=current_cluster(cluster),
         rank=rank,
@@ -90,8 +109,13 @@ def node(
         tls=tls,
         timeout_s=timeout,
     )
+    if whole is not None:
+        request = whole.complete(request)
+        whole.prepare()
     record, was_running = start_node(request)
     _introduce(record, was_running=was_running)
+    if whole is not None:
+        raise typer.Exit(whole.stay(record, timeout_s=timeout, save_s=save_wait))
     if block:
         hold(record, save_s=save_wait)
 

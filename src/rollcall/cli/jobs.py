@@ -248,7 +248,7 @@ def _end_as(job: Job) -> None:
         raise typer.Exit(STOPPED)
     why = f"with status {job.exit_code}" if job.exit_code else job.message
     say(f"error: {job.id} {job.status.lower()} {why}".rstrip())
-    raise typer.Exit(job.exit_code if job.exit_code and 0 < job.exit_code < 256 else FAILED)
+    raise typer.Exit(job.exit_status)
 
 
 def _print_environment(views: list[NodeView]) -> None:

@@ -66,6 +66,13 @@ class Job:
     def is_over(self) -> bool:
         return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
 
+    @property
+    def exit_status(self) -> int:
+        """Of a job that is over, for a command that ends as the job did."""
+        if self.status == "SUCCEEDED":
+            return 0
+        return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
+
     def as_json(self) -> dict[str, Any]:
         ended = self.ended.isoformat() if self.ended else None
         return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}

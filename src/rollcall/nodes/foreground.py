@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from rollcall.errors import ClusterError
@@ -48,8 +49,11 @@ class Told:
             self.hurry.set()
 
 
-def hold(record: NodeRecord, *, save_s: float = SAVE_S) -> None:
-    """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself."""
+def hold(record: NodeRecord, *, save_s: float = SAVE_S, until: Callable[[], int | None] = lambda: None) -> int | None:
+    """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself.
+
+    ``until``: asked every second. When it gives a number, this stops the node and returns the number.
+    """
     told = Told()
     before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
     try:
@@ -59,12 +63,16 @@ def hold(record: NodeRecord, *, save_s: float = SAVE_S) -> None:
             if told.ahead.is_set():
                 told.ahead.clear()
                 signal_processes(drivers(record), signal.SIGUSR1)
+            if (status := until()) is not None:
+                say(f"the run is over (status {status}); stopping Ray on this node")
+                stop_node(record.cluster)
+                return status
             if is_running(record):
                 continue
             now = read_record(record.cluster)
             if now is None or now.cluster_id != record.cluster_id:
                 say("this node was taken down by another command")
-                return
+                return None
             stop_node(record.cluster)
             raise ClusterError(
                 f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
@@ -73,6 +81,7 @@ def hold(record: NodeRecord, *, save_s: float = SAVE_S) -> None:
         _let_save(record, told, save_s=save_s)
         say(f"stopping Ray on this node (rank {record.rank} of cluster {record.cluster!r})")
         stop_node(record.cluster)
+        return None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -23,11 +23,18 @@ COUNTS = ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILO
 
 
 def find_identity(
-    *, rank: int | None, master: bool, worker: int | None, num_nodes: int | None, environ: Mapping[str, str]
+    *,
+    rank: int | None,
+    master: bool,
+    worker: int | None,
+    num_nodes: int | None,
+    environ: Mapping[str, str],
+    of_run: int | None = None,
 ) -> tuple[int, int | None]:
     """The node's rank and the number of nodes; None: as the head says.
 
-    Options first, then the launchers' variables; an empty variable counts as absent.
+    Options first, then the launchers' variables; an empty variable counts as absent. Then the number of the run file,
+    ``of_run``.
     """
     asked = {"--rank": rank, "--master": 0 if master else None, "--worker": worker}
     given = {option: value for option, value in asked.items() if value is not None}
@@ -37,11 +44,11 @@ def find_identity(
         (option, value), *_ = given.items()
         if option == "--worker" and value == 0:
             raise ClusterError("--worker 0 would be the master; workers are 1 and up (--master is rank 0)")
-        return _checked(value, num_nodes or _first(COUNTS, environ))
+        return _checked(value, num_nodes or _first(COUNTS, environ) or of_run)
     for name, counts in LAUNCHERS:
         found = _integer(name, environ)
         if found is not None:
-            return _checked(found, num_nodes or _first(counts, environ))
+            return _checked(found, num_nodes or _first(counts, environ) or of_run)
     names = ", ".join(name for name, _ in LAUNCHERS)
     raise ClusterError(
         f"the rank of this node is not known; give --rank R (or --master, or --worker R), or set one of {names}"

@@ -1,0 +1,176 @@
+"""`rollcall node --run`: one command on every node, from bring-up to the end of the run.
+
+Every node prepares itself, joins and stays. Beside rank 0 runs a second process, this module as a script: it waits for all
+nodes, looks for what would break the run, submits it and follows its log. When the run is over it leaves the exit status on
+every node, in Ray's folder there. Each node's command finds it, stops Ray and ends with that status.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rollcall.config import Config, load_config
+from rollcall.config.sections import ClusterSection
+from rollcall.doctor.examine import examine
+from rollcall.doctor.show import show
+from rollcall.errors import ClusterError, ConfigError
+from rollcall.jobs.channel import Unreachable
+from rollcall.jobs.prepare import prepare_node, prepare_once
+from rollcall.jobs.submit import Job, Jobs, reach
+from rollcall.nodes.bootstrap import NodeRequest
+from rollcall.nodes.check import wait_for_slots
+from rollcall.nodes.foreground import hold
+from rollcall.nodes.head import ask_own_head
+from rollcall.nodes.state import NodeRecord, require_record
+from rollcall.on_ray.connect import connect, disconnect
+from rollcall.on_ray.each_node import answers_of, run_on
+from rollcall.stop import INTERRUPTED, STOPPED
+from rollcall.wait import Wait, say
+
+ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
+TELL_S = 30.0
+DASHBOARD_S = 180.0
+FAILED = 1
+
+
+class WholeRun:
+    """A node's part in it."""
+
+    def __init__(self, run_file: Path) -> None:
+        self._run_file = run_file
+        self._config = load_config(run_file)
+        self._cluster = cluster_of(self._config)
+
+    @property
+    def num_nodes(self) -> int:
+        return self._cluster.num_nodes
+
+    def complete(self, request: NodeRequest) -> NodeRequest:
+        """With what the run file knows about this node and the command line does not say."""
+        if request.num_nodes not in (None, self.num_nodes):
+            raise ClusterError(
+                f"{request.num_nodes} nodes start, and cluster.num_nodes={self.num_nodes} in the run file; make them the same"
+            )
+        logical = self._cluster.slots_per_node[request.rank] if self._cluster.accelerator == "cpu" else None
+        return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
+
+    def prepare(self) -> None:
+        prepare_node(self._config, once=False)
+
+    def stay(self, record: NodeRecord, *, timeout_s: float, save_s: float) -> int:
+        """Hold the node until the run is over; returns the run's exit status."""
+        ended = Path(record.temp_dir) / ENDED
+        ended.unlink(missing_ok=True)
+        if record.rank:
+            status = hold(record, save_s=save_s, until=lambda: _status(ended))
+            return STOPPED if status is None else status
+        words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
+        beside = subprocess.Popen(words, start_new_session=True)  # a signal reaches it through the run, whose job ends
+        try:
+            status = hold(record, save_s=save_s, until=beside.poll)
+            return (beside.poll() or STOPPED) if status is None else status
+        finally:
+            beside.kill()
+            beside.wait()
+
+
+def cluster_of(config: Config) -> ClusterSection:
+    if config.cluster is None:
+        raise ConfigError(
+            "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
+        )
+    return config.cluster
+
+
+def _status(ended: Path) -> int | None:
+    try:
+        return int(ended.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
+    """Rank 0's part: check, examine, submit, follow. Tells all nodes how it ended."""
+    try:
+        status = _run(cluster, load_config(run_file), timeout_s=timeout_s)
+    except (ClusterError, ValueError, OSError) as error:
+        say(f"error: {error}")
+        status = FAILED
+    _tell_nodes(cluster, status)
+    return status
+
+
+def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
+    wait_for_slots(cluster, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
+    prepare_once(config)
+    report = examine(cluster, config=config, quick=True)
+    show(report)
+    if report.breaks:
+        raise ClusterError("the run was not started: doctor has found what would break it (above)")
+    jobs = reach(cluster, address=None, rendezvous=None)
+    going = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
+    job = going[0] if going else jobs.submit(config, folder=Path.cwd(), environ=os.environ)
+    say(f"{'following' if going else 'submitted'} {job.id}")
+    jobs.wait_started(job.id)
+    return jobs.follow(job.id, write=_print).exit_status
+
+
+def _known(jobs: Jobs) -> list[Job]:
+    """Ray's dashboard answers later than Ray itself, on a busy node much later."""
+    wait = Wait(DASHBOARD_S)
+    while True:
+        try:
+            return jobs.jobs()
+        except Unreachable:
+            if wait.is_over:
+                raise
+            wait.tell("waiting for the dashboard of this node, which takes jobs")
+            wait.sleep(1.0)
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell_nodes(cluster: str, status: int) -> None:
+    """Nodes that do not hear it end when Ray does, with an error: the run's own status is what this command returns."""
+    try:
+        record = require_record(cluster)
+        answer = ask_own_head(cluster, head_address=record.head_address)
+        folders = {node.rank: node.temp_dir for node in answer.nodes if node.alive and node.rank}
+        connect(cluster, log_to_driver=False)
+        calls = {rank: run_on(rank, _leaver(folder, status), env={}) for rank, folder in folders.items()}
+        _, failures = answers_of(calls, wait=Wait(TELL_S), to="hear that the run is over")
+        disconnect()
+    except ClusterError as error:
+        failures = {0: str(error)}
+    for rank, why in failures.items():
+        say(f"rank {rank} was not told that the run is over: {why}")
+
+
+def _leaver(folder: str, status: int) -> Callable[[], None]:
+    def leave() -> None:
+        (Path(folder) / ENDED).write_text(str(status))
+
+    return leave
+
+
+def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # for the run: it saves, its job ends, and so does this
+    try:
+        cluster, run_file, timeout_s = sys.argv[1:]
+        raise SystemExit(drive(cluster, Path(run_file), timeout_s=float(timeout_s)))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""`rollcall node --run`: a node from bring-up to the end of the run. tests/test_whole_run_lab.py does it for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollcall.errors import ClusterError, ConfigError
+from rollcall.launch import whole_run
+from rollcall.launch.whole_run import ENDED, WholeRun
+from rollcall.nodes.bootstrap import NodeRequest
+from rollcall.stop import STOPPED
+
+
+def request(*, rank: int = 0, num_nodes: int | None = None, slots: int | None = None) -> NodeRequest:
+    return NodeRequest(cluster="one", rank=rank, num_nodes=num_nodes, rendezvous=Path("/r"), slots=slots)
+
+
+def run_file(tmp_path: Path, cluster: str = "{nodes: [{gpus: 4}, {gpus: 2}], accelerator: cpu}") -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"cluster: {cluster}\n")
+    return path
+
+
+def test_the_run_file_says_how_many_nodes_and_slots(tmp_path: Path) -> None:
+    whole = WholeRun(run_file(tmp_path))
+    made = [whole.complete(request(rank=rank)) for rank in (0, 1)]
+    assert [(each.num_nodes, each.slots) for each in made] == [(2, 4), (2, 2)]
+    assert whole.complete(request(slots=8)).slots == 8
+    assert WholeRun(run_file(tmp_path, "{num_nodes: 2}")).complete(request()).slots is None, "GPUs are counted"
+
+
+def test_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="3 nodes start.*num_nodes=2"):
+        WholeRun(run_file(tmp_path)).complete(request(num_nodes=3))
+
+
+def test_a_run_file_without_a_cluster_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("trainer: {steps: 1}\n")
+    with pytest.raises(ConfigError, match="cluster"):
+        WholeRun(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(("left", "status"), [("0", 0), ("3", 3), (None, STOPPED)])
+def test_a_node_ends_as_the_run_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str | None, status: int
+) -> None:
+    """What rank 0 leaves in Ray's folder; a node that a signal stopped has left the run to be continued."""
+
+    class Record:
+        rank, cluster, temp_dir = 1, "one", str(tmp_path)
+
+    def hold(record: Any, *, save_s: float, until: Any) -> int | None:
+        assert until() is None, "what an earlier run left does not count"
+        if left is not None:
+            (tmp_path / ENDED).write_text(left)
+        return until()
+
+    (tmp_path / ENDED).write_text("9")
+    monkeypatch.setattr(whole_run, "hold", hold)
+    record: Any = Record()
+    assert WholeRun(run_file(tmp_path)).stay(record, timeout_s=1, save_s=1) == status
