@@ -8,8 +8,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,15 +79,19 @@ def make_run(
     return load_config(path, list(overrides))
 
 
-def finish(config: Config, *, lean: bool = True, **options: Any) -> dict[str, Any]:
-    """Train in this process, to the end.
+@contextmanager
+def lean() -> Iterator[None]:
+    """Runs draw no learning curve, half of the work of one so small, and have one process for their rewards."""
+    with (
+        mock.patch("rollcall.training.learning_curve", return_value=None),
+        mock.patch("rollcall.roles.build.NUM_REWARD_WORKERS", 1),
+    ):
+        yield
 
-    A lean run draws no learning curve, a quarter of the work of one so small, and has one process for its rewards.
-    """
-    with ExitStack() as stack:
-        if lean:
-            stack.enter_context(mock.patch("rollcall.training.learning_curve", return_value=None))
-            stack.enter_context(mock.patch("rollcall.roles.build.NUM_REWARD_WORKERS", 1))
+
+def finish(config: Config, *, is_lean: bool = True, **options: Any) -> dict[str, Any]:
+    """Train in this process, to the end."""
+    with lean() if is_lean else nullcontext():
         return train(config, quiet=True, **options)
 
 

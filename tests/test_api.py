@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import groups, letter_rows, make_run
+from runs import groups, lean, letter_rows, make_run
 from transformers import AutoModelForCausalLM
 
 import rollcall
@@ -26,6 +26,12 @@ from rollcall.config import Config, dump_config
 from rollcall.inspect.run import Run
 from rollcall.observe.summary import write_samples
 from rollcall.stop import heeded
+
+
+@pytest.fixture(autouse=True)
+def lean_runs() -> Iterator[None]:
+    with lean():
+        yield
 
 
 def sections(config: Config) -> dict[str, Any]:

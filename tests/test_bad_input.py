@@ -18,6 +18,7 @@ from runs import (
     finish,
     groups,
     journal_bytes,
+    lean,
     letter_rows,
     make_run,
     metric_rows,
@@ -59,7 +60,7 @@ def test_a_missing_data_file_is_named_and_the_corrected_run_file_starts_in_the_s
     missing = tmp_path / "nowhere.jsonl"
     with pytest.raises(DataError, match=r"nowhere\.jsonl does not exist"):
         finish(make_run(tmp_path, f"data.train={missing}"))
-    assert finish(make_run(tmp_path))["steps"] == 6
+    assert finish(make_run(tmp_path, "trainer.steps=1"))["steps"] == 1
 
 
 def test_a_malformed_row_is_named(tmp_path: Path) -> None:
@@ -84,7 +85,8 @@ def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
 
     long = [{"id": f"long-{index}", "prompt": "1+2" * 10 + "=", "answer": "a"} for index in range(3)]
     config = make_run(tmp_path, "data.max_prompt_tokens=8", rows=[*letter_rows(8), *long])
-    train(config)
+    with lean():
+        train(config)
     assert "left out 3 prompts longer than 8 tokens" in " ".join(capsys.readouterr().out.split())
     used = {group.prompt.id for step in range(1, 7) for group in groups(config, step).values()}
     assert used == {f"row-{index}" for index in range(8)}
@@ -101,7 +103,12 @@ def test_prompts_that_cannot_fit_the_models_positions_are_refused_before_trainin
     with pytest.raises(ConfigError, match=r"prompt of 251 tokens.*makes 259 positions, and the model has 256"):
         finish(config)
     assert not config.run.dir.exists()
-    assert finish(make_run(tmp_path, "data.max_prompt_tokens=248", "rollout.max_response_tokens=8"))["steps"] == 6
+    assert (
+        finish(make_run(tmp_path, "data.max_prompt_tokens=248", "rollout.max_response_tokens=8", "trainer.steps=1"))[
+            "steps"
+        ]
+        == 1
+    )
 
 
 def test_a_held_out_prompt_that_cannot_fit_is_refused_too(tmp_path: Path) -> None:
@@ -120,7 +127,7 @@ def test_a_kv_cache_too_small_for_the_longest_prompt_is_refused_before_training(
 
 
 def test_fewer_rows_than_prompts_in_a_step_are_drawn_again(tmp_path: Path) -> None:
-    config = make_run(tmp_path, "data.prompts_per_step=8", rows=letter_rows(3))
+    config = make_run(tmp_path, "data.prompts_per_step=8", "trainer.steps=1", rows=letter_rows(3))
     finish(config)
     assert sorted(groups(config, 1)) == list(range(8))
     assert {group.prompt.id for group in groups(config, 1).values()} == {"row-0", "row-1", "row-2"}
@@ -178,9 +185,9 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_a_pad_token_trains(tmp_path: Path) -> None:
-    config = make_run(tmp_path)
+    config = make_run(tmp_path, "trainer.steps=2")
     edit_tokenizer(tmp_path / "model", pad_token=None)
-    assert finish(config)["steps"] == 6
+    assert finish(config)["steps"] == 2
 
 
 # Nothing to learn from
@@ -189,10 +196,11 @@ def test_a_tokenizer_without_a_pad_token_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
 def test_equal_rewards_teach_nothing_and_the_run_goes_on(tmp_path: Path, name: str) -> None:
     reward = [{"type": "function", "path": "rewards_bad:always_equal"}]
-    config = make_run(tmp_path, f"algorithm.name={name}", "actor.weight_decay=0.1", reward=reward)
-    assert finish(config)["steps"] == 6
-    assert column(config, "train/zero_variance_groups") == [1.0] * 6
-    assert column(config, "train/grad_norm") == [0.0] * 6 and column(config, "train/skipped_fraction") == [1.0] * 6
+    overrides = (f"algorithm.name={name}", "actor.weight_decay=0.1", "trainer.steps=2")
+    config = make_run(tmp_path, *overrides, reward=reward)
+    assert finish(config)["steps"] == 2
+    assert column(config, "train/zero_variance_groups") == [1.0] * 2
+    assert column(config, "train/grad_norm") == [0.0] * 2 and column(config, "train/skipped_fraction") == [1.0] * 2
     assert_unchanged(config, start_weights(tmp_path))
 
 
@@ -224,12 +232,12 @@ def save_silent_model(directory: Path) -> None:
 def test_empty_completions_train(tmp_path: Path) -> None:
     save_silent_model(tmp_path / "model")
     reward = [{"type": "function", "path": "rewards_bad:short"}]
-    config = make_run(tmp_path, reward=reward, val=letter_rows(4))
-    assert finish(config)["steps"] == 6
+    config = make_run(tmp_path, "trainer.steps=2", reward=reward, val=letter_rows(4))
+    assert finish(config)["steps"] == 2
     completions = [each for group in groups(config, 1).values() for each in group.completions]
     assert {each.text for each in completions} == {""} and {len(each.token_ids) for each in completions} == {1}
-    assert column(config, "rollout/response_length_mean") == [1.0] * 6
-    assert column(config, "rollout/truncated_fraction") == [0.0] * 6
+    assert column(config, "rollout/response_length_mean") == [1.0] * 2
+    assert column(config, "rollout/truncated_fraction") == [0.0] * 2
 
 
 # A loss that is not a number
@@ -451,6 +459,14 @@ def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
 # The run directory
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished run, for tests that leave it as it is."""
+    config = make_run(tmp_path_factory.mktemp("finished"), "trainer.steps=2")
+    finish(config)
+    return config
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -465,13 +481,12 @@ def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
         ),
     ],
 )
-def test_a_run_directory_is_not_continued_by_another_run(tmp_path: Path, override: str, key: str) -> None:
-    config = make_run(tmp_path, "trainer.steps=2")
-    finish(config)
-    before = journal_bytes(config), metric_rows(config), (config.run.dir / "run.yaml").read_text()
+def test_a_run_directory_is_not_continued_by_another_run(finished: Config, override: str, key: str) -> None:
+    folder = finished.run.dir
+    before = journal_bytes(finished), metric_rows(finished), (folder / "run.yaml").read_text()
     with pytest.raises(ConfigError, match=rf"other settings: {key}\. This cannot change.*--fresh"):
-        finish(make_run(tmp_path, "trainer.steps=2", override))
-    assert before == (journal_bytes(config), metric_rows(config), (config.run.dir / "run.yaml").read_text())
+        finish(make_run(folder.parent, "trainer.steps=2", override))
+    assert before == (journal_bytes(finished), metric_rows(finished), (folder / "run.yaml").read_text())
 
 
 CHANGES: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
@@ -482,15 +497,15 @@ CHANGES: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_data_file_that_changed_under_the_run_is_refused(tmp_path: Path, change: str) -> None:
+def test_a_data_file_that_changed_under_the_run_is_refused(tmp_path: Path) -> None:
     config = make_run(tmp_path)
     run_and_be_killed(config, Kill(call=IN_UPDATE, number=4))
     before = journal_bytes(config)
-    write_rows(tmp_path / "train.jsonl", CHANGES[change](letter_rows()))
-    with pytest.raises(JournalError, match=r"train\.jsonl has changed since this run began.*restore it"):
-        finish(config)
-    assert journal_bytes(config) == before
+    for name, change in CHANGES.items():
+        write_rows(tmp_path / "train.jsonl", change(letter_rows()))
+        with pytest.raises(JournalError, match=r"train\.jsonl has changed since this run began.*restore it"):
+            finish(config)
+        assert journal_bytes(config) == before, name
     write_rows(tmp_path / "train.jsonl", letter_rows())
     assert finish(config)["steps"] == 6
 
@@ -504,16 +519,16 @@ def test_data_that_changed_before_the_first_checkpoint_is_refused_by_the_journal
 
 
 def test_fresh_moves_the_old_run_aside_and_starts_over(tmp_path: Path) -> None:
-    config = make_run(tmp_path)
+    config = make_run(tmp_path, "trainer.steps=1")
     finish(config)
     first = weights(config)
     for number in (1, 2):
-        other = make_run(tmp_path, f"run.seed={10 + number}")
-        assert finish(other, fresh=True)["steps"] == 6
+        other = make_run(tmp_path, "trainer.steps=1", f"run.seed={10 + number}")
+        assert finish(other, fresh=True)["steps"] == 1
         assert (tmp_path / f"run.old-{number}" / "summary.json").exists()
     for name, tensor in load_file(tmp_path / "run.old-1" / "model" / "model.safetensors").items():
         np.testing.assert_array_equal(tensor, first[name])
-    assert finish(make_run(tmp_path, name="new"), fresh=True)["steps"] == 6, "nothing there to move"
+    assert finish(make_run(tmp_path, "trainer.steps=1", name="new"), fresh=True)["steps"] == 1, "nothing there to move"
 
 
 def test_a_directory_that_is_no_run_is_left_alone(tmp_path: Path) -> None:

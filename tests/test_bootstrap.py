@@ -360,6 +360,7 @@ def test_slots_are_the_gpus_or_what_was_asked_on_a_node_without(monkeypatch: pyt
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
     monkeypatch.delenv("ROLLCALL_TOKEN", raising=False)
+    monkeypatch.setattr(ray_start, "_count_gpus", lambda: 0)
     short = Path("/tmp/rc")
     for changes, words in (
         (dict(rendezvous=None), "--rendezvous DIR .* or --head-address"),
@@ -378,6 +379,7 @@ def test_a_token_that_can_be_guessed_is_refused_with_how_to_make_one(
 ) -> None:
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
     monkeypatch.setenv("ROLLCALL_TOKEN", token)
+    monkeypatch.setattr(ray_start, "_count_gpus", lambda: 0)
     with pytest.raises(
         ClusterError, match="needs at least 32, 8 of them different.* `openssl rand -hex 32`"
     ) as refused:

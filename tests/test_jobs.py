@@ -573,6 +573,7 @@ os.write(2, os.environ["B_TOKEN"].encode() + b"\\n")
 """
 
 
+@pytest.mark.slow  # test_simulate.py trains on a node, test_job_driver.py runs the driver of a job
 def test_a_job_submitted_from_elsewhere_trains_on_the_cluster_and_its_secrets_are_nowhere(one_node: OneNode) -> None:
     user = one_node.write_run(
         "secret",

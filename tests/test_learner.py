@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,10 +64,9 @@ def make_samples(
         for _ in range(group_size):
             # Without the pad token: transformers gives its embedding no gradient.
             response = rng.integers(2, 40, size=rng.integers(1, LONGEST + 1)).astype(np.int32)
-            own = reference_logprobs(model, prompt, response, temperature=TEMPERATURE).numpy()
 
-            def near(scale: float, own: np.ndarray = own) -> np.ndarray:
-                return (own + scale * rng.standard_normal(len(own))).astype(np.float32)
+            def noise(scale: float, length: int = len(response)) -> np.ndarray:
+                return (scale * rng.standard_normal(length)).astype(np.float32)
 
             mask = rng.random(len(response)) < 0.8 if masked else np.ones(len(response), dtype=np.bool_)
             samples.append(
@@ -76,15 +75,35 @@ def make_samples(
                     prompt_ids=prompt,
                     response_ids=response,
                     mask=mask,
-                    behaviour_logprobs=near(0.2),
-                    old_logprobs=near(0.2),
-                    reference_logprobs=near(0.3),
+                    behaviour_logprobs=noise(0.2),
+                    old_logprobs=noise(0.2),
+                    reference_logprobs=noise(0.3),
                     advantages=rng.standard_normal(len(response)).astype(np.float32),
                     returns=rng.standard_normal(len(response)).astype(np.float32),
                     values=np.zeros(len(response), dtype=np.float32),
                 )
             )
-    return samples
+    return [_near_the_policy(sample, own) for sample, own in zip(samples, _own_logprobs(model, samples), strict=True)]
+
+
+def _near_the_policy(sample: Sample, own: np.ndarray) -> Sample:
+    assert sample.old_logprobs is not None and sample.reference_logprobs is not None
+    return sample.with_(
+        behaviour_logprobs=own + sample.behaviour_logprobs,
+        old_logprobs=own + sample.old_logprobs,
+        reference_logprobs=own + sample.reference_logprobs,
+    )
+
+
+@torch.no_grad()
+def _own_logprobs(model: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """By transformers, all rows in one padded batch: what follows a token changes nothing for it."""
+    rows = [torch.from_numpy(np.concatenate((each.prompt_ids, each.response_ids)).astype(np.int64)) for each in samples]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+    logprobs = torch.log_softmax(model(ids, use_cache=False).logits.float() / TEMPERATURE, dim=-1)
+    own = logprobs[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0].cpu().numpy()
+    spans = ((len(each.prompt_ids) - 1, len(each.prompt_ids) + len(each.response_ids) - 1) for each in samples)
+    return [row[start:end] for row, (start, end) in zip(own, spans, strict=True)]
 
 
 def gradients(learner: Learner, samples: list[Sample]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The notebook in examples/, executed as Jupyter executes it."""
+"""The notebook in examples/: its cells in this process, and with `make slow` in a kernel, as Jupyter executes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import lean
 
 nbclient: Any = pytest.importorskip("nbclient")
 nbformat: Any = pytest.importorskip("nbformat")
@@ -13,13 +14,35 @@ pytest.importorskip("ipykernel")
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "python.ipynb"
 
 
-def test_the_notebook_is_kept_without_outputs_and_runs_from_top_to_bottom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def read_notebook() -> tuple[Any, list[Any]]:
+    """The notebook and its cells of code."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return notebook, [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_the_notebook_is_kept_without_outputs_and_its_cells_run_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    _, cells = read_notebook()
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.chdir(tmp_path)
+    shell = InteractiveShell()
+    with lean():
+        for cell in cells:
+            done = shell.run_cell(cell.source)
+            done.raise_error()
+    assert (tmp_path / "runs" / "notebook" / "model" / "config.json").exists()
+    _, pass_at = done.result
+    assert 4 in pass_at
+
+
+@pytest.mark.slow  # the cells without a kernel, above
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook, cells = read_notebook()
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     # A kernel of this Python, whatever kernels the user has.

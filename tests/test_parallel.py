@@ -102,7 +102,7 @@ def alone() -> dict[str, Any]:
 
 
 # Each of these divides as a part of another world does.
-PARTS = ("fsdp 2", "fsdp 4", "tensor 2", "2 x 2")
+PARTS = ("fsdp 2", "fsdp 4", "tensor 2", "2 x 2", "2 x 2, sequence parallel")
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def odd(
 ) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     learner = learner_of(gang, changes, architecture, **shape)
     samples = make_samples(make_model(architecture, **shape))
-    rows = [learner.update(samples) for _ in range(3)]
+    rows = [learner.update(samples) for _ in range(2)]
     return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
 
 

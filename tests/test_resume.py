@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_an_uninterrupted_run_in_another_process_ends_with_the_same_bits(uninter
 @pytest.mark.parametrize(
     "update",
     [
-        pytest.param(1, id="the-first-of-all"),
+        pytest.param(1, id="the-first-of-all", marks=pytest.mark.slow),
         pytest.param(7, id="between-two-of-a-step"),
         pytest.param(12, id="the-last"),
     ],
@@ -139,7 +140,11 @@ SAVE_KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", SAVE_KILLS)
+def moments(kills: dict[str, Kill], *, slow: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(moment, marks=pytest.mark.slow) if moment in slow else moment for moment in kills]
+
+
+@pytest.mark.parametrize("moment", moments(SAVE_KILLS, slow=("before-the-first-file", "in-the-last-save")))
 def test_a_run_killed_inside_saving_ends_with_the_same_bits(uninterrupted: Config, moment: str) -> None:
     config = beside(uninterrupted, f"save-{moment}")
     run_and_be_killed(config, SAVE_KILLS[moment])
@@ -186,7 +191,7 @@ OTHER_KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", OTHER_KILLS)
+@pytest.mark.parametrize("moment", moments(OTHER_KILLS, slow=("in-the-first-evaluation", "after-the-export")))
 def test_a_run_killed_at_any_other_moment_ends_with_the_same_bits(uninterrupted: Config, moment: str) -> None:
     config = beside(uninterrupted, f"other-{moment}")
     run_and_be_killed(config, OTHER_KILLS[moment])
@@ -202,7 +207,7 @@ THREE_KILLS = (
 )
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_resumed_three_times_trains_each_draw_once(uninterrupted: Config, staleness: int) -> None:
     config = beside(uninterrupted, f"thrice-{staleness}", f"trainer.staleness={staleness}")
     seen: dict[tuple[int, int], float] = {}
@@ -224,7 +229,7 @@ def made_when(config: Config) -> dict[tuple[int, int], float]:
     }
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stale_groups_say_which_version_sampled_them(uninterrupted: Config, staleness: int) -> None:
     config = beside(uninterrupted, f"stale-{staleness}", f"trainer.staleness={staleness}")
     finish(config)
@@ -238,7 +243,7 @@ def test_stale_groups_say_which_version_sampled_them(uninterrupted: Config, stal
     assert max(lags) >= 1, "rollout never ran ahead"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "flipped"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("missing", marks=pytest.mark.slow), "flipped"])
 def test_a_torn_checkpoint_is_skipped_with_a_warning_and_the_run_still_ends_with_the_same_bits(
     uninterrupted: Config, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

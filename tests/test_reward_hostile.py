@@ -142,7 +142,7 @@ def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path
 def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     texts = [f"<answer>{text}</answer>" for text in (*code_texts(mark), *HEAVY[:5])]
-    with Scorer([ReasoningGymReward(timeout_s=10)], num_workers=2, model_rewards={}) as scorer:
+    with Scorer([ReasoningGymReward(timeout_s=10)], num_workers=1, model_rewards={}) as scorer:
         for task, row in gym_rows().items():
             scores = scorer.score(a_prompt(metadata=row), completions_of(*texts))
             assert max(score.value for score in scores) <= 0.05, task

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import rewards_of_groups
-from runs import letter_rows, make_run
+from commands import fork_context
+from runs import lean, letter_rows, make_run
 
 import rollcall
 from rollcall.api import read_config
@@ -109,22 +108,32 @@ def test_a_function_given_as_an_object_goes_by_its_path_or_by_value() -> None:
         name_functions(lambda completion: float(lock.locked()))
 
 
+def continue_run(directory: Path, said: Path) -> None:
+    try:
+        rollcall.train(directory, quiet=True, trainer={"steps": 2})
+    except rollcall.ConfigError as error:
+        said.write_text(str(error))
+
+
 def test_a_run_takes_functions_and_whoever_continues_it_gives_them_again(tmp_path: Path) -> None:
     config = make_run(tmp_path, "trainer.steps=1", "trainer.eval_every=0", rows=letter_rows(8), val=letter_rows(2))
 
     def letters(completions: list[str], answer: str) -> list[float]:
         return [float(answer in completion) for completion in completions]
 
-    run = rollcall.train(config, quiet=True, reward=[letters, {"type": "regex", "pattern": "a", "weight": 0.1}])
+    with lean():
+        run = rollcall.train(config, quiet=True, reward=[letters, {"type": "regex", "pattern": "a", "weight": 0.1}])
     assert run.config.reward[0].model_dump()["path"] == "<python>:letters"
     for group in run.groups():
         assert [score.parts["letters"] for score in group.scores] == [
             float(group.prompt.answer in one.text) for one in group.completions
         ]
     assert rollcall.evaluate(run, quiet=True, reward=letters).num_unscored == 0
-    code = f"import rollcall; rollcall.train({str(run.dir)!r}, quiet=True, trainer={{'steps': 2}})"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "reward.0.path=<python>:letters is a function that Python code gave" in ended.stderr
+    said = tmp_path / "said"
+    other = fork_context().Process(target=continue_run, args=(run.dir, said))
+    other.start()
+    other.join()
+    assert "reward.0.path=<python>:letters is a function that Python code gave" in said.read_text()
 
 
 def test_rewards_in_a_map_of_sections_may_be_functions() -> None:

@@ -43,7 +43,7 @@ SUMMARY_KEYS = {
 
 def test_a_run_leaves_everything_that_the_run_directory_promises(tmp_path: Path) -> None:
     config = make_run(tmp_path, "trainer.loggers=[tensorboard]", "trainer.eval_every=3", val=letter_rows(6))
-    summary = finish(config, lean=False)
+    summary = finish(config, is_lean=False)
     run_dir = config.run.dir
     assert load_config(run_dir / "run.yaml") == config
     assert json.loads((run_dir / "summary.json").read_text()) == summary
