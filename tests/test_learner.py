@@ -21,6 +21,7 @@ from rollcall.errors import NonFiniteError
 from rollcall.learner import learner as learner_module
 from rollcall.learner.learner import Critic, Learner, split_by_draw
 from rollcall.learner.packing import pack
+from rollcall.model import attention
 from rollcall.model.decoder import fuse_parameters
 from rollcall.types import Sample
 
@@ -204,6 +205,13 @@ def test_scores_equal_transformers(architecture: str, cpu_way: str) -> None:
             assert (got[~sample.mask] == 0).all()
 
 
+# The scores of every architecture are compared in both ways, above.
+WAYS = [
+    pytest.param(way, marks=[] if way == attention.cpu_way() else pytest.mark.slow) for way in ("products", "fused")
+]
+
+
+@pytest.mark.parametrize("cpu_way", WAYS, indirect=True)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_gradient_equals_that_of_transformers(architecture: str, cpu_way: str) -> None:
     algorithm = Grpo(kl_coef=0.1, entropy_coef=0.05)

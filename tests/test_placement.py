@@ -319,7 +319,7 @@ def can_work(nodes: list[int], spans: dict[str, list[tuple[int, ...]] | None]) -
     return sorted(flat) == list(range(sum(nodes)))  # each slot in exactly one process, none left over
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(placements())
 @example(([4, 4], {"rollout": [Part(first=0, last=7, ranks=(0, 3))], "actor": [Part(first=4, last=7, ranks=(0, 1))]}))
 def test_random_placements_are_planned_exactly_when_every_rule_holds(

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,14 @@ def updates(config: Config) -> Counter[int]:
 def stoppable(folder: Path, *overrides: str, name: str = "run") -> Config:
     changes = (f"trainer.steps={STEPS}", "trainer.save_every=0", *overrides)
     return make_run(folder, *changes, name=name, val=letter_rows(4))
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Also where the tests run under `nohup`, which has them ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def stop_in_training(config: Config) -> None:

@@ -263,6 +263,7 @@ def test_a_worker_that_cannot_be_made_or_stops_meanwhile_is_named_and_leaves_not
         assert run(make_group(cluster), "prepare_for_training") == [0, 1]  # the slots are free again
 
 
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
 def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_shut_down_says_so(backend):
     with VirtualCluster([1], num_gpus_per_node=SLOTS) as cluster:
         group = make_group(cluster, group_workers.Echo, 40)
@@ -510,6 +511,7 @@ def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(
         assert "node 0 (" in text and "has 8, 0 of them free" in text and "has 8, 5 of them free" in text
 
 
+@pytest.mark.slow  # what test_simulate.py rehearses has them
 def test_cpu_slots_need_no_gpu(on_ray):
     with VirtualCluster([1], use_gpus=False) as cluster:
         assert run(make_group(cluster), "env", "NODE_RANK") == [{"NODE_RANK": "0"}]
