@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 
 # Set before torch is imported: on a busy machine a second thread makes every small operation wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("RAY_ADDRESS", None)  # tests name their clusters themselves
 
 import pytest  # noqa: E402
 from lab import Lab, missing_for_lab  # noqa: E402

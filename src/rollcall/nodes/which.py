@@ -145,6 +145,8 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
     own = read_record(named or DEFAULT_CLUSTER)
     if wish is None:
         return None if own is None else OurCluster(own.cluster)
+    if own is not None and wish.text == own.dashboard_url:
+        return OurCluster(own.cluster)  # as Ray's own job commands name it
     plain = _plain(wish)
     if own is not None and is_same_address(plain.head_address, own.head_address):
         return OurCluster(own.cluster)  # the same, and its token is known here
@@ -203,7 +205,8 @@ def _plain(wish: _Wish) -> PlainRay:
     if "://" in text:
         raise ClusterError(
             f"{wish} is the address of a dashboard, which only runs jobs (`rollcall submit`, `rollcall job`); here the head's own "
-            "address is needed: HOST:PORT as `ray start --head` prints it, usually port 6379"
+            "address is needed: HOST:PORT as `ray start --head` prints it, usually port 6379. For a cluster of `rollcall node`, "
+            "give --cluster NAME or ROLLCALL_CLUSTER"
         )
     try:
         host, port = split_address(text)

@@ -130,7 +130,7 @@ def _use_environment(variables: Mapping[str, str | None]) -> None:
 
 
 def _say_open(cluster: Cluster, *, is_open: bool) -> None:
-    if is_open and not is_loopback(split_address(cluster.head_address)[0]):
+    if is_open:
         say_once(
             f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; it would have one if "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN were set where `ray start` runs"
