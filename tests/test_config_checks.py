@@ -32,6 +32,10 @@ CLUSTER = "cluster={num_gpus_per_node: 2, accelerator: cpu}"
             "trainer.elastic is set and not used: the run has one node; it is for a cluster of several",
         ),
         (
+            ["cluster={ray_address: 'head:6379'}"],
+            "cluster.ray_address is set and not used: the run has one slot, which is this process",
+        ),
+        (
             ["algorithm.kl_in=reward", "algorithm.kl_estimator=k1"],
             "algorithm.kl_estimator, algorithm.kl_in are set and not used: algorithm.kl_coef=0",
         ),

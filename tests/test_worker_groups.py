@@ -377,37 +377,6 @@ def test_a_leased_port_is_given_to_nobody_else_until_it_is_used():
     lease.close()
 
 
-def listed_by_ray(address: str, *, label: int | None = None, resource: int | None = None) -> dict[str, Any]:
-    return {
-        "Alive": True,
-        "NodeID": address,
-        "NodeManagerAddress": address,
-        "NodeManagerPort": 1,
-        "Labels": {} if label is None else {"rollcall.rank": str(label)},
-        "Resources": {"GPU": 8.0} | ({} if resource is None else {f"rollcall_node_{resource}": 1000.0}),
-    }
-
-
-def ranked(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[tuple[int, str]]:
-    import ray
-    from ray._private import state
-
-    from rollcall.on_ray.members import ranked_nodes
-
-    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {**nodes[0], "Alive": False, "NodeID": "gone"}])
-    monkeypatch.setattr(state, "available_resources_per_node", dict)
-    return [(node.rank, node.address) for node in ranked_nodes()]
-
-
-def test_nodes_are_ranked_by_their_own_rank_and_others_by_address(monkeypatch):
-    unranked = [listed_by_ray(address) for address in ("fd00::1", "10.0.0.10", "10.0.0.9")]
-    assert ranked(monkeypatch, *unranked) == [(0, "10.0.0.9"), (1, "10.0.0.10"), (2, "fd00::1")]
-    labelled = [listed_by_ray("10.0.0.1", label=2), listed_by_ray("10.0.0.3", resource=0), listed_by_ray("10.0.0.2")]
-    assert ranked(monkeypatch, *labelled) == [(0, "10.0.0.3"), (2, "10.0.0.1"), (3, "10.0.0.2")]
-    with pytest.raises(ClusterError, match="two live nodes have rank 1: 10.0.0.1 and 10.0.0.2"):
-        ranked(monkeypatch, listed_by_ray("10.0.0.1", label=1), listed_by_ray("10.0.0.2", resource=1))
-
-
 @pytest.mark.slow
 def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_path):
     script = (

@@ -64,6 +64,13 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
             "engine and learner are in one process and share the weights",
         ),
         ("trainer.elastic", one_process and not in_folder, "the run has one node; it is for a cluster of several"),
+        (
+            "cluster.ray_address",
+            config.cluster is not None and (one_process or in_folder),
+            "roles run on nodes that share only a folder"
+            if in_folder
+            else "the run has one slot, which is this process",
+        ),
         ("data.split", not is_hub(data.train), "data.train is not a hub: dataset"),
         ("data.val_split", not is_hub(data.val), "data.val is not a hub: dataset"),
         ("data.subset", not is_hub(data.train) and not is_hub(data.val), "data.train is not a hub: dataset"),

@@ -18,6 +18,7 @@ from rollcall.nodes.head import HeadUnreachable
 from rollcall.nodes.plain_ray import MODE, PlainRay
 from rollcall.nodes.which import Cluster, find_cluster, is_in_a_job, is_same_address, say_once, wished_cluster
 from rollcall.on_ray.loopback import keep_loopback
+from rollcall.on_ray.members import forget_members
 from rollcall.stop import is_heeding, kept
 
 BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
@@ -93,6 +94,7 @@ def disconnect() -> None:
     """End this process's connection, and with it the actors that it started."""
     import ray
 
+    forget_members()
     ray.shutdown()
 
 

@@ -19,6 +19,9 @@ LITTLE = 0.001  # of a resource that pins: it leaves room for all others
 
 # Ranks of nodes that carry none, once a run has been placed on them: by the Ray and the node's place.
 _settled: dict[str, dict[str, int]] = {}
+# Nodes that were silent in a run, each with a call that is waiting for its answer. Ray itself lists a dead node as alive for a
+# minute or more, unless it was started with other settings.
+_suspects: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +51,12 @@ class RayNode:
 
 
 def ranked_nodes() -> list[RayNode]:
-    """The live nodes by rank. Those without a rank of their own follow by address."""
+    """The live nodes by rank. Those without a rank of their own follow by address; a silent one counts once it answers again."""
     import ray
     from ray._private import state as ray_state  # the pinned Ray has no public call for free resources
 
     free = ray_state.available_resources_per_node()
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])]
     _refuse_twins(alive)
     addresses = [node["NodeManagerAddress"] for node in alive]
     places = {_place(node, addresses): node for node in alive}
@@ -83,6 +86,42 @@ def settle_ranks(nodes: Sequence[RayNode]) -> None:
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now
+
+
+def suspect(node_id: str) -> None:
+    """This node does not answer: it is left out until it does."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if node_id not in _suspects:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        _suspects[node_id] = ray.remote(_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
+
+
+def _here() -> None:
+    return None
+
+
+def forget_members() -> None:
+    """This process leaves its Ray."""
+    _settled.clear()
+    _suspects.clear()
+
+
+def _answers(node_id: str) -> bool:
+    import ray
+    from ray.exceptions import RayError
+
+    if node_id not in _suspects:
+        return True
+    if not ray.wait([_suspects[node_id]], timeout=0)[0]:
+        return False
+    try:
+        ray.get(_suspects[node_id])
+    except RayError:  # Ray takes it for dead, or soon will
+        return False
+    del _suspects[node_id]
+    return True
 
 
 def _this_ray() -> str:

@@ -30,6 +30,7 @@ from rollcall.groups.pulse import dump_stacks, look
 from rollcall.groups.slow import NodeLook, SlowCalls, read_traffic
 from rollcall.groups.sockets import FlowCounter, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
+from rollcall.on_ray.members import suspect
 from rollcall.wait import warn
 
 STACKS_S = 10.0
@@ -150,6 +151,7 @@ class Supervisor:
             except RayError as error:
                 warn(f"the workers cannot be watched: {error}")
                 continue
+            self._suspect({seats[loss.rank][0].node.node_id for loss in losses})
             with self._lock:  # one that is being replaced meanwhile is not lost
                 current = {loss.rank: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]}
                 if current and not self._ended.is_set():
@@ -158,6 +160,13 @@ class Supervisor:
                 if loss.still_runs:
                     spec, pid = seats[loss.rank]
                     self._eyes[spec.node.node_id].end.remote(pid)
+
+    def _suspect(self, nodes: Collection[str]) -> None:
+        """Of the nodes with losses, those that do not answer are not to be planned with."""
+        with self._lock:
+            silent = self._silent_nodes.intersection(nodes)
+        for node_id in silent:
+            suspect(node_id)
 
     def _look(self, seats: Mapping[int, tuple[WorkerSpec, int]]) -> list[Loss]:
         by_node: dict[str, dict[int, int]] = {}

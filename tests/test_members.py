@@ -1,0 +1,113 @@
+"""The nodes of a Ray by rank, as Ray lists them. The lists are made up, and no Ray runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollcall.errors import ClusterError
+from rollcall.groups.backend import Ask
+from rollcall.on_ray import members, reserve
+from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
+
+
+def listed(address: str, *, node_id: str = "", label: int | None = None, resource: int | None = None) -> dict[str, Any]:
+    """A node as Ray lists it."""
+    return {
+        "Alive": True,
+        "NodeID": node_id or address,
+        "NodeManagerAddress": address,
+        "Labels": {} if label is None else {"rollcall.rank": str(label)},
+        "Resources": {"GPU": 8.0, f"node:{address}": 1.0}
+        | ({} if resource is None else {f"rollcall_node_{resource}": 1000.0}),
+    }
+
+
+@pytest.fixture(autouse=True)
+def as_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_settled", {})
+    monkeypatch.setattr(members, "_suspects", {})
+
+
+def ranked(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(node.rank, node.address) for node in look(monkeypatch, *nodes)]
+
+
+def look(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[RayNode]:
+    import ray
+    from ray._private import state
+
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {**nodes[0], "Alive": False, "NodeID": "gone"}])
+    monkeypatch.setattr(state, "available_resources_per_node", dict)
+    return ranked_nodes()
+
+
+def test_nodes_are_ranked_by_their_own_rank_and_others_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    unranked = [listed(address) for address in ("fd00::1", "10.0.0.10", "10.0.0.9")]
+    assert ranked(monkeypatch, *unranked) == [(0, "10.0.0.9"), (1, "10.0.0.10"), (2, "fd00::1")]
+    labelled = [listed("10.0.0.1", label=2), listed("10.0.0.3", resource=0), listed("10.0.0.2")]
+    assert ranked(monkeypatch, *labelled) == [(0, "10.0.0.3"), (2, "10.0.0.1"), (3, "10.0.0.2")]
+    with pytest.raises(ClusterError, match="two live nodes have rank 1: 10.0.0.1 and 10.0.0.2"):
+        ranked(monkeypatch, listed("10.0.0.1", label=1), listed("10.0.0.2", resource=1))
+
+
+def test_nodes_that_join_before_a_run_is_placed_are_ranked_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three = (listed(f"10.0.0.{number}") for number in (1, 2, 3))
+    assert ranked(monkeypatch, three) == [(0, "10.0.0.3")]
+    assert ranked(monkeypatch, three, one, two) == [(0, "10.0.0.1"), (1, "10.0.0.2"), (2, "10.0.0.3")]
+
+
+def test_the_nodes_of_a_run_keep_their_ranks_and_what_comes_back_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three, other = (listed(f"10.0.0.{number}") for number in (1, 2, 3, 9))
+    settle_ranks(look(monkeypatch, one, two, three))
+    left = [(0, "10.0.0.1"), (2, "10.0.0.3")]
+    assert ranked(monkeypatch, three, one) == left
+    again = listed("10.0.0.2", node_id="new")
+    assert ranked(monkeypatch, three, one, again) == [(0, "10.0.0.1"), (1, "10.0.0.2"), (2, "10.0.0.3")]
+    replaced = look(monkeypatch, three, one, other)
+    assert [(node.rank, node.address) for node in replaced] == [(0, "10.0.0.1"), (1, "10.0.0.9"), (2, "10.0.0.3")]
+    settle_ranks(replaced)
+    assert ranked(monkeypatch, three, one, other, two)[-1] == (3, "10.0.0.2")
+
+
+def test_a_silent_node_is_left_out_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import RayError
+
+    nodes = [listed("10.0.0.1"), listed("10.0.0.2")]
+    settle_ranks(look(monkeypatch, *nodes))
+    answers: list[Any] = [None]
+    monkeypatch.setitem(members._suspects, "10.0.0.1", "call")
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([] if answers[0] is None else calls, []))
+
+    def get(call: Any) -> Any:
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+
+    monkeypatch.setattr(ray, "get", get)
+    assert ranked(monkeypatch, *nodes) == [(1, "10.0.0.2")]
+    answers[0] = RayError("its node is dead")
+    assert ranked(monkeypatch, *nodes) == [(1, "10.0.0.2")]
+    answers[0] = True
+    assert ranked(monkeypatch, *nodes) == [(0, "10.0.0.1"), (1, "10.0.0.2")] and not members._suspects
+
+
+def test_slots_are_tied_to_a_rank_else_to_an_address_else_to_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    (own,) = look(monkeypatch, listed("10.0.0.1", label=0))
+    assert (own.selector, own.tie) == ({"rollcall.rank": "0"}, {})
+    (plain,) = look(monkeypatch, listed("10.0.0.1"))
+    assert (plain.selector, plain.tie) == ({}, {"node:10.0.0.1": 0.001})
+    twins = look(monkeypatch, listed("10.0.0.1", node_id="a"), listed("10.0.0.1", node_id="b"))
+    assert [(node.selector, node.tie) for node in twins] == [
+        ({"ray.io/node-id": "a"}, {}),
+        ({"ray.io/node-id": "b"}, {}),
+    ]
+
+
+def test_where_no_node_declares_a_gpu_the_wait_says_how_to_declare_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Ask(name="x", slots_per_node=(1,), use_gpus=True, num_colocated=1, node_ranks=None)
+    bare = {**listed("10.0.0.1"), "Resources": {"CPU": 2.0}}
+    assert "`ray start --num-gpus N`" in reserve._cannot_place(ask, look(monkeypatch, bare), timeout_s=1)
+    assert "--num-gpus" not in reserve._cannot_place(ask, look(monkeypatch, listed("10.0.0.1")), timeout_s=1)
