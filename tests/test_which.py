@@ -89,16 +89,16 @@ def test_inside_a_job_it_is_the_ray_that_runs_it(monkeypatch: pytest.MonkeyPatch
 )
 def test_what_is_no_address_of_a_head_is_refused(monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(which, "raylets_here", set)
+    monkeypatch.setattr(which, "raylets_here", dict)
     with pytest.raises(ClusterError, match=words):
         find_cluster()
 
 
 def test_auto_is_the_only_ray_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(which, "raylets_here", lambda: {"192.0.2.7:6379"})
+    monkeypatch.setattr(which, "raylets_here", lambda: {"a": "192.0.2.7:6379"})
     assert find_cluster() == PlainRay("192.0.2.7:6379")
-    monkeypatch.setattr(which, "raylets_here", lambda: {"192.0.2.7:6379", "192.0.2.7:6380"})
+    monkeypatch.setattr(which, "raylets_here", lambda: {"a": "192.0.2.7:6379", "b": "192.0.2.7:6380"})
     with pytest.raises(ClusterError, match="nodes of 2 Rays run on this machine; write one of 192.0.2.7:6379, "):
         find_cluster()
 
@@ -192,6 +192,11 @@ def test_a_machine_that_is_no_node_of_it_is_told_what_to_do() -> None:
     ):
         PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7"))
     assert PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7", "127.0.0.1")).address == "127.0.0.1"
+
+
+def test_a_node_is_known_by_its_process_where_its_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_ray, "raylets_here", lambda: {"192.0.2.8": "192.0.2.7:6379"})
+    assert PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7", "192.0.2.8")).address == "192.0.2.8"
 
 
 @pytest.mark.parametrize(("what", "version"), [("Ray", "2.9.3"), ("Python", "3.8.1")])

@@ -156,7 +156,7 @@ class RelayChannel:
         try:
             said, *rest = answer_of(self._relay.call(method, *args), timeout_s=timeout_s + RELAY_S)
         except NoAnswerError as error:
-            if not any(is_same_address(self._head_address, one) for one in raylets_here()):
+            if not any(is_same_address(self._head_address, one) for one in raylets_here().values()):
                 raise ClusterError(
                     f"Ray on this node has ended, and jobs of {self.where} are reached through it; a job may be going on: look from "
                     "another node, or start this one again"

@@ -12,7 +12,7 @@ import platform
 from dataclasses import dataclass, replace
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.address import is_own, listens
+from rollcall.nodes.address import is_own, listens, split_address
 from rollcall.nodes.head import (
     ASK_S,
     CONNECT_S,
@@ -23,6 +23,7 @@ from rollcall.nodes.head import (
     ask_head,
     dashboard_url,
 )
+from rollcall.nodes.processes import raylets_here
 from rollcall.nodes.rank import rank_by_address
 from rollcall.wait import Wait
 from rollcall.worker_env.declared import process_token
@@ -75,9 +76,8 @@ class PlainRay:
 
     def own_node(self, answer: Answer) -> NodeInfo:
         self._refuse_other_versions(answer)
-        for node in answer.alive:
-            if is_own(node.address):
-                return node
+        if (own := _own(answer)) is not None:
+            return own
         nodes = ", ".join(node.address for node in answer.alive) or "none"
         raise ClusterError(
             f"this machine is not a node of {self.title} (its nodes: {nodes}), and a run is driven from one; run the command "
@@ -97,8 +97,9 @@ class PlainRay:
                 )
 
     def dashboard_url(self, answer: Answer) -> str | None:
-        own = next((node.address for node in answer.alive if is_own(node.address)), None)
-        return dashboard_url(answer.dashboard, node_ip=own, head_address=self.head_address)
+        own, (head, _) = _own(answer), split_address(self.head_address)
+        at_head = own is not None and own.is_head
+        return dashboard_url(answer.dashboard, node_ip=head if at_head else None, head_address=self.head_address)
 
     def desk(self) -> Desk:
         answer = self.ask()
@@ -106,7 +107,7 @@ class PlainRay:
             url=self.dashboard_url(answer),
             token=None if answer.is_open else self.token,
             num_nodes=self.num_nodes(answer),
-            is_node=any(is_own(node.address) for node in answer.alive),
+            is_node=_own(answer) is not None,
         )
 
     def environment(self, answer: Answer | None) -> dict[str, str | None]:
@@ -124,6 +125,13 @@ class PlainRay:
 
     def more_slots(self, num_slots: int | str) -> str:
         return f"ray start ... --num-gpus {num_slots}"
+
+
+def _own(answer: Answer) -> NodeInfo | None:
+    """The node that this machine is: by its process, since others may reach it by an address that it does not have itself."""
+    here = raylets_here()
+    found = [node for node in answer.alive if node.node_id in here]
+    return next(iter([*found, *(node for node in answer.alive if is_own(node.address))]), None)
 
 
 def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:

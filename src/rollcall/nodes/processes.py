@@ -71,16 +71,17 @@ def command_names(processes: Iterable[Process]) -> set[str]:
     return {row.name for row in rows if row is not None}
 
 
-def raylets_here() -> set[str]:
-    """The heads (HOST:PORT) of all Rays that have a node on this machine, whoever has started it."""
-    flag, found = b"--gcs-address=", set()
+def raylets_here() -> dict[str, str]:
+    """The nodes of Ray on this machine, whoever has started them: node id to its head (HOST:PORT)."""
+    found: dict[str, str] = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            name, *words = os.fsdecode(path.read_bytes()).split("\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # ended meanwhile, or hidden
-        if os.path.basename(words[0]) == RAYLET.encode():
-            found |= {os.fsdecode(word.removeprefix(flag)) for word in words if word.startswith(flag)}
+        options = {option: value for option, _, value in (word.partition("=") for word in words)}
+        if os.path.basename(name) == RAYLET and "--gcs-address" in options:
+            found[options.get("--node_id", path.parent.name)] = options["--gcs-address"]
     return found
 
 

@@ -216,7 +216,7 @@ def _plain(wish: _Wish) -> PlainRay:
 
 
 def _only_ray_here(wish: _Wish) -> str:
-    found = sorted(raylets_here())
+    found = sorted(set(raylets_here().values()))
     if len(found) == 1:
         return found[0]
     if not found:
