@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import fork_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -24,7 +21,7 @@ from torch.multiprocessing import reductions
 
 pytest.register_assert_rewrite("weights_contract")
 from weights_contract import *  # noqa: F403
-from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, change, make_tensors
+from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, blank_like, change, make_tensors
 
 from rollcall.config import parse_config
 from rollcall.errors import MissingPeerError
@@ -79,63 +76,49 @@ def kind(request: pytest.FixtureRequest) -> WeightKind:
 
 # As processes
 
-RECEIVER = """
-import json, sys
-import torch
-from rollcall.weights import Invitation, open_receiver
-from weights_contract import bits, blank_like, make_tensors
 
-name = sys.argv[1]
-receiver = held = None
-for line in sys.stdin:
-    order = json.loads(line)
-    if "invitation" in order:
-        held = blank_like(make_tensors(0, getattr(torch, order["dtype"])))
-        held = {key: tensor.to(order["device"]) for key, tensor in held.items()}
-        receiver = open_receiver(Invitation(**order["invitation"]), name=name, tensors=held)
-        continue
-    receiver.receive(version=order["version"])
-    total = {key: int(bits(tensor).long().sum()) for key, tensor in held.items()}
-    print(json.dumps(total), flush=True)
-"""
+def receive(name: str, pipe: Any) -> None:
+    """Does what it is told until the other end is closed: opens a receiver, or receives and says what it then has."""
+    receiver: Any = None
+    held: dict[str, torch.Tensor] = {}
+    while True:
+        try:
+            order = pipe.recv()
+        except EOFError:
+            return
+        if "invitation" in order:
+            held = blank_like(make_tensors(0, getattr(torch, order["dtype"])))
+            held = {key: tensor.to(order["device"]) for key, tensor in held.items()}
+            receiver = open_receiver(order["invitation"], name=name, tensors=held)
+            continue
+        receiver.receive(version=order["version"])
+        pipe.send({key: int(bits(tensor).long().sum()) for key, tensor in held.items()})
 
 
 class Receivers:
     """Two processes that receive what this one sends, over one transport after the other."""
 
     def __init__(self) -> None:
-        root = Path(__file__).resolve().parent.parent
-        path = os.pathsep.join([str(root / "src"), str(root / "tests")])
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self.processes = {
-            name: subprocess.Popen(
-                [sys.executable, "-c", RECEIVER, name],
-                env=env,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for name in ("rollout 0", "rollout 1")
-        }
+        context = fork_context()
+        self.processes: dict[str, Any] = {}
+        self._pipes: dict[str, Any] = {}
+        for name in ("rollout 0", "rollout 1"):
+            self._pipes[name], there = context.Pipe()
+            self.processes[name] = context.Process(target=receive, args=(name, there))
+            self.processes[name].start()
+            there.close()
 
     def tell(self, name: str, order: dict[str, Any]) -> None:
-        stdin = self.processes[name].stdin
-        assert stdin is not None
-        stdin.write(json.dumps(order) + "\n")
-        stdin.flush()
+        self._pipes[name].send(order)
 
     def hear(self, name: str) -> dict[str, int]:
-        stdout = self.processes[name].stdout
-        assert stdout is not None
-        return json.loads(stdout.readline())
+        return self._pipes[name].recv()
 
     def end(self) -> None:
-        for process in self.processes.values():
+        for name, process in self.processes.items():
             process.kill()
-            process.wait(30)
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+            process.join(30)
+            self._pipes[name].close()
 
 
 def invite(transport: Any, receivers: Receivers, folder: Path, *, on_host: bool, device: str = "cpu") -> Any:
@@ -149,7 +132,7 @@ def invite(transport: Any, receivers: Receivers, folder: Path, *, on_host: bool,
         timeout_s=TIMEOUT_S,
     )
     for name, invitation in sender.invitations.items():
-        receivers.tell(name, {"invitation": asdict(invitation), "dtype": "bfloat16", "device": device})
+        receivers.tell(name, {"invitation": invitation, "dtype": "bfloat16", "device": device})
     return sender
 
 
@@ -168,7 +151,7 @@ def test_weights_arrive_in_other_processes_and_a_killed_one_is_named(tmp_path: P
                 change(tensors, seed=version)
             if transport == "delta" and not on_host:
                 receivers.tell("rollout 0", {"version": 2})
-                receivers.processes["rollout 1"].send_signal(signal.SIGKILL)
+                receivers.processes["rollout 1"].kill()
                 with pytest.raises(MissingPeerError, match="rollout 1 is gone"):
                     sender.send(tensors, version=2)
             sender.close()
