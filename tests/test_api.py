@@ -221,6 +221,26 @@ def test_a_dotted_key_in_a_map_is_refused_with_the_way_to_write_it() -> None:
         read_config({"trainer.steps": 3})
 
 
+def test_a_function_in_the_place_of_one_reward_is_refused_with_the_way_to_give_it() -> None:
+    with pytest.raises(rollcall.ConfigError, match=r"reward\.0 cannot be a function; give all rewards in one list"):
+        rollcall.train(None, **{"reward.0": lambda completion: 1.0})
+
+
+def test_maps_that_contain_themselves_or_are_very_deep_are_refused() -> None:
+    circular: dict[str, Any] = {"steps": 3}
+    circular["again"] = circular
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for given in (circular, deep):
+        with pytest.raises(rollcall.ConfigError, match="nested more than 40 deep, or one contains itself"):
+            read_config({"trainer": given})
+        with pytest.raises(rollcall.ConfigError, match="nested more than 40 deep, or one contains itself"):
+            read_config(None, changes={"trainer": given})
+    while deep:  # piece by piece: freeing it at once recurses too
+        deep = deep.pop("a")
+
+
 def test_settings_that_were_changed_after_they_were_checked_are_checked_again(tmp_path: Path) -> None:
     config = small(tmp_path)
     changed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": -4})})

@@ -42,6 +42,13 @@ def test_a_run_that_has_not_ended_is_compared_by_its_metrics_so_far(tmp_path: Pa
     assert found["numbers"]["steps"] == [1, 1] and found["numbers"]["held-out accuracy, last"] == [None, None]
 
 
+def test_a_run_without_its_settings_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    shown = CliRunner().invoke(app, ["compare", str(tmp_path), str(tmp_path)])
+    assert shown.exit_code == 1 and "run.yaml does not exist" in shown.output
+    assert "restore it to read them" in shown.output and "--fresh" not in shown.output
+
+
 @pytest.mark.parametrize("place", ["nowhere", "."])
 def test_what_is_no_run_is_refused(tmp_path: Path, place: str) -> None:
     shown = CliRunner().invoke(app, ["compare", str(tmp_path / place), str(tmp_path)])

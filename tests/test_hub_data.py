@@ -13,6 +13,7 @@ from test_data import a_tokenizer
 from rollcall.config import DataSection, load_config
 from rollcall.config.checks import unused
 from rollcall.data.load import DataError, PromptSet, load_prompts
+from rollcall.wait import in_silence, speaking
 
 pytest.importorskip("datasets")
 
@@ -90,3 +91,16 @@ def test_columns_of_a_file_are_renamed_too_and_keys_of_the_hub_do_nothing_there(
     assert load(str(file), columns={"q": "prompt"}).prompts[0].text == "1+1="
     config = load_config(None, [f"data.train={file}", "data.split=test", "data.subset=main"])
     assert unused(config) == ["data.split, data.subset are set and not used: data.train is not a hub: dataset"]
+
+
+def test_no_progress_bar_is_shown_in_silence_and_the_users_choice_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from datasets.utils import are_progress_bars_disabled
+
+    source = a_dataset(tmp_path / "sums")
+    with speaking(in_silence):
+        load(source)
+    assert capfd.readouterr().err == "" and not are_progress_bars_disabled()
+    load(source, subset="socratic")
+    assert "Generating train split" in capfd.readouterr().err

@@ -31,7 +31,7 @@ from rollcall.errors import ClusterError
 from rollcall.jobs import channel as job_channel
 from rollcall.jobs import package as package_module
 from rollcall.jobs import submit as module
-from rollcall.jobs.channel import HttpChannel, RelayChannel, Reply, Unreachable
+from rollcall.jobs.channel import HttpChannel, Question, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import Shared, mount_of, resolve_paths
 from rollcall.jobs.submit import Jobs, reach, refuse_busy
@@ -277,7 +277,7 @@ def test_a_wrong_token_is_refused_and_not_shown(head: Any) -> None:
 
 def test_a_head_that_is_not_there_is_named(head: Any) -> None:
     with pytest.raises(Unreachable, match=r"no answer from the cluster's head at http://127\.0\.0\.1:1 .*refused"):
-        HttpChannel("http://127.0.0.1:1", token="right", token_source="somewhere").ask("GET", "/api/jobs/")
+        HttpChannel("http://127.0.0.1:1", token="right", token_source="somewhere").ask(Question("GET", "/api/jobs/"))
 
 
 def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any) -> None:

@@ -331,7 +331,7 @@ LIVE = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from rollcall.observe.console import LiveConsole, make_console
-from rollcall.observe.prints import child_output
+from rollcall.observe.prints import ChildPrints
 from rollcall.observe.progress import Progress
 try:
     with make_console(Progress(name="demo", num_steps=50)) as console:
@@ -339,7 +339,7 @@ try:
         console.log(7, {"train/reward_mean": 0.5, "eval/accuracy": 0.25})
         console.show_samples("some answers", [("2+3=", "5", "5", 1.0)])
         print("a print of a library")
-        fd = child_output()
+        fd = ChildPrints().fd
         subprocess.run([sys.executable, "-S", "-c", "print('a print of a reward')"], stdout=fd, stderr=fd)
         time.sleep(0.6)
         print("READY", flush=True)

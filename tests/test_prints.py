@@ -1,4 +1,4 @@
-"""What child processes print reaches this process's stderr while a panel is on the screen, and no word of it is lost."""
+"""What child processes print reaches this process's stderr without secrets, and no word of it is lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 from test_reward import a_prompt, completions_of, in_a_directory_with
 
 from rollcall.config import FunctionReward
-from rollcall.observe.prints import STDERR, ChildPrints, child_output
+from rollcall.redact import remember
 from rollcall.reward.scorer import Scorer
 
 MODULE = """
+import os
+
 def score(prompt, completion, answer, metadata):
     print("heard", completion)
+    os.system("echo child of a reward with s3cret-of-a-row")
     return 1
 """
 
@@ -24,14 +27,13 @@ def test_what_a_reward_prints_is_heard_at_once(
 ) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     in_a_directory_with(MODULE, path=tmp_path, monkeypatch=monkeypatch)
-    prints = ChildPrints()
-    assert child_output() != STDERR
+    remember(["s3cret-of-a-row"])
     with Scorer([FunctionReward(path="my_rewards:score")], num_workers=1, model_rewards={}) as scorer:
         scorer.score(a_prompt(), completions_of("a", "b"))
         heard, until = "", time.monotonic() + 20
         while "heard b" not in heard and time.monotonic() < until:  # while the worker lives: nothing is held back
             time.sleep(0.01)
             heard += capsys.readouterr().err
-    prints.close()
-    assert child_output() == STDERR
-    assert heard.splitlines() == ["heard a", "heard b"]
+    heard += capsys.readouterr().err
+    child = "child of a reward with <redacted>"
+    assert heard.splitlines() == ["heard a", child, "heard b", child]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
+from rollcall.stop import ended_by, heed
 
 
 def main() -> None:
     try:
         with heed():
             from rollcall.cli.main import main as run
-    except KeyboardInterrupt as stopped:
-        is_told = isinstance(stopped, Stopped)
-        print(f"stopped by {stopped if is_told else 'Ctrl-C'}", file=sys.stderr, flush=True)
-        raise SystemExit(STOPPED if is_told else INTERRUPTED) from None
+    except KeyboardInterrupt as heard:
+        by, status = ended_by(heard)
+        print(f"stopped by {by}", file=sys.stderr, flush=True)
+        raise SystemExit(status) from None
     run()
 
 

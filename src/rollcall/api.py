@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollcall.checkpoint.run_dir import RUN_FILE
 from rollcall.config import Config, load_config
-from rollcall.config.checks import unused
+from rollcall.config.checks import say_unused
 from rollcall.errors import ConfigError
 from rollcall.importing import calm_transformers, uncollected
 from rollcall.inspect.run import Run, load_run, path_of
@@ -22,7 +22,7 @@ from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.redact import REDACTED
 from rollcall.reward.given import name_functions, settle_functions
 from rollcall.stop import heed_if_possible, outside_loop
-from rollcall.wait import in_silence, on_stdout, say, speaking
+from rollcall.wait import in_silence, on_stdout, speaking
 
 if TYPE_CHECKING:
     from rollcall.evaluation import EvalReport
@@ -56,8 +56,7 @@ def train(
     resolved = read_config(config, changes=overrides)
     are_given = "reward" in overrides or (isinstance(config, Mapping) and "reward" in config)
     settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
-    for text in unused(resolved):
-        say(f"note: {text}")
+    say_unused(resolved)
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -122,6 +121,9 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
 
 def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """With rewards that are given as functions named as a run file names them."""
+    for key, value in values.items():
+        if key.startswith("reward.") and callable(value):
+            raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")
     return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
 
 

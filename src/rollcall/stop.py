@@ -42,6 +42,11 @@ class Stopped(KeyboardInterrupt):
     """This process got the signal of that name and has to stop. It is handled wherever Ctrl-C is handled."""
 
 
+def ended_by(heard: KeyboardInterrupt) -> tuple[str, int]:
+    """What ended a command, in words, and the status that it exits with."""
+    return (str(heard), STOPPED) if isinstance(heard, Stopped) else ("Ctrl-C", INTERRUPTED)
+
+
 class Stop:
     def __init__(self) -> None:
         self.asked: str | None = None  # the signal's name

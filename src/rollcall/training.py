@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def train(
 
     ``backend`` is where the processes of several slots run; None: on the Ray cluster that this node belongs to.
     """
-    if bounds and bounds.split is Split.EVAL and config.data.val is None:
+    bounds = bounds or Bounds()
+    if bounds.split is Split.EVAL and config.data.val is None:
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
@@ -63,125 +65,115 @@ def train(
         if old is not None:
             say(f"the run that was in {config.run.dir} is now in {old}")
         with unless_begun(config.run.dir, old=old):
-            return _train(
-                config,
-                quiet=quiet,
-                bounds=bounds or Bounds(),
-                lease=lease,
-                backend=backend,
-                callbacks=callbacks or Callbacks(),
+            training = _Training(
+                config=config, bounds=bounds, lease=lease, backend=backend, callbacks=callbacks or Callbacks()
             )
+            return training.run(quiet=quiet)
 
 
-def _train(
-    config: Config, *, quiet: bool, bounds: Bounds, lease: Lease, backend: Backend | None, callbacks: Callbacks
-) -> dict[str, Any]:
-    started = time.perf_counter()
-    run_dir = config.run.dir
-    check_loggers(config)
-    if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed lays claim to nothing
-        changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
-    trainer = config.trainer
-    store = CheckpointStore(
-        run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=lease.check
-    )
-    resume = store.latest()
-    continued = (run_dir / "journal").exists()
-    start_step = resume.step if resume else 0
-    summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if bounds.trains else None
-    if summary is not None:
-        say(_finished(run_dir, summary))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """A run whose directory this process holds."""
+
+    config: Config
+    bounds: Bounds
+    lease: Lease
+    backend: Backend | None
+    callbacks: Callbacks
+
+    def run(self, *, quiet: bool) -> dict[str, Any]:
+        """To the end, in as many attempts as that takes; returns the summary."""
+        started = time.perf_counter()
+        config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
+        check_loggers(config)
+        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed lays claim to nothing
+            changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
+        store = CheckpointStore(
+            run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
+        )
+        resume = store.latest()
+        continued = (run_dir / "journal").exists()
+        summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if self.bounds.trains else None
+        if summary is not None:
+            say(_finished(run_dir, summary))
+            return summary
+        start_step = resume.step if resume else 0
+        before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
+        progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
+        with make_console(progress, quiet=quiet) as console, speaking(in_silence if quiet else console.note):
+            controller, number = run_attempts(
+                lambda number: (self._attempt(store, console), number),
+                budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
+                reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
+            )
+            summary = build_summary(
+                run_dir / "metrics.jsonl",
+                seconds=time.perf_counter() - started,
+                resume_step=resume.step if resume else None,
+                peak_gib=peak_memory_gib(),
+                run=config.run.name,
+                model_dir=str(run_dir / "model"),
+                reward_failures=_failures(controller.workers.scorer),
+            )
+            if not self.bounds.trains:
+                return _say_rollout(run_dir, controller, summary)
+            if (continued or number > 1) and summary["reward_errors"]:
+                summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
+            curve = _write_result(config, summary)
+            console.close()  # what follows stands below the last picture
+            _say_result(run_dir, summary, curve)
         return summary
-    before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
-    progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
-    with make_console(progress, quiet=quiet) as console, speaking(console.note):
-        attempt = partial(
-            _attempt,
-            config,
-            store=store,
-            console=console,
-            bounds=bounds,
-            lease=lease,
-            backend=backend,
-            callbacks=callbacks,
-        )
-        controller, number = run_attempts(
-            lambda number: (attempt(), number),
-            budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
-            reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
-        )
-        summary = build_summary(
-            run_dir / "metrics.jsonl",
-            seconds=time.perf_counter() - started,
-            resume_step=resume.step if resume else None,
-            peak_gib=peak_memory_gib(),
-            run=config.run.name,
-            model_dir=str(run_dir / "model"),
-            reward_failures=_failures(controller.workers.scorer),
-        )
-        if not bounds.trains:
-            return _say_rollout(run_dir, controller, summary)
-        if (continued or number > 1) and summary["reward_errors"]:
-            summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
-        path, picture = run_dir / "summary.json", run_dir / "learning_curve.png"
-        persist(lambda: write_summary(path, summary), path=path, what="the summary")
-        draw = partial(learning_curve, run_dir / "metrics.jsonl", picture, name=config.run.name)
-        curve = persist(draw, path=picture, what="the learning curve")
-        console.close()  # what follows stands below the last picture
-        _say_result(run_dir, summary, curve)
-    return summary
+
+    def _attempt(self, store: CheckpointStore, console: Console) -> Controller:
+        """Build the workers and train from where the run directory stands to the end."""
+        heeded().check()
+        config, run_dir, resume = self.config, self.config.run.dir, store.latest()
+        start_step = resume.step if resume else 0
+        console.restart(start_step)
+        workers = _build(config, backend=self.backend)
+        with closing(workers), ExitStack() as opened:
+            _check_lengths(config, workers)
+            _say_size(config)
+            changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
+            # Not before: a run file that is refused must not lay claim to the directory.
+            _claim(config, run_dir, continued=(run_dir / "journal").exists())
+            sinks = make_sinks(config, run_dir, resume.step if resume else None)
+            for sink in sinks:
+                opened.callback(sink.close)
+            journal = opened.enter_context(Journal(run_dir / "journal", guard=self.lease.check))
+            events = Events(run_dir, show=console.phase)
+            opened.callback(events.close)
+            _say_changes(events, changes, config, step=start_step)
+            if resume:
+                console.phase(f"reading the checkpoint of step {start_step}")
+                workers.read_checkpoint(resume.path)
+            console.phase(None)
+            _say_where(run_dir, start_step, journal)
+            controller = Controller(
+                config,
+                workers,
+                run_dir=run_dir,
+                journal=journal,
+                store=store,
+                sinks=sinks,
+                console=console,
+                resume=resume,
+                events=events,
+                bounds=self.bounds,
+                lease=self.lease,
+                stop=heeded(),
+                callbacks=self.callbacks,
+            )
+            _drive(controller, grace_s=config.trainer.stop_grace_s)
+        return controller
 
 
-def _attempt(
-    config: Config,
-    *,
-    store: CheckpointStore,
-    console: Console,
-    bounds: Bounds,
-    lease: Lease,
-    backend: Backend | None,
-    callbacks: Callbacks,
-) -> Controller:
-    """Build the workers and train from where the run directory stands to the end."""
-    heeded().check()
-    run_dir, resume = config.run.dir, store.latest()
-    console.restart(resume.step if resume else 0)
-    workers = _build(config, backend=backend)
-    with closing(workers), ExitStack() as opened:
-        _check_lengths(config, workers)
-        _say_size(config)
-        changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
-        # Not before: a run file that is refused must not lay claim to the directory.
-        _claim(config, run_dir, continued=(run_dir / "journal").exists())
-        sinks = make_sinks(config, run_dir, resume.step if resume else None)
-        for sink in sinks:
-            opened.callback(sink.close)
-        journal = opened.enter_context(Journal(run_dir / "journal", guard=lease.check))
-        events = Events(run_dir, show=console.phase)
-        opened.callback(events.close)
-        _say_changes(events, changes, config, step=resume.step if resume else 0)
-        if resume:
-            console.phase(f"reading the checkpoint of step {resume.step}")
-            workers.read_checkpoint(resume.path)
-        console.phase(None)
-        _say_where(run_dir, resume.step if resume else 0, journal)
-        controller = Controller(
-            config,
-            workers,
-            run_dir=run_dir,
-            journal=journal,
-            store=store,
-            sinks=sinks,
-            console=console,
-            resume=resume,
-            events=events,
-            bounds=bounds,
-            lease=lease,
-            stop=heeded(),
-            callbacks=callbacks,
-        )
-        _drive(controller, grace_s=config.trainer.stop_grace_s)
-    return controller
+def _write_result(config: Config, summary: dict[str, Any]) -> Path | None:
+    """The summary and the learning curve; where the curve is, if it could be drawn."""
+    metrics, path, picture = (config.run.dir / name for name in ("metrics.jsonl", "summary.json", "learning_curve.png"))
+    persist(lambda: write_summary(path, summary), path=path, what="the summary")
+    draw = partial(learning_curve, metrics, picture, name=config.run.name)
+    return persist(draw, path=picture, what="the learning curve")
 
 
 def _drive(controller: Controller, *, grace_s: float) -> None:
@@ -242,21 +234,19 @@ def _build(config: Config, *, backend: Backend | None) -> Workers:
 
 def _check_lengths(config: Config, workers: Workers) -> None:
     """Refuse now what the engine would refuse when the longest prompt comes up, perhaps after hours."""
-    for prompts in (workers.train, workers.val):
-        longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0) if prompts else 0
-        wanted, positions = longest + config.rollout.max_response_tokens, workers.max_positions
-        if prompts and wanted > positions:
+    answer, positions, room = config.rollout.max_response_tokens, workers.max_positions, config.rollout.kv_tokens
+    for prompts in filter(None, (workers.train, workers.val)):
+        longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
+        wanted = longest + answer
+        makes = f"{prompts.source} has a prompt of {longest} tokens; with rollout.max_response_tokens={answer} that makes {wanted}"
+        if wanted > positions:
             raise ConfigError(
-                f"{prompts.source} has a prompt of {longest} tokens; with "
-                f"rollout.max_response_tokens={config.rollout.max_response_tokens} that makes {wanted} positions, and the model "
-                f"has {positions}: lower rollout.max_response_tokens, or data.max_prompt_tokens to leave such prompts out"
+                f"{makes} positions, and the model has {positions}: lower rollout.max_response_tokens, or "
+                "data.max_prompt_tokens to leave such prompts out"
             )
-        room = config.rollout.kv_tokens
-        if prompts and room is not None and wanted > room:
+        if room is not None and wanted > room:
             raise ConfigError(
-                f"{prompts.source} has a prompt of {longest} tokens; with "
-                f"rollout.max_response_tokens={config.rollout.max_response_tokens} that makes {wanted}, and the KV cache has room "
-                f"for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
+                f"{makes}, and the KV cache has room for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
             )
 
 
@@ -300,14 +290,8 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
 
 def _failures(scorer: Scorer) -> list[dict[str, str]]:
     return [
-        {
-            "reward": failure.reward,
-            "kind": failure.kind,
-            "prompt": failure.prompt_id,
-            "completion": failure.completion,
-            "why": failure.why,
-        }
-        for failure in scorer.failures
+        {"reward": one.reward, "kind": one.kind, "prompt": one.prompt_id, "completion": one.completion, "why": one.why}
+        for one in scorer.failures
     ]
 
 

@@ -38,6 +38,11 @@ def say(text: str) -> None:
     _voice(text)
 
 
+def is_silent() -> bool:
+    """Whether libraries have to be silent too."""
+    return _voice is in_silence
+
+
 def warn(text: str) -> None:
     logging.getLogger("rollcall").warning("%s", text)
 

@@ -11,8 +11,11 @@ def counted(count: int, noun: str) -> str:
     >>> counted(1, "node"), counted(2, "finished group"), counted(0, "node"), counted(1234, "prompt"), counted(2, "process")
     ('1 node', '2 finished groups', '0 nodes', '1,234 prompts', '2 processes')
     """
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{ending}"
+    return f"{count:,} {plural(noun, count)}"
+
+
+def plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def all_of(count: int, noun: str) -> str:

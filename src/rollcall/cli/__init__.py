@@ -6,6 +6,7 @@ Nothing in this package imports torch at the top of a module, so that help and `
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from rollcall.importing import calm_transformers
-from rollcall.stop import INTERRUPTED, STOPPED, Stopped
+from rollcall.stop import ended_by
 from rollcall.wait import say
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
@@ -37,18 +38,16 @@ def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one more option, ``--debug``: its user errors are tracebacks, and else one message and status 1."""
+    """The command with one more option, ``--debug``. Without it, an error that is the user's is one message and status 1."""
 
     @wraps(command)
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except Stopped as stopped:
-            say(f"stopped by {stopped}")
-            raise typer.Exit(STOPPED) from None
-        except KeyboardInterrupt:
-            say("stopped by Ctrl-C")
-            raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt as heard:
+            by, status = ended_by(heard)
+            say(f"stopped by {by}")
+            raise typer.Exit(status) from None
         except BrokenPipeError:
             raise  # the reader of our output is gone; typer ends quietly
         except Exception as error:
@@ -63,12 +62,12 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def say_unused(config: Any, *, in_folder: bool = False) -> None:
-    """One line for the settings that do nothing in this run."""
-    from rollcall.config.checks import unused
-
-    for text in unused(config, in_folder=in_folder):
-        say(f"note: {text}")
+def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
+    """What a command has found: one JSON object on stdout, or what ``show`` makes of it for a reader."""
+    if as_json:
+        print(json.dumps(found if isinstance(found, dict) else found.as_json(), default=str))
+    else:
+        show(found)
 
 
 def calm_libraries() -> None:

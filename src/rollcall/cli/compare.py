@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.cli import Json
+from rollcall.cli import Json, answer
 
 if TYPE_CHECKING:
     from rollcall.inspect.compare import Comparison
@@ -31,11 +30,7 @@ def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
     from rollcall.inspect.compare import compare as side_by_side
     from rollcall.inspect.run import load_run
 
-    comparison = side_by_side(load_run(first), load_run(second))
-    if as_json:
-        print(json.dumps(comparison.as_json(), default=str))
-    else:
-        _show(comparison)
+    answer(side_by_side(load_run(first), load_run(second)), _show, as_json=as_json)
 
 
 def _show(comparison: Comparison) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcall.cli import Overrides, RunFile, say_unused, split_arguments
+from rollcall.cli import Overrides, RunFile, split_arguments
 
 
 def config(file: RunFile = None, overrides: Overrides = None) -> None:
@@ -14,6 +14,7 @@ def config(file: RunFile = None, overrides: Overrides = None) -> None:
       rollcall config examples/gsm8k.yaml actor.lr=2e-6 reward.0.weight=0.5
     """
     from rollcall.config import dump_config, load_config
+    from rollcall.config.checks import say_unused
 
     resolved = load_config(*split_arguments(file, overrides))
     say_unused(resolved)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollcall.cli import FAILED, Json, Overrides
+from rollcall.cli import FAILED, Json, Overrides, answer
 from rollcall.cli.cluster import Cluster
 
 
@@ -42,9 +41,6 @@ def doctor(
     config = load_config(file, overrides or []) if file is not None else None
     address = config.cluster.ray_address if config is not None and config.cluster is not None else None
     report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
-    if as_json:
-        print(json.dumps(report.as_json()))
-    else:
-        show(report)
+    answer(report, show, as_json=as_json)
     if report.breaks:
         raise typer.Exit(FAILED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rollcall.cli import Json, Overrides, calm_libraries
+from rollcall.cli import Json, Overrides, answer, calm_libraries
 from rollcall.observe.console import samples_table
 from rollcall.observe.headline import REWARD
 from rollcall.stop import heed
@@ -61,10 +60,7 @@ def evaluate(
         )
         with _Shown() as shown, speaking(shown.note):
             report = run_evaluation(plan, on_progress=shown.progress)
-    if as_json:
-        print(json.dumps(report.as_json()))
-    else:
-        _show(report)
+    answer(report, _show, as_json=as_json)
 
 
 class _Shown:

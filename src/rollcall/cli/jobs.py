@@ -6,13 +6,15 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import FAILED, Json, Overrides, RunFile, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, reported, split_arguments
 from rollcall.cli.cluster import Cluster
+from rollcall.observe.progress import format_duration
 from rollcall.stop import INTERRUPTED, STOPPED
 from rollcall.wait import say
 
@@ -112,14 +114,7 @@ def job_status(
       rollcall job status
       rollcall job status rollcall-gsm8k-1115-093000-1f2e --json
     """
-    job = _reach(cluster, address, rendezvous).find(job_id)
-    if as_json:
-        print(json.dumps(job.as_json()))
-        return
-    _print_table([
-        ("job", job.id), ("run", job.run), ("status", job.status), ("submitted", f"{_when(job)} by {job.submitter}"),
-        ("took", _took(job)), ("run dir", job.run_dir), ("Ray says", job.message),
-    ])  # fmt: skip
+    answer(_reach(cluster, address, rendezvous).find(job_id), _show, as_json=as_json)
 
 
 def job_logs(
@@ -159,11 +154,8 @@ def job_stop(
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
     jobs = _reach(cluster, address, rendezvous)
-    job = jobs.stop(jobs.find(job_id).id)
-    if as_json:
-        print(json.dumps(job.as_json()))
-    else:
-        print(f"{job.id} is {job.status}")
+    stopped = jobs.stop(jobs.find(job_id).id)
+    answer(stopped, lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
 
 
 def env(
@@ -251,6 +243,13 @@ def _end_as(job: Job) -> None:
     raise typer.Exit(job.exit_status)
 
 
+def _show(job: Job) -> None:
+    _print_table([
+        ("job", job.id), ("run", job.run), ("status", job.status), ("submitted", f"{_when(job)} by {job.submitter}"),
+        ("took", _took(job)), ("run dir", job.run_dir), ("Ray says", job.message),
+    ])  # fmt: skip
+
+
 def _print_environment(views: list[NodeView]) -> None:
     for view in views:
         print(f"node {view.rank} ({view.address})")
@@ -273,7 +272,4 @@ def _when(job: Job) -> str:
 
 
 def _took(job: Job) -> str:
-    from datetime import UTC, datetime
-
-    seconds = round(((job.ended or datetime.now(UTC)) - job.started).total_seconds())
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return format_duration(((job.ended or datetime.now(UTC)) - job.started).total_seconds())

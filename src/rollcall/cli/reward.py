@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rollcall.cli import FAILED, Json, Overrides, RunFile, calm_libraries, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, reported, split_arguments
 
 if TYPE_CHECKING:
     from rollcall.roles.reward_trial import Trial
@@ -37,10 +36,7 @@ def test(
     from rollcall.roles.reward_trial import try_run
 
     trial = try_run(load_config(*split_arguments(file, overrides)), num_rows=rows)
-    if as_json:
-        print(json.dumps(trial.as_json()))
-    else:
-        _show(trial)
+    answer(trial, _show, as_json=as_json)
     if trial.broken:
         raise typer.Exit(FAILED)
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.cli import Json, Overrides, calm_libraries, say_unused, split_arguments
+from rollcall.cli import Json, Overrides, calm_libraries, split_arguments
 from rollcall.loop.phases import Bounds, Phase, Split
-from rollcall.stop import INTERRUPTED, STOPPED, Stopped, heed
+from rollcall.stop import ended_by, heed
 from rollcall.wait import say
 
 
@@ -86,6 +86,7 @@ def train(
       rollcall train run.yaml --worker 2 --num-nodes 3 --log-path /share/x
     """
     from rollcall import api
+    from rollcall.config.checks import say_unused
 
     bounds = Bounds(phase=phase, split=split)
     path, changes = split_arguments(file, overrides)
@@ -110,8 +111,8 @@ def train(
                 result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
             else:
                 result = api.train(config, fresh=fresh, quiet=as_json, phase=phase, split=split).result
-    except (Stopped, KeyboardInterrupt) as stop:
-        by, status = (str(stop), STOPPED) if isinstance(stop, Stopped) else ("Ctrl-C", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        by, status = ended_by(stop)
         say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by))
         raise typer.Exit(status) from None
     if as_json and result is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.errors import ConfigError
+from rollcall.wait import say
 
 MOST_COMPLETIONS = 10_000_000  # of a step; many times what the largest runs take
 HUB = "hub:"
@@ -88,6 +89,11 @@ def unused(config: Any, *, in_folder: bool = False) -> list[str]:
         for why, keys in found.items()
         if keys
     ]
+
+
+def say_unused(config: Any, *, in_folder: bool = False) -> None:
+    for text in unused(config, in_folder=in_folder):
+        say(f"note: {text}")
 
 
 def is_hub(source: str | None) -> bool:

@@ -32,7 +32,7 @@ from rollcall.config.sections import (
     RunSection,
     TrainerSection,
 )
-from rollcall.config.yaml import read_yaml
+from rollcall.config.yaml import read_yaml, refuse_deep
 from rollcall.errors import ConfigError
 from rollcall.redact import redact_run, remember, secrets_of_run
 from rollcall.words import counted
@@ -142,6 +142,7 @@ def load_config(
     ``defaults``, ``changes`` and ``values`` are by dotted key, as they are, not as text: the overrides stand above the first and
     below the others. Of ``changes``, which Python code gives, a map adds to the section that is there.
     """
+    refuse_deep([path, changes])
     raw = _sections_of(path)
     for key, value in (defaults or {}).items():
         set_key(raw, key, value)
@@ -165,13 +166,7 @@ def load_config(
 
 def load_saved_run(path: Path) -> Config:
     """The run file that a run directory keeps: what the run was started with, by this version's rules or an earlier one's."""
-    try:
-        return parse_config(_read_sections(path, what="saved run file"))
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
-            "with --fresh (the old directory is moved aside)"
-        ) from None
+    return parse_config(_read_sections(path, what="saved run file"))
 
 
 def parse_config(raw: dict[str, Any]) -> Config:

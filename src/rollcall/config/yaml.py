@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def read_small(path: Path | str, *, most: int) -> bytes:
     if len(data) > most:
         raise ValueError(f"it has more than {most:,} bytes; is it the right file?")
     return data
+
+
+def refuse_deep(value: Any) -> None:
+    """The same bound for what Python code gives; it may even contain itself."""
+    level = {id(value): value}
+    for _ in range(MAX_DEPTH):
+        inner = (
+            each.values() if isinstance(each, Mapping) else each
+            for each in level.values()
+            if isinstance(each, Mapping | list | tuple)
+        )
+        level = {id(each): each for values in inner for each in values}
+        if not level:
+            return
+    raise ConfigError(f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file has 4")
 
 
 def parse_yaml(text: str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.checks import HUB
+from rollcall.wait import is_silent
 
 
 class HubDataError(ValueError):
@@ -28,13 +29,19 @@ def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dic
     if not name.strip():
         raise HubDataError(f"{source} names no dataset; write for example hub:openai/gsm8k")
     datasets = _library(source)
+    hides_bars = is_silent() and not datasets.utils.are_progress_bars_disabled()
     try:
+        if hides_bars:
+            datasets.disable_progress_bars()
         found = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # noqa: BLE001 - of the network, of files, of names: the library raises its own of each
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise HubDataError(
             f"{source} cannot be read (data.subset={subset or 'null'}, split {split}): {type(error).__name__}: {first}"
         ) from error
+    finally:
+        if hides_bars:
+            datasets.enable_progress_bars()
     yield from found
 
 

@@ -43,21 +43,17 @@ def view_workers(
     """Every node that is there, by rank. Fails with the ranks that have not answered in time."""
     connect(cluster, log_to_driver=False)
     try:
-        return _view(section, submitted=submitted, timeout_s=timeout_s)
+        nodes = {node.rank: node for node in ranked_nodes()}
+        wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
+        calls = {
+            rank: run_on(
+                nodes[rank].node_id, seen_here, env=for_ray({name: each.value for name, each in variables.items()})
+            )
+            for rank, variables in wanted.items()
+        }
+        answers, failures = answers_of(calls, wait=Wait(timeout_s), to="say what its workers see")
     finally:
         disconnect()
-
-
-def _view(section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float) -> list[NodeView]:
-    nodes = {node.rank: node for node in ranked_nodes()}
-    wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
-    calls = {
-        rank: run_on(
-            nodes[rank].node_id, seen_here, env=for_ray({name: variable.value for name, variable in variables.items()})
-        )
-        for rank, variables in wanted.items()
-    }
-    answers, failures = answers_of(calls, wait=Wait(timeout_s), to="say what its workers see")
     if failures:
         why = "; ".join(f"node {rank}: {reason}" for rank, reason in sorted(failures.items()))
         raise ClusterError(f"{why}; see `rollcall status`")

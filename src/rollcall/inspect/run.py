@@ -72,7 +72,12 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The settings that the run was last started with, secrets left out."""
-        return load_saved_run(self.dir / RUN_FILE)
+        try:
+            return load_saved_run(self.dir / RUN_FILE)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}\nThe settings of a run are only in this file; restore it to read them"
+            ) from None
 
     @property
     def step(self) -> int:

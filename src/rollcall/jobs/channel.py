@@ -7,10 +7,10 @@ head node asks for it, and lives as long as the command that needs it. Every que
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable
-from json import loads  # `json` is an argument here
 from typing import Any, NamedTuple, Protocol
 
 from rollcall.errors import ClusterError
@@ -31,6 +31,14 @@ class Unreachable(ClusterError):
     """The head does not answer."""
 
 
+class Question(NamedTuple):
+    method: str
+    path: str
+    json: Any = None
+    data: bytes | None = None
+    timeout_s: float = ANSWER_S
+
+
 class Reply(NamedTuple):
     status: int
     text: str
@@ -39,9 +47,7 @@ class Reply(NamedTuple):
 class Channel(Protocol):
     where: str  # for messages
 
-    def ask(
-        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
-    ) -> Reply: ...
+    def ask(self, question: Question) -> Reply: ...
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         """Pass on a log as it grows, past its first ``skip`` characters; returns why that broke off, "" at the log's end."""
@@ -57,15 +63,13 @@ class HttpChannel:
         self._token_source = token_source
         remember([token] if token else [])
 
-    def ask(
-        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
-    ) -> Reply:
+    def ask(self, question: Question) -> Reply:
         import requests
 
         try:
             response = requests.request(
-                method, self.where + path, json=json, data=data, auth=self._authorize, timeout=(ANSWER_S, timeout_s),
-                allow_redirects=False,
+                question.method, self.where + question.path, json=question.json, data=question.data, auth=self._authorize,
+                timeout=(ANSWER_S, question.timeout_s), allow_redirects=False,
             )  # fmt: skip
         except (requests.ConnectionError, requests.Timeout) as error:
             raise Unreachable(
@@ -103,7 +107,7 @@ class HttpChannel:
                         message = await socket.receive(timeout=ANSWER_S)
                     except TimeoutError:
                         # The job is quiet, or the head is gone. Ray's side (2.60) does not answer pings, so the head is asked.
-                        reply = await asyncio.to_thread(self.ask, "GET", f"/api/jobs/{job_id}")
+                        reply = await asyncio.to_thread(self.ask, Question("GET", f"/api/jobs/{job_id}"))
                         if reply.status == 200 and _is_over(reply.text):
                             return ""
                         continue
@@ -134,10 +138,8 @@ class RelayChannel:
         connect(cluster, log_to_driver=False)
         self._relay = Pinned(answer.head.node_id, AtHead, f"http://{answer.dashboard}")
 
-    def ask(
-        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
-    ) -> Reply:
-        return Reply(*self._call("ask", method, path, json, data, timeout_s, timeout_s=timeout_s))
+    def ask(self, question: Question) -> Reply:
+        return Reply(*self._call("ask", question, timeout_s=question.timeout_s))
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         while True:
@@ -175,27 +177,27 @@ class AtHead:
     def __init__(self, url: str) -> None:
         self._channel = HttpChannel(url, token=process_token(), token_source="the head node")
 
-    def ask(self, method: str, path: str, json: Any, data: bytes | None, timeout_s: float) -> tuple[str, int, str]:
+    def ask(self, question: Question) -> tuple[str, int, str]:
         try:
-            reply = self._channel.ask(method, path, json=json, data=data, timeout_s=timeout_s)
+            reply = self._channel.ask(question)
             return "", reply.status, reply.text
         except ClusterError as error:
             return str(error), 0, ""
 
     def read(self, job_id: str, skip: int) -> tuple[str, str, bool]:
         """The log past its first ``skip`` characters, and whether the job was over before it was read."""
-        wrong, _, details = self.ask("GET", f"/api/jobs/{job_id}", None, None, ANSWER_S)
-        wrong, status, text = (
-            (wrong, 0, "") if wrong else self.ask("GET", f"/api/jobs/{job_id}/logs", None, None, ANSWER_S)
-        )
+        wrong, _, details = self.ask(Question("GET", f"/api/jobs/{job_id}"))
+        if wrong:
+            return wrong, "", False
+        wrong, status, text = self.ask(Question("GET", f"/api/jobs/{job_id}/logs"))
         if wrong or status != 200:
             return wrong or f"the log of {job_id} cannot be read: {text[-200:]}", "", False
-        return "", loads(text)["logs"][skip:], _is_over(details)
+        return "", json.loads(text)["logs"][skip:], _is_over(details)
 
 
 def _is_over(details: str) -> bool:
     """Of a job as the API describes it."""
-    return loads(details)["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
+    return json.loads(details)["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 def _reason(error: Exception) -> str:

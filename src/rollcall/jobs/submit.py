@@ -24,7 +24,7 @@ from typing import Any
 from rollcall.config import Config, dump_config
 from rollcall.durable.lease import read_holder
 from rollcall.errors import ClusterError
-from rollcall.jobs.channel import ANSWER_S, Channel, HttpChannel, RelayChannel, Reply, Unreachable
+from rollcall.jobs.channel import Channel, HttpChannel, Question, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import RUN_FILE, build_package
 from rollcall.jobs.paths import Shared, resolve_paths
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split_address
@@ -230,17 +230,9 @@ class Jobs:
         if self._ask("GET", path, fine=(404,)).status == 404:
             self._ask("PUT", path, data=data, timeout_s=UPLOAD_S)
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        json: Any = None,
-        data: bytes | None = None,
-        timeout_s: float = ANSWER_S,
-        fine: tuple[int, ...] = (),
-    ) -> Reply:
-        reply = self._channel.ask(method, path, json=json, data=data, timeout_s=timeout_s)
+    def _ask(self, method: str, path: str, *, fine: tuple[int, ...] = (), **more: Any) -> Reply:
+        """``more``: the rest of the ``Question``."""
+        reply = self._channel.ask(Question(method, path, **more))
         if reply.status >= 300 and reply.status not in fine:
             lines = redact(reply.text.strip()).splitlines()
             raise ClusterError(f"the head at {self.where} answered {reply.status}: {lines[-1] if lines else ''}")

@@ -60,7 +60,14 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
                 "move it aside with --fresh"
             )
         return []
-    found = list(differences("", public_dump(load_saved_run(path)), public_dump(config)))
+    try:
+        before = load_saved_run(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
+            "with --fresh (the old directory is moved aside)"
+        ) from None
+    found = list(differences("", public_dump(before), public_dump(config)))
     if config.algorithm.name != "ppo":  # nothing reads the critic's section
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rollcall.observe.headline import ACCURACY
-from rollcall.observe.prints import ChildPrints
 from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.terminal import QuietKeys
 
@@ -79,7 +78,7 @@ class LiveConsole(Console):
         super().__init__(progress)
         self._rich = rich
         self._keys = QuietKeys()
-        self._prints: ChildPrints | None = ChildPrints()
+        self._is_closed = False
         self._live = Live(console=rich, get_renderable=self._draw, refresh_per_second=4)
         self._live.start()
 
@@ -90,9 +89,7 @@ class LiveConsole(Console):
         self._rich.print(samples_table(title, rows))
 
     def close(self) -> None:
-        prints, self._prints = self._prints, None
-        if prints is not None:
-            prints.close()
+        self._is_closed = True
         self.progress.phase(None)
         self._live.stop()
         self._keys.close()
@@ -111,7 +108,7 @@ class LiveConsole(Console):
         body.add_row(bar)
         for line in _lines(progress.fields(), width=self._rich.width - 4):  # the border and its padding
             body.add_row(line)
-        if self._prints is not None:  # or this is the last picture
+        if not self._is_closed:  # or this is the last picture
             doing = progress.current
             seconds = progress.elapsed_s - doing.since_s if doing else 0.0
             shown = f"{doing.text}, {format_duration(seconds)}" if doing and seconds >= 1 else ""

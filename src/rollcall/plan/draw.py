@@ -13,7 +13,7 @@ from rich.text import Text
 from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
 from rollcall.plan.placement import Plan, Role
-from rollcall.words import ranges
+from rollcall.words import counted, ranges
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
 PLAIN_WIDTH = 120
@@ -82,10 +82,10 @@ def verdict(run: RunPlan) -> str:
 def heading(run: RunPlan) -> str:
     sizes = run.plan.slots_per_node
     unit = "GPU" if run.cluster.accelerator == "gpu" else "logical CPU slot"
-    nodes = f"{len(sizes)} node{'s' if len(sizes) > 1 else ''}"
+    nodes, slots = counted(len(sizes), "node"), counted(len(run.plan.slots), unit)
     if min(sizes) == max(sizes):
-        return f"{nodes} x {max(sizes)} = {len(run.plan.slots)} {unit}{'s' if len(run.plan.slots) > 1 else ''}"
-    return f"{nodes} of {min(sizes)} to {max(sizes)}, {len(run.plan.slots)} {unit}s"
+        return f"{nodes} x {max(sizes)} = {slots}"
+    return f"{nodes} of {min(sizes)} to {max(sizes)}, {slots}"
 
 
 def _table(*columns: Column | str, title: str | None = None) -> Table:

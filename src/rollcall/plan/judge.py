@@ -14,7 +14,7 @@ from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
 from rollcall.plan.mesh import split_problems
 from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_for
-from rollcall.words import ranges
+from rollcall.words import counted, ranges
 
 DEFAULT_CARD_GIB = 80.0
 TIGHT = 0.92  # a plan that needs more of the card than this is called tight: the estimate is not exact
@@ -139,7 +139,7 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
     """For a role that samples or scores, with ``width`` GPUs in each process. Logical slots have no such limit."""
-    has = f"{role} has processes of {width} {'slot' if width == 1 else 'slots'}"
+    has = f"{role} has processes of {counted(width, 'slot')}"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
         if size == width:

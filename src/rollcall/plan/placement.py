@@ -17,8 +17,8 @@ from rollcall.config import ClusterSection, Config
 from rollcall.config.errors import nearest
 from rollcall.errors import PlacementError
 from rollcall.plan.mesh import is_split
-from rollcall.plan.slots import WHERE, Nodes, either, plural, read_slots
-from rollcall.words import ranges
+from rollcall.plan.slots import WHERE, Nodes, either, read_slots
+from rollcall.words import plural, ranges
 
 
 class Role(StrEnum):
@@ -35,6 +35,11 @@ HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy and do not trai
 
 # If a run needs one of these and does not place it, it goes into the actor's processes.
 WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
+_USERS = {
+    Role.CRITIC: "algorithm.name=ppo",
+    Role.REFERENCE: "algorithm.kl_coef above 0",
+    Role.REWARD: "a reward of type model",
+}
 
 _Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each process of a role, by rank
 
@@ -238,7 +243,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
             kept[role] = spans
         else:
             notes.append(
-                f"{role} is placed, but this run does not use it ({_asks_for(role)}); its processes are left out"
+                f"{role} is placed, but this run does not use it ({_USERS[role]} would); its processes are left out"
             )
     for role in WITH_THE_ACTOR:
         if role in needed and role not in kept:
@@ -247,17 +252,6 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
                 f"{role} is not placed, so it lives in the actor's processes; {WHERE}.{role} gives it slots of its own"
             )
     return kept
-
-
-def _asks_for(role: Role) -> str:
-    match role:
-        case Role.CRITIC:
-            return "algorithm.name=ppo would"
-        case Role.REFERENCE:
-            return "algorithm.kl_coef above 0 would"
-        case Role.REWARD:
-            return "a reward of type model would"
-    return "nothing would"
 
 
 def _check_all_used(placed: _Spans, nodes: Nodes, notes: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 
 from rollcall.config import SLOT_SYNTAX, ClusterSection
 from rollcall.errors import PlacementError
-from rollcall.words import counted, ranges
+from rollcall.words import counted, plural, ranges
 
 WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")
@@ -157,9 +157,3 @@ def either(sizes: Sequence[int]) -> str:
     if len(shown) > 8:
         shown = [*shown[:6], f"... {shown[-1]}"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
-
-
-def plural(word: str, count: int) -> str:
-    if count == 1:
-        return word
-    return word + ("es" if word.endswith("s") else "s")

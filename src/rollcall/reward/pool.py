@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rollcall.observe.prints import child_output
+from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import (
     Confinement,
     confinement_of,
@@ -122,6 +122,7 @@ class RewardPool:
         self._selector = selectors.DefaultSelector()
         self._results: list[Result] = []
         self._num_pending = 0
+        self._prints = ChildPrints()
         sweep_folders()
         try:
             for crew in self._crews:
@@ -187,9 +188,10 @@ class RewardPool:
         for crew in self._crews:
             crew.workers.clear()
         self._selector.close()
+        self._prints.close()
 
     def _start_worker(self, crew: _Crew) -> None:
-        worker = _Worker(crew, limit_s=self._start_timeout_s)
+        worker = _Worker(crew, limit_s=self._start_timeout_s, output_fd=self._prints.fd)
         self._selector.register(worker.read_fd, selectors.EVENT_READ, worker)
         crew.workers.append(worker)
         worker.flush(self._selector)
@@ -288,7 +290,7 @@ class RewardPool:
 class _Worker:
     """One process, its pipes, and the items it has been given."""
 
-    def __init__(self, crew: _Crew, *, limit_s: float) -> None:
+    def __init__(self, crew: _Crew, *, limit_s: float, output_fd: int) -> None:
         self.crew = crew
         self._folder = make_folder()
         to_worker, from_worker, lifeline = os.pipe(), os.pipe(), os.pipe()
@@ -300,8 +302,8 @@ class _Worker:
                 [sys.executable, "-m", "rollcall.reward.worker", *map(str, child_fds)],
                 pass_fds=child_fds,
                 stdin=subprocess.DEVNULL,
-                stdout=child_output(),
-                stderr=child_output(),
+                stdout=output_fd,
+                stderr=output_fd,
                 env=environment(crew.confinement, folder=self._folder, environ=os.environ, root=_ROOT),
                 cwd=self._folder if crew.confinement.own_files else None,
                 start_new_session=True,  # Ctrl-C is for this process, and killing the group ends what user code started
