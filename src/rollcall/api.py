@@ -120,7 +120,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
 
 
 def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With rewards that are given as functions named as a run file names them."""
+    """The same values, with each reward that is a function replaced by its name, as a run file writes it."""
     for key, value in values.items():
         if key.startswith("reward.") and callable(value):
             raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")
@@ -128,7 +128,7 @@ def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _run_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The run file to read, and what stands in place of its own values: a run directory may have been moved."""
+    """The run file to read, and the values that replace its own: a run directory may have been moved."""
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist: neither a run file nor a run directory is there; `rollcall init` writes a run file to start "

@@ -1,4 +1,4 @@
-"""What `rollcall eval` does: find the model, build engine and rewards (no optimizer), attempt every prompt once more.
+"""What `rollcall eval` does: find the model, build engine and rewards (no optimizer), answer every prompt.
 
 ``evaluate`` waits for the engine's completions and their scores; ``Rollouts.pump`` beside it drives both.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rollcall.checkpoint.run_dir import RUN_FILE, exported_model
-from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
@@ -188,7 +188,7 @@ def _is_model_dir(target: Path) -> bool:
 
 
 def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
-    """What the embedded default has to be given: this model, these rows and room for an answer."""
+    """What replaces keys of the embedded run file: this model, these rows and room for an answer."""
     return {
         "run.name": target.name,
         "model.path": str(target),
@@ -199,7 +199,7 @@ def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
 
 
 def _run_file_of(target: Path) -> tuple[Path, dict[str, Any]]:
-    """The run file of a run file or run directory, and what stands in place of its own values."""
+    """The run file that ``target`` is or holds, and the values that replace its own."""
     if not target.exists():
         raise ConfigError(f"{target} does not exist: no run file, run directory or model directory is there")
     if not target.is_dir():
@@ -212,10 +212,10 @@ def _run_file_of(target: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
-    """The newest model of a run: at its end the exported one, on the way a checkpoint's, before that the first."""
+    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from."""
     if is_given:
         return config.model.path, "given by model.path"
-    checkpoint = CheckpointStore(config.run.dir / "checkpoints", keep_last=1, keep_best=0).latest()
+    checkpoint = store_of(config.run.dir).latest()
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
     if checkpoint is not None:

@@ -1,9 +1,9 @@
 """Secrets stay out of what is printed, logged and saved.
 
 A secret is the value of a variable whose name says so (``is_secret``), or a value that someone gave to ``remember``: the
-cluster's token, a key in a run file, a key that came with a job. The password or token in a URL is one wherever it stands. ``guard_streams`` puts the redaction under stdout and
-stderr of the ``rollcall`` command, so that no command, library or traceback has to. Code that writes files calls
-``redact`` or ``redact_env`` itself.
+cluster's token, a key in a run file, a key that came with a job. A password or token in a URL is always a secret.
+``guard_streams`` redacts all that the ``rollcall`` command writes to stdout and stderr, so no command, library or traceback has
+to. Code that writes files calls ``redact`` or ``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Redact these values from now on, in this process. The password of a URL among them is one by itself."""
+    """Redact these values in this process from now on. The password of a URL is redacted by itself too."""
     for value in values:
         passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
         _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)
@@ -169,7 +169,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """Empty for a number that is too long for Python to print: it is printed nowhere, and refused later."""
+    """A value as text; empty for a number too long for Python to print, which is refused later."""
     return "" if isinstance(value, int) and value.bit_length() > 10_000 else str(value)
 
 

@@ -4,7 +4,7 @@ SIGHUP, which a closed SSH session sends. Under `nohup` SIGHUP is ignored and st
 The first signal asks. Before a run trains there is nothing to save, and it ends the command where it is, as Ctrl-C does.
 While a run trains (``waiting``) the controller stops at the end of its step; when the grace is over before that, ``Stopped``
 is raised in the main thread wherever it is, but not within ``shielded``, where the weights or a checkpoint are half done.
-A second signal ends the process at once. Ctrl-C is not of these: it ends a run without saving (``noting_interrupts``).
+A second signal ends the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
 Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` returns it.
 
@@ -98,8 +98,8 @@ class Stop:
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
-        """Within ``asyncio.run``, whose handler of Ctrl-C cancels the task that runs: a task in a blocking call does
-        not notice, and asks ``is_late``. In another thread than the main one, ``pass_on`` cancels it."""
+        """Note a Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call
+        does not notice; it asks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
         if threading.current_thread() is not threading.main_thread():
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "called by a task"
@@ -261,6 +261,6 @@ def kept() -> Iterator[None]:
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """``SIGNALS``, without SIGHUP where it is ignored: `nohup` asks by this that a run outlives its terminal."""
+    """``SIGNALS``, without SIGHUP if it is ignored: that is how `nohup` lets a run outlive its terminal."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or not is_ignored)

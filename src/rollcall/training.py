@@ -53,7 +53,7 @@ def train(
 ) -> dict[str, Any]:
     """Train, or go on where the run directory stands; returns the summary.
 
-    ``backend`` is where the processes of several slots run; None: on the Ray cluster that this node belongs to.
+    ``backend`` runs the processes of a run with several slots; None: the Ray cluster that this node belongs to.
     """
     bounds = bounds or Bounds()
     if bounds.split is Split.EVAL and config.data.val is None:
@@ -86,7 +86,7 @@ class _Training:
         started = time.perf_counter()
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
-        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed lays claim to nothing
+        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed does not own it
             changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
         store = CheckpointStore(
             run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
@@ -135,7 +135,7 @@ class _Training:
             _check_lengths(config, workers)
             _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
-            # Not before: a run file that is refused must not lay claim to the directory.
+            # Only now: a run file that is refused must not become this directory's.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
@@ -198,7 +198,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")
     try:
         controller.save_unsaved()
-    except Exception as error:  # noqa: BLE001 - whatever it is, there is no second attempt for who must stop
+    except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
         say(f"the newest step cannot be saved: {headline(error)}")
     raise Stopped(stop.asked)
 
@@ -209,8 +209,7 @@ async def _noting_interrupts(controller: Controller) -> None:
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
-    """The directory and its run file. A directory that cannot be written is refused at once when the run is new, and
-    waited for when it is not."""
+    """Make the directory and write its run file. If that fails, a new run is refused at once, and a continued run waits."""
 
     def write() -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -254,7 +253,7 @@ def _say_size(config: Config) -> None:
     try:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
-        return  # of an architecture that is refused by name elsewhere
+        return  # another check refuses such a model by the name of its architecture
     alone = config.cluster is None or config.cluster.num_slots == 1
     width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize if alone else None
     size = run_size(
@@ -269,7 +268,7 @@ def _say_size(config: Config) -> None:
 
 
 def _say_changes(events: Events, changes: list[Change], config: Config, *, step: int) -> None:
-    """What this resume changes, on the screen and, as the run file only keeps the newest values, in the events."""
+    """Show what this resume changes. The events keep it too, because the run file has only the newest values."""
     if not changes:
         return
     told = [f"  {change}" for change in changes]
@@ -296,7 +295,7 @@ def _failures(scorer: Scorer) -> list[dict[str, str]]:
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The first failures of kinds that only an earlier process of this run met."""
+    """The first failure of each kind that only earlier processes of this run met."""
     known = {(failure["reward"], failure["kind"]) for failure in shown}
     found: dict[tuple[str, str], dict[str, str]] = {}
     with Journal(directory) as journal:
@@ -311,7 +310,7 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
 
 
 def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
-    """Of a command that only generated."""
+    """The result of a command that only generated."""
     done = {"run": summary["run"], "step": controller.start_step}
     if controller.bounds.split is Split.EVAL:
         headline = BY_METRIC[summary["headline"]]
@@ -335,7 +334,7 @@ def _trained(num_steps: int) -> str:
 
 
 def _course(summary: dict[str, Any]) -> str | None:
-    """The headline, from the first evaluation to the last; None: there was none."""
+    """The headline, from the first evaluation to the last; None: the run has no evaluation."""
     headline = BY_METRIC[summary["headline"]]
     course = summary["eval"][headline.key]
     if course["first"] is None:

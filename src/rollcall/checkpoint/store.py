@@ -177,6 +177,11 @@ class CheckpointStore:
                 warn(f"old checkpoint {entry.path} cannot be removed: {error}")
 
 
+def store_of(run_dir: Path) -> CheckpointStore:
+    """To look at a run's checkpoints; it never saves."""
+    return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
+
+
 def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
     """A manifest without ``scores`` is from a version that ranked only by accuracy."""
     if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):

@@ -71,7 +71,7 @@ def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
 
 
 def calm_libraries() -> None:
-    """Warnings of ours as plain lines on stderr; transformers' bars and advice not at all."""
+    """Show our own warnings as plain lines on stderr, and no progress bars or advice of transformers."""
     handler = _OnStderr()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     ours = logging.getLogger("rollcall")
@@ -89,7 +89,7 @@ class _OnStderr(logging.StreamHandler[Any]):
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message says all there is to say: our own errors, and those of values and files."""
+    """Whether the message is enough without a traceback: our own errors, and those of values and files."""
     return (
         isinstance(error, ValueError | OSError) or type(error).__module__.startswith("rollcall.") or _no_memory(error)
     )

@@ -61,7 +61,7 @@ def data(
 
 
 def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
-    """How many rows each file has, and the first row ever."""
+    """The number of rows in each file, and the first row of all."""
     example: dict[str, Any] = {}
     written: dict[Path, int] = {}
     with _late_progress(made.num_rows) as advance:
@@ -94,7 +94,7 @@ def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> Non
 
 @contextmanager
 def _late_progress(total: int | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr that shows itself only when the work takes longer than two seconds; call it for each row."""
+    """A progress bar on stderr that appears after two seconds. Call the result once for each row."""
     columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     task = progress.add_task("rows", total=total)

@@ -102,7 +102,7 @@ def _now(event: PhaseEvent | None, *, ended: bool) -> str:
 
 
 def _runs_of(groups: dict[int, int]) -> list[str]:
-    """Steps in a row with as many groups each are one line.
+    """One line for consecutive steps with the same number of groups.
 
     >>> _runs_of({3: 48, 4: 48, 5: 48, 6: 7})
     ['steps 3 to 5: 48 finished groups each', 'step 6: 7 finished groups']

@@ -84,7 +84,7 @@ reward = typer.Typer(
 
 
 @reward.callback()
-def _top() -> None:  # with one verb alone typer would leave its name out
+def _top() -> None:  # typer leaves out the name of a single command
     return None
 
 

@@ -374,7 +374,7 @@ def judge_bandwidth(
 
 
 def majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
-    """What most nodes have; in a tie what the head has, if it is among them."""
+    """What most nodes have; in a tie, what the head has if it is one of those."""
     counts = Counter(map(value, nodes))
     of_head = [value(node) for node in nodes if node.is_head]
     return max(counts, key=lambda found: (counts[found], found in of_head))

@@ -251,19 +251,16 @@ class _Examination:
         say(f"measuring an all-reduce between {len(nodes)} nodes")
         ranks = sorted(node.rank for node in nodes)
         first = ranks[0]
-        common = ["--world-size", str(len(ranks)), "--master", self.infos[first].address, "--backend", backend]
-        common += ["--timeout", str(MEASURE_S / 2)]
+        common = {"world_size": len(ranks), "master": self.infos[first].address, "backend": backend}
+        common |= {"timeout_s": MEASURE_S / 2, "secret": new_secret()}
 
-        secret = new_secret()
-
-        def start(rank: int, place: int, *extra: str) -> Any:
-            arguments = ["--rank", str(place), *common, *extra]
-            own = self.infos[rank].address
-            return self.probes[rank].call("start_measuring", arguments, own, secret=secret, nccl=backend == "nccl")
+        def start(rank: int, place: int, port: int | None = None) -> Any:
+            task = {**common, "rank": place, "port": port}
+            return self.probes[rank].call("start_measuring", task, self.infos[rank].address)
 
         port = self._collect("start an all-reduce", {first: start(first, 0)}, timeout_s=MEASURE_S).get(first)
         if port is not None:
-            rest = {rank: start(rank, place, "--port", str(port)) for place, rank in enumerate(ranks) if place}
+            rest = {rank: start(rank, place, port) for place, rank in enumerate(ranks) if place}
             self._collect("join an all-reduce", rest)
         else:
             ranks = [first]

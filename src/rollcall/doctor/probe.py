@@ -11,6 +11,7 @@ import errno
 import importlib.metadata
 import importlib.util
 import ipaddress
+import json
 import os
 import platform
 import random
@@ -171,23 +172,20 @@ class Probe:
 
     # Bandwidth
 
-    def start_measuring(self, arguments: list[str], address: str, *, secret: str, nccl: bool) -> int | None:
-        """Start this node's rank of the all-reduce; the first rank says on which port the others meet it. Members know the
-        secret, and nobody else gets in."""
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment["CUDA_VISIBLE_DEVICES"] = "0" if nccl else ""
-        interface = interface_of(address)
-        if interface:
+    def start_measuring(self, task: dict[str, Any], address: str) -> int | None:
+        """Start this node's rank of the all-reduce; the first rank returns the port at which the others meet it."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = "0" if task["backend"] == "nccl" else ""
+        if interface := interface_of(address):
             environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-        environment["OMP_NUM_THREADS"] = "1"
         self._measuring = subprocess.Popen(
-            [sys.executable, "-m", "rollcall.doctor.bandwidth", *arguments],
+            [sys.executable, "-m", "rollcall.doctor.bandwidth"],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._measuring.stdin is not None
-        self._measuring.stdin.write(f"{secret}\n")
+        self._measuring.stdin.write(f"{json.dumps(task)}\n")
         self._measuring.stdin.flush()
-        if "--port" in arguments:
+        if task["port"] is not None:
             return None
         assert self._measuring.stdout is not None
         line = self._measuring.stdout.readline()

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.checkpoint.store import CheckpointEntry, CheckpointStore, read_state
+from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
 from rollcall.durable.journal import StepFile, inspect, is_trained_row
@@ -69,7 +69,7 @@ def audit(run_dir: Path) -> Audit:
         for draw in draws:
             steps_of.setdefault(draw, set()).add(step)
     repeats = {draw for _, draws in trained for draw, count in Counter(draws).items() if count > 1}
-    checkpoints = store(run_dir).inspect()
+    checkpoints = store_of(run_dir).inspect()
     return Audit(
         steps=len({step for step, _ in trained}),
         skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
@@ -77,11 +77,6 @@ def audit(run_dir: Path) -> Audit:
         regenerated=tuple(sorted(draw for draw, count in records.items() if count > 1)),
         torn=tuple(find_torn(run_dir, files=files, checkpoints=checkpoints)),
     )
-
-
-def store(run_dir: Path) -> CheckpointStore:
-    """To look at; it never saves."""
-    return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
 
 
 def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[CheckpointEntry]) -> list[Torn]:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import CheckpointEntry
+from rollcall.checkpoint.store import CheckpointEntry, store_of
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import is_count
 from rollcall.durable.atomic import fsync, write_atomic
 from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
 from rollcall.errors import ConfigError
-from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained, store
+from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained
 from rollcall.observe.events import PhaseEvent, read_phases
 from rollcall.wait import say
 from rollcall.words import all_of, counted
@@ -85,7 +85,7 @@ class Report:
 def look(run_dir: Path) -> Report:
     run_dir = Path(run_dir)
     counted = audit(run_dir)
-    checkpoints = store(run_dir).inspect()
+    checkpoints = store_of(run_dir).inspect()
     last = next((state for state in reversed(checkpoints) if not state.reason), None)
     start = last.step if last else 0
     run_file = _run_file(run_dir)

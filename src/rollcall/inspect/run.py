@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, is_run
-from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
@@ -137,14 +137,13 @@ class Run:
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Those that are kept, oldest first, every file compared with its checksum."""
-        store = CheckpointStore(self.dir / "checkpoints", keep_last=1, keep_best=0)
-        return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in store.inspect()]
+        found = store_of(self.dir).inspect()
+        return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
 
     @property
     def model_dir(self) -> Path | None:
         """The trained model, for ``AutoModelForCausalLM.from_pretrained``; None: the run has not come to its end."""
-        store = CheckpointStore(self.dir / "checkpoints", keep_last=1, keep_best=0)
-        return exported_model(self.dir, last=store.latest())
+        return exported_model(self.dir, last=store_of(self.dir).latest())
 
     def _rows(self) -> list[dict[str, Any]]:
         return read_rows(self.dir / "metrics.jsonl")

@@ -303,7 +303,7 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
 
 
 def _is_its(record: NodeRecord, url: str) -> bool:
-    """Whether the address is of the cluster that this node is in: its token goes nowhere else."""
+    """Whether the address belongs to this node's cluster: its token is sent nowhere else."""
     host = urllib.parse.urlsplit(url).hostname
     return url == record.dashboard_url or host == split_address(record.head_address)[0]
 

@@ -79,7 +79,7 @@ def _left_s(steps: Sequence[Mapping[str, Any]], *, num_steps: int | None, since:
 
 
 def _since(holder: Holder) -> float:
-    """When the holder took the directory, by its own clock, as its rows are; 0 where it does not say."""
+    """When the holder took the directory, by the clock that its rows have too; 0 if it does not say."""
     try:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:
