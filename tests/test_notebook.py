@@ -29,6 +29,7 @@ def test_the_notebook_is_kept_without_outputs_and_its_cells_run_from_top_to_bott
     _, cells = read_notebook()
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # the tests that follow have one thread
     monkeypatch.chdir(tmp_path)
     shell = InteractiveShell()
     with lean():
