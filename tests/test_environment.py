@@ -209,6 +209,17 @@ def test_the_token_is_the_one_that_ray_uses(tmp_path: Path) -> None:
     assert process_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == TOKEN
     assert process_token({"RAY_AUTH_TOKEN": "given", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}) == "given"
     assert process_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "gone")}) is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("of-the-home")
+    home = {"HOME": str(tmp_path)}
+    assert process_token({**home, "RAY_AUTH_MODE": "token"}) == "of-the-home" and process_token(home) is None
+    assert process_token({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "unused"}) is None
+
+
+def test_secrets_that_no_token_can_seal_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ClusterError, match="WANDB_API_KEY must not reach Ray's logs.*RAY_AUTH_MODE=token"):
+        for_ray({"WANDB_API_KEY": "abcdefgh12345678"})
 
 
 def test_a_run_file_names_a_node_that_is_not_there() -> None:

@@ -196,7 +196,7 @@ class FakeHead(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         server: Any = self.server
-        if self.headers.get("Authorization") != "Bearer right":
+        if self.headers.get("Authorization") != server.wants:
             return self._send(403, "Forbidden")
         path = self.path.rstrip("/").removeprefix("/api/jobs").strip("/")
         if not path:
@@ -238,7 +238,7 @@ def row(job_id: str, *, status: str = "RUNNING", started: int = 1, **fields: Any
 @pytest.fixture
 def head() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeHead)
-    server.rows, server.logs, server.stops = {}, "", 0
+    server.rows, server.logs, server.stops, server.wants = {}, "", 0, "Bearer right"
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -246,7 +246,7 @@ def head() -> Iterator[Any]:
     server.server_close()
 
 
-def jobs_of(head: Any, token: str = "right") -> Jobs:
+def jobs_of(head: Any, token: str | None = "right") -> Jobs:
     return Jobs(HttpChannel(head.url, token=token, token_source="somewhere"), token=token)
 
 
@@ -273,6 +273,24 @@ def test_a_wrong_token_is_refused_and_not_shown(head: Any) -> None:
     with pytest.raises(ClusterError, match="refuses the token from somewhere") as refused:
         jobs_of(head, token="wrong-token").jobs()
     assert "wrong-token" not in str(refused.value)
+
+
+def test_a_head_that_wants_no_token_is_asked_without_and_one_that_does_says_which(head: Any) -> None:
+    with pytest.raises(ClusterError, match="wants a token, and none is known here: set ROLLCALL_TOKEN"):
+        jobs_of(head, token=None).jobs()
+    head.wants, head.rows = None, {"rollcall-a": row("rollcall-a", status="SUCCEEDED")}
+    jobs = jobs_of(head, token=None)
+    assert [job.id for job in jobs.jobs()] == ["rollcall-a"] and jobs.logs("rollcall-a") == ""
+
+
+def test_the_address_of_a_dashboard_in_rays_own_variable_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (TOKEN, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "http://192.0.2.7:8265")
+    found = reach(None, address=None, rendezvous=None)
+    assert (found.where, found._token) == ("http://192.0.2.7:8265", None)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "that-rays-own")
+    assert reach(None, address=None, rendezvous=None)._token == "that-rays-own"
 
 
 def test_a_head_that_is_not_there_is_named(head: Any) -> None:
