@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 ROLLCALL = str(Path(sys.executable).with_name("rollcall"))
 START_S = 240.0
 RUN_S = 900.0
+TOGETHER = {"actor,rollout": "all"}
 TOKEN = "7f3a9c51e0b24d68" * 4
 TOKEN_MODE = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 NO_TOKEN = "has no token, so anyone who reaches its ports can run code"
@@ -81,7 +82,7 @@ class Plain:
     def start_worker(self, host: Host) -> None:
         self.start(host, f"--address={self.address}")
 
-    def write_run(self, **trainer: Any) -> Path:
+    def write_run(self, *, placement: Mapping[str, str] = TOGETHER, **trainer: Any) -> Path:
         """An absolute path: a job of Ray runs in another folder."""
         self.number += 1
         folder = self.lab.shared / f"run-{self.number}"
@@ -89,7 +90,7 @@ class Plain:
         run = {
             "run": {"name": f"plain-{self.number}", "dir": str(folder / "run"), "seed": 0},
             "cluster": {
-                "num_nodes": 3, "num_gpus_per_node": 1, "accelerator": "cpu", "component_placement": {"actor,rollout": "all"},
+                "num_nodes": 3, "num_gpus_per_node": 1, "accelerator": "cpu", "component_placement": dict(placement),
             },
             "model": {"path": "builtin:arithmetic", "device": "cpu"},
             "data": {"train": "builtin:arithmetic", "val": None, "prompts_per_step": 6, "max_prompt_tokens": 16},
@@ -186,22 +187,24 @@ def test_a_run_is_submitted_to_it(plain: Plain, where: str) -> None:
     assert json.loads(listed.stdout)["jobs"][0]["status"] == "SUCCEEDED", listed.stderr
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_a_node_that_is_killed_in_a_run_is_recovered_from(plain: Plain, elastic: bool) -> None:
-    trainer = {"steps": 10, "save_every": 2}
-    more = {"elastic": {"min_nodes": 2, "wait_s": 5.0}} if elastic else {}
-    path = plain.write_run(**trainer, **more)
-    lost = plain.workers[0]
+@pytest.mark.parametrize("mode", ["gang", "elastic", "rollout"])
+def test_a_node_that_is_killed_in_a_run_is_recovered_from(plain: Plain, mode: str) -> None:
+    """It has an actor, and the next attempt waits for it or goes without; or it only samples, and is replaced in the attempt."""
+    elastic = {"elastic": {"min_nodes": 2, "wait_s": 5.0}} if mode == "elastic" else {}
+    placement = {"rollout": "0,2", "actor": "1"} if mode == "rollout" else {"actor,rollout": "all"}
+    path = plain.write_run(placement=placement, steps=10, save_every=2, **elastic)
+    lost, run_dir = plain.workers[0], path.parent / "run"
     run = plain.head.start([sys.executable, "-m", "rollcall", "train", str(path)], env={**ENV, **plain.here})
-    wait_for_step(run, path.parent / "run", 3)
+    wait_for_step(run, run_dir, 3)
     lost.kill()
     lost.restart()
-    if elastic:
-        wait_for_step(run, path.parent / "run", 6)
+    if mode == "elastic":
+        wait_for_step(run, run_dir, 6)
     plain.start_worker(lost)
     assert run.wait(timeout_s=RUN_S) == 0, run.output
-    assert f"on node 0 ({lost.ip})" in run.output and "attempt 2" in run.output, run.output
-    assert not elastic or "node 0 of 3 is missing" in run.output, run.output
+    assert f"on node 0 ({lost.ip}) is" in run.output, run.output
+    assert ("attempt 2" in run.output) == (mode != "rollout"), run.output
+    assert ("node 0 of 3 is missing" in run.output) == (mode == "elastic"), run.output
     assert_trained(path, steps=10)
 
 

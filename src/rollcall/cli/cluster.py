@@ -177,7 +177,7 @@ def status(
 
 
 def down(cluster: Cluster = None) -> None:
-    """Stop what this cluster started on this node, and nothing else.
+    """Stop what this cluster started on this node, and nothing else. A Ray that someone else started is left as it is.
 
     \b
     Examples:

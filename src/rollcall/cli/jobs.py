@@ -48,13 +48,14 @@ def submit(
     Code is sent along: this rollcall, the run file, the modules of its rewards. Data, weights and the run directory are not:
     give their paths as the nodes see them. cluster.env and cluster.env_pass set variables for the run. The command follows
     the log and exits with the status of the job; Ctrl-C leaves the job running. On a machine that is not a node, the token
-    comes from ROLLCALL_TOKEN or from --rendezvous.
+    comes from ROLLCALL_TOKEN, from --rendezvous or from RAY_AUTH_TOKEN.
 
     \b
     Examples:
       rollcall submit run.yaml
       rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
       rollcall submit run.yaml --address http://10.0.0.1:8265
+      RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray that someone else started
     """
     from rollcall.config import load_config
     from rollcall.plan.judge import workable_plan

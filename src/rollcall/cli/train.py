@@ -78,6 +78,7 @@ def train(
       rollcall train run.yaml --phase rollout       then, here or elsewhere:
       rollcall train run.yaml --phase update
       rollcall train run.yaml --phase rollout --split eval
+      RAY_ADDRESS=head:6379 rollcall train run.yaml    on a Ray that someone else started
 
     \b
     On three nodes that share nothing but the folder /share/x, one command on each:
