@@ -192,7 +192,7 @@ def bad_runs(folder: Path) -> dict[str, tuple[list[str], str]]:
     return {
         "missing run file": (
             ["none.yaml"],
-            "none.yaml does not exist: neither a run file nor a run directory is there",
+            "none.yaml does not exist; give a run file or a run directory",
         ),
         "missing data": (train("0", "data.train=none.jsonl"), "data file none.jsonl does not exist"),
         "malformed data": (train("1", "data.train=broken.jsonl"), "broken.jsonl, row 2 is not JSON"),

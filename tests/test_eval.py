@@ -187,5 +187,7 @@ def test_the_command_prints_its_numbers_and_samples(tmp_path: Path) -> None:
 
 
 def test_a_target_that_is_not_there_is_said_to_be_none_of_the_three(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nosuch does not exist: no run file, run directory or model directory"):
+    with pytest.raises(
+        ConfigError, match="nosuch does not exist; give a run file, or the directory of a run or of a model"
+    ):
         plan(tmp_path / "nosuch")

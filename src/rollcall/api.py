@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollcall.checkpoint.run_dir import RUN_FILE
+from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.config import Config, load_config
 from rollcall.config.checks import say_unused
 from rollcall.errors import ConfigError
@@ -115,8 +115,13 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
         source = None if source is None else _with_paths(source)
         return load_config(source, list(overrides), changes=changes)
     what = "a run file, the directory of a run, its sections as a map, or a Config"
-    path, defaults = _run_file(path_of(source, what=what))
-    return load_config(path, list(overrides), defaults=defaults, changes=changes)
+    file, defaults = run_file_of(path_of(source, what=what))
+    if defaults and REDACTED in file.read_text(errors="replace"):
+        raise ConfigError(
+            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
+            "was started with"
+        )
+    return load_config(file, list(overrides), defaults=defaults, changes=changes)
 
 
 def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,28 +130,6 @@ def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if key.startswith("reward.") and callable(value):
             raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")
     return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
-
-
-def _run_file(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The run file to read, and the values that replace its own: a run directory may have been moved."""
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist: neither a run file nor a run directory is there; `rollcall init` writes a run file to start "
-            "from"
-        )
-    if not path.is_dir():
-        return path, {}
-    file = path / RUN_FILE
-    if not file.is_file():
-        raise ConfigError(
-            f"{path} is a directory without {RUN_FILE}, so it is not a run; give a run file or a run directory"
-        )
-    if REDACTED in file.read_text(errors="replace"):
-        raise ConfigError(
-            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
-            "was started with"
-        )
-    return file, {"run.dir": str(path)}
 
 
 def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:

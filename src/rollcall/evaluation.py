@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollcall.checkpoint.run_dir import RUN_FILE, exported_model
+from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
@@ -115,7 +115,7 @@ def plan_evaluation(
             raise ConfigError(f"{target} is a model directory and says nothing about data; add --data FILE")
         file, defaults = None, _model_dir_values(target, data=data)
     else:
-        file, defaults = _run_file_of(target)
+        file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
     load = partial(load_config, file, overrides, defaults=defaults, changes=changes)
     if samples is not None and temperature is None:
         # Several greedy completions would all be the same one: without a temperature they are sampled as the run samples.
@@ -196,19 +196,6 @@ def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
         "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
         "rollout.max_response_tokens": MODEL_DIR_RESPONSE_TOKENS,
     }
-
-
-def _run_file_of(target: Path) -> tuple[Path, dict[str, Any]]:
-    """The run file that ``target`` is or holds, and the values that replace its own."""
-    if not target.exists():
-        raise ConfigError(f"{target} does not exist: no run file, run directory or model directory is there")
-    if not target.is_dir():
-        return target, {}
-    if not (target / RUN_FILE).exists():
-        raise ConfigError(
-            f"{target} has neither {RUN_FILE} nor config.json, so it is neither a run directory nor a model directory"
-        )
-    return target / RUN_FILE, {"run.dir": str(target)}  # it may have been moved since
 
 
 def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import Checkpoint
+from rollcall.errors import ConfigError
 from rollcall.wait import warn
 
 RUN_FILE = "run.yaml"  # what the run was last started with
@@ -19,6 +20,19 @@ _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl"
 def is_run(run_dir: Path) -> bool:
     """Whether a folder holds anything that a run writes."""
     return any((run_dir / name).exists() for name in _OF_A_RUN)
+
+
+def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> tuple[Path, dict[str, str]]:
+    """The run file that ``path`` is or holds, and the values that replace its own: a run directory may have been moved.
+
+    ``what`` the caller takes, for messages."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give {what}, or write a run file with `rollcall init`")
+    if not path.is_dir():
+        return path, {}
+    if not (path / RUN_FILE).is_file():
+        raise ConfigError(f"{path} is a directory without {RUN_FILE}; give {what}")
+    return path / RUN_FILE, {"run.dir": str(path)}
 
 
 def has_begun(run_dir: Path) -> bool:

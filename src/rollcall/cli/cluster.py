@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import Json
+from rollcall.cli import Json, answer
 from rollcall.words import all_of, are, counted
 
 if TYPE_CHECKING:
@@ -137,11 +136,8 @@ def check(
     from rollcall.nodes.which import find_cluster
 
     found = wait_for_slots(find_cluster(cluster), num_slots=num_slots, timeout_s=timeout)
-    if as_json:
-        print(json.dumps(_as_json(found)))
-    else:
-        here = f"{all_of(num_slots, 'accelerator')} {are(num_slots)} there"
-        print(f"{here}, on {counted(len(found.alive), 'node')}")
+    here = f"{all_of(num_slots, 'accelerator')} {are(num_slots)} there, on {counted(len(found.alive), 'node')}"
+    answer(_as_json(found), lambda _: print(here), as_json=as_json)
 
 
 def status(
@@ -170,10 +166,7 @@ def status(
     from rollcall.nodes.which import find_cluster
 
     found = list_nodes(find_cluster(cluster))
-    if as_json:
-        print(json.dumps(_as_json(found)))
-    else:
-        _show(found)
+    answer(_as_json(found), lambda _: _show(found), as_json=as_json)
 
 
 def down(cluster: Cluster = None) -> None:

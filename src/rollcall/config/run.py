@@ -143,7 +143,10 @@ def load_config(
     below the others. Of ``changes``, which Python code gives, a map adds to the section that is there.
     """
     refuse_deep([path, changes])
-    raw = _sections_of(path)
+    if path is None:
+        raw = default_run()
+    else:
+        raw = deepcopy(dict(path)) if isinstance(path, Mapping) else _read_sections(path, what="run file")
     for key, value in (defaults or {}).items():
         set_key(raw, key, value)
     for override in overrides or []:
@@ -192,12 +195,6 @@ def default_run() -> dict[str, Any]:
     from importlib.resources import files
 
     return yaml.safe_load((files("rollcall.config") / "default.yaml").read_text())
-
-
-def _sections_of(path: Path | str | Mapping[str, Any] | None) -> dict[str, Any]:
-    if path is None:
-        return default_run()
-    return deepcopy(dict(path)) if isinstance(path, Mapping) else _read_sections(path, what="run file")
 
 
 def _read_sections(path: Path | str, *, what: str) -> dict[str, Any]:
