@@ -144,7 +144,10 @@ def test_a_model_directory_without_data_and_a_folder_that_is_neither_are_refused
     with pytest.raises(ConfigError, match="says nothing about data; add --data FILE"):
         plan(save_model(tmp_path / "model"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="neither a run directory nor a model directory"):
+    with pytest.raises(
+        ConfigError,
+        match="empty is a directory without run.yaml; give a run file, or the directory of a run or of a model",
+    ):
         plan(tmp_path / "empty")
 
 

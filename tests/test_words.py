@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
-from rollcall.nodes import bootstrap, state
+from rollcall.nodes import bootstrap
 from rollcall.words import all_of, are, counted
 
 
@@ -25,8 +25,7 @@ def test_a_noun_is_in_the_plural_unless_there_is_one() -> None:
 @pytest.mark.parametrize(("count", "said"), [(1, "stopped 1 process of"), (2, "stopped 2 processes of")])
 def test_down_counts_what_it_stopped(monkeypatch: pytest.MonkeyPatch, count: int, said: str) -> None:
     monkeypatch.setattr(bootstrap, "stop_node", lambda name: count)
-    monkeypatch.setattr(state, "current_cluster", lambda name: "mine")
-    assert CliRunner().invoke(app, ["down"]).stdout == f"{said} cluster 'mine'\n"
+    assert CliRunner().invoke(app, ["down", "--cluster", "mine"]).stdout == f"{said} cluster 'mine'\n"
 
 
 def test_a_cluster_of_one_node_is_named_as_one() -> None:
