@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +63,9 @@ def node(
             metavar="FILE", help="Stay, and train this run file once all nodes are there. Ends as the run does."
         ),
     ] = None,
+    tied: Annotated[
+        bool, typer.Option("--tied", hidden=True, help="Give up and leave nothing behind if stdin ends meanwhile.")
+    ] = False,
 ) -> None:
     """Start Ray on this node. Rank 0 starts the cluster, the others join it.
 
@@ -80,6 +84,7 @@ def node(
     from rollcall.nodes.foreground import hold
     from rollcall.nodes.rank import find_identity
     from rollcall.nodes.state import current_cluster
+    from rollcall.nodes.tied import tied_to_stdin
 
     whole = None
     if run is not None:
@@ -111,7 +116,8 @@ def node(
     if whole is not None:
         request = whole.complete(request)
         whole.prepare()
-    record, was_running = start_node(request)
+    with tied_to_stdin() if tied else nullcontext():
+        record, was_running = start_node(request)
     _introduce(record, was_running=was_running)
     if whole is not None:
         raise typer.Exit(whole.stay(record, timeout_s=timeout, save_s=save_wait))
@@ -192,6 +198,22 @@ def down(cluster: Cluster = None) -> None:
         if count
         else f"nothing of {meant.title} runs on this node"
     )
+
+
+def here(
+    cluster: Cluster = None,
+    interface: Annotated[str | None, typer.Option(help="Use the address of this interface.")] = None,
+) -> None:
+    """Say what a launcher has to know of this machine, as one JSON object: version, address for a head, rank.
+
+    \b
+    Example:
+      rollcall here --cluster mine
+    """
+    from rollcall.nodes.here import look_here
+    from rollcall.nodes.state import current_cluster
+
+    print(look_here(current_cluster(cluster), interface=interface).as_json())
 
 
 def _introduce(record: NodeRecord, *, was_running: bool) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcall.cli import Json, Overrides, RunFile, reported, split_arguments
+from rollcall.stop import heed
 from rollcall.wait import say
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def _launch(
         return
     for note in rendered.notes:
         say(f"note: {note}")
-    record = start(chosen, request, rendered)
+    with heed():  # a closed terminal or SIGTERM ends a start as Ctrl-C does
+        record = start(chosen, request, rendered)
     say(
         f"started {record.name!r}; look with `rollcall launch status {record.name}`, end it with `rollcall launch down {record.name}`"
     )

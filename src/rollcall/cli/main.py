@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rollcall.cli import reported
-from rollcall.cli.cluster import check, down, node, status
+from rollcall.cli.cluster import check, down, here, node, status
 from rollcall.cli.compare import compare
 from rollcall.cli.config import config
 from rollcall.cli.data import data
@@ -106,6 +106,7 @@ for command in (recover, compare, init, config, data, plan, simulate, doctor, su
     app.command(command.__name__)(reported(command))
 app.command("prepare")(reported(prepare))
 app.command("fetch-model")(reported(fetch_model))
+app.command("here", hidden=True)(reported(here))
 app.command("version")(version)
 app.add_typer(job, name="job")
 app.add_typer(reward, name="reward")

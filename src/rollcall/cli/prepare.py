@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ def prepare(
     once: Annotated[
         bool, typer.Option("--once", help="Run prepare.once too: what one node does for all of them.")
     ] = False,
+    tied: Annotated[bool, typer.Option("--tied", hidden=True, help="Give up if stdin ends meanwhile.")] = False,
 ) -> None:
     """Run the commands of `prepare.each_node` on this machine and fetch the models of the run.
 
@@ -28,8 +30,10 @@ def prepare(
     """
     from rollcall.config import load_config
     from rollcall.jobs.prepare import prepare_node
+    from rollcall.nodes.tied import tied_to_stdin
 
-    prepare_node(load_config(file, overrides or []), once=once)
+    with tied_to_stdin() if tied else nullcontext():
+        prepare_node(load_config(file, overrides or []), once=once)
 
 
 def fetch_model(

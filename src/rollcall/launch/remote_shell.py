@@ -1,0 +1,213 @@
+"""One script on one host through the user's own `ssh`, and the same on many hosts at once.
+
+The script goes to `bash -s` over stdin: nothing of it, and no secret, is in an argument that others could read, and the login
+shell there has nothing to quote. stdin stays open until the script has ended, so a command that is tied to its stdin
+(``nodes/tied.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
+host keys are known; it is only told to ask nobody.
+
+Each host has an `ssh` and threads that read it; the caller's thread waits for all, and Ctrl-C reaches it there.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rollcall.launch.errors import LaunchError
+from rollcall.redact import redact
+from rollcall.wait import say
+
+CONNECT_S = 20  # for a connection, with its jump hosts
+UNREACHABLE = 255  # the exit status of ssh itself
+NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # those of the user's configuration belong to another session
+LAST_LINES = 12
+LET_GO_S = 60.0  # for a tied command to remove what it began
+LOOK_EVERY_S = 0.05
+NO_SSH = "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
+
+Tell = Callable[[str, str], None]  # host, line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """How hosts are reached, beside what ssh's own configuration says."""
+
+    user: str | None = None
+    port: int | None = None
+    key: Path | None = None
+
+    def words(self, host: str, *options: str) -> tuple[str, ...]:
+        """The `ssh` that runs a script from its stdin on a host."""
+        return (
+            *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", "RemoteCommand=none"),
+            *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+            *(("-l", self.user) if self.user else ()),
+            *(("-p", str(self.port)) if self.port else ()),
+            *(("-i", str(self.key.expanduser()), "-o", "IdentitiesOnly=yes") if self.key else ()),
+            *options,
+            *("--", host, "bash -s"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    host: str
+    status: int | None  # None: it was still running when its time was over
+    out: str  # what it printed on stdout
+    last: tuple[str, ...]  # its last lines, of stdout and stderr
+    was_let_go: bool = False  # it was told to end, because another host failed
+
+    @property
+    def is_good(self) -> bool:
+        return self.status == 0
+
+    @property
+    def problem(self) -> str:
+        """The host's name, what went wrong there, and its last lines."""
+        shown = "".join(f"\n    {line}" for line in self.last)
+        if self.status == UNREACHABLE:
+            return f"{self.host}: ssh cannot reach it{shown}{_advice(shown)}"
+        if self.status is None:
+            return f"{self.host}: not done in time{shown}"
+        return f"{self.host}: failed with status {self.status}{shown}"
+
+
+class RemoteShell:
+    """A script that runs on a host."""
+
+    def __init__(self, words: Sequence[str], *, host: str, script: str, tell: Tell | None = None) -> None:
+        self.host = host
+        self._tell = tell
+        self._out: list[str] = []
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the launcher, which then ends this in its own way.
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except FileNotFoundError:
+            raise LaunchError(NO_SSH) from None
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self._stdin = process.stdin
+        self._lock = threading.Lock()
+        threading.Thread(target=self._send, args=(script.encode(),), daemon=True).start()
+        self._readers = [
+            threading.Thread(target=self._read, args=(process.stdout, self._out), daemon=True),
+            threading.Thread(target=self._read, args=(process.stderr, None), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._process.poll() not in (None, 0)
+
+    def let_go(self) -> None:
+        """Close its stdin, which ends a command that is tied to it."""
+        with self._lock:
+            if not self._stdin.closed:
+                try:
+                    self._stdin.close()
+                except BrokenPipeError:
+                    return  # it has ended
+
+    def kill(self) -> None:
+        """End the connection."""
+        self._process.kill()
+        self._process.wait()
+
+    def outcome(self) -> Outcome:
+        """Of one that is over, or whose time is."""
+        status = self._process.poll()
+        if status is None:
+            self.kill()
+        for reader in self._readers:
+            reader.join(1.0)  # a connection that the user's ssh shares with others may hold the pipe longer
+        was_let_go = self._stdin.closed
+        self.let_go()
+        return Outcome(
+            host=self.host, status=status, out="".join(self._out), last=tuple(self._last), was_let_go=was_let_go
+        )
+
+    def _send(self, script: bytes) -> None:
+        with self._lock:
+            try:
+                self._stdin.write(script)
+                self._stdin.flush()
+            except (BrokenPipeError, ValueError):
+                return  # ssh has ended, and says why
+
+    def _read(self, pipe: IO[bytes], kept: list[str] | None) -> None:
+        with pipe:
+            for raw in pipe:
+                line = raw.decode(errors="replace")
+                if kept is not None:
+                    kept.append(line)
+                if text := line.rstrip():
+                    self._last.append(redact(text))
+                    if self._tell is not None:
+                        self._tell(self.host, text)
+
+
+def run_on_all(
+    login: Login,
+    scripts: Mapping[str, str],
+    *,
+    timeout_s: float = math.inf,
+    tell: Tell | None = None,
+    together: bool = False,
+) -> list[Outcome]:
+    """Each host's script on that host, all at once; the outcomes in the order of ``scripts``.
+
+    ``together``: when one fails, the others are let go. Ctrl-C lets all of them go and waits for them.
+    """
+    shells: list[RemoteShell] = []
+    give_up = time.monotonic() + timeout_s
+    try:
+        for host, script in scripts.items():
+            shells.append(RemoteShell(login.words(host, *NO_FORWARDS), host=host, script=script, tell=tell))
+        while (going := [shell for shell in shells if not shell.is_over]) and time.monotonic() < give_up:
+            if together and any(shell.has_failed for shell in shells):
+                _let_go(going)
+                break
+            time.sleep(LOOK_EVERY_S)
+        return [shell.outcome() for shell in shells]
+    except BaseException:
+        _let_go([shell for shell in shells if not shell.is_over])
+        for shell in shells:
+            shell.outcome()
+        raise
+
+
+def _let_go(shells: Sequence[RemoteShell]) -> None:
+    for shell in shells:
+        shell.let_go()
+    give_up = time.monotonic() + LET_GO_S
+    while not all(shell.is_over for shell in shells) and time.monotonic() < give_up:
+        time.sleep(LOOK_EVERY_S)
+
+
+def prefixed(hosts: Sequence[str], *, write: Callable[[str], None] = say) -> Tell:
+    """Lines with the host's name in front, in a column of its own."""
+    width = max(map(len, hosts), default=0)
+    return lambda host, line: write(f"{host:<{width}} | {line}")
+
+
+def _advice(shown: str) -> str:
+    if "Host key verification failed" in shown or "host key is known" in shown:
+        return "\n    look at its key with `ssh HOST` by hand, and accept it there if it is the right one"
+    if "Permission denied" in shown:
+        return "\n    `ssh HOST` by hand has to work without a question: see launch.ssh.user and launch.ssh.key, or ssh-agent"
+    return ""

@@ -1,0 +1,89 @@
+"""The hosts of an ssh launch: how they are reached, and the scripts that run Rollcall's commands there.
+
+A record keeps it, so that `down` and the other verbs need no run file.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.hosts import hosts_of
+from rollcall.launch.record import LaunchRecord
+from rollcall.launch.remote_shell import Login, Outcome, Tell, run_on_all
+from rollcall.launch.rendered import exports, shell_path
+from rollcall.launch.target import Request
+from rollcall.nodes.state import CLUSTER
+
+FACT = "ssh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    cluster: str
+    hosts: tuple[str, ...]  # by rank
+    user: str | None = None
+    port: int | None = None
+    key: str | None = None
+    activate: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_request(cls, request: Request) -> Site:
+        section = request.launch.ssh
+        assert section is not None
+        return cls(
+            cluster=request.name,
+            hosts=request.hosts,
+            user=section.user,
+            port=section.port,
+            key=None if section.key is None else str(section.key),
+            activate=None if section.activate is None else str(section.activate),
+            variables={**request.node_env, **section.env},
+        )
+
+    @classmethod
+    def of_record(cls, record: LaunchRecord) -> Site:
+        if FACT not in record.facts:
+            raise LaunchError(
+                f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
+            )
+        return cls(hosts=hosts_of(record), **json.loads(record.facts[FACT]))
+
+    def kept_in(self, record: LaunchRecord) -> LaunchRecord:
+        values = {name: value for name, value in asdict(self).items() if name != "hosts"}
+        return replace(record, facts={**record.facts, FACT: json.dumps(values)})
+
+    @property
+    def head(self) -> str:
+        return self.hosts[0]
+
+    @property
+    def login(self) -> Login:
+        return Login(user=self.user, port=self.port, key=None if self.key is None else Path(self.key))
+
+    def script(self, *lines: str) -> str:
+        """Lines of shell in the environment of the nodes. They run only once all of them have arrived."""
+        return "\n".join([*("main() {", *self._environment(), *lines, "}", "main"), ""])
+
+    def run(self, *words: str, hosts: Sequence[str], timeout_s: float, tell: Tell | None = None) -> list[Outcome]:
+        """One command on some of the hosts at once."""
+        script = self.script(f"exec {shlex.join(words)} </dev/null")
+        return run_on_all(self.login, dict.fromkeys(hosts, script), timeout_s=timeout_s, tell=tell)
+
+    def _environment(self) -> list[str]:
+        lines = []
+        if self.activate is not None:
+            path, shown = shell_path(Path(self.activate)), shlex.quote(self.activate)
+            missing = f"printf 'the activate script %s does not exist here, or cannot be read\\n' {shown} >&2"
+            lines += [f"[ -r {path} ] || {{ {missing}; exit 1; }}", f". {path} || exit 1"]
+        where = "in its environment" if self.activate else "on the PATH of a shell that is not a login shell"
+        lines += exports({**self.variables, CLUSTER: self.cluster})
+        lines.append(
+            f"command -v rollcall >/dev/null || {{ echo 'rollcall was not found {where}; set launch.ssh.activate' >&2; exit 1; }}"
+        )
+        return lines

@@ -1,0 +1,415 @@
+"""Machines that ssh reaches: `rollcall node` on all of them at once, then a job, submitted from here through a tunnel.
+
+    look      connect to every host; which Rollcall it has, whether it can be used. All problems at once, nothing is started
+    prepare   `rollcall prepare` on every host
+    nodes     `rollcall node` on every host
+    check     all slots have joined, as the head says; `rollcall doctor --quick` there
+    submit    through a tunnel to the head's dashboard, with an id that the record has already
+
+What prepares and starts nodes is tied to its connection, so none of it outlives a launcher that is gone. What fails while a
+launch starts, and Ctrl-C, takes all of it down again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollcall.errors import ClusterError
+from rollcall.jobs.package import build_package
+from rollcall.jobs.paths import resolve_paths
+from rollcall.jobs.submit import Job, Jobs, new_id
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.hosts import claim
+from rollcall.launch.record import LaunchRecord, Part, forget
+from rollcall.launch.remote_shell import NO_FORWARDS, Outcome, prefixed, run_on_all
+from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
+from rollcall.launch.site import Site
+from rollcall.launch.target import Request
+from rollcall.launch.token import FILE as TOKEN_FILE
+from rollcall.launch.token import launch_token
+from rollcall.launch.tool import need_tool
+from rollcall.launch.tunnel import Tunnel, TunnelChannel
+from rollcall.nodes.here import Here
+from rollcall.stop import INTERRUPTED
+from rollcall.version import __version__
+from rollcall.wait import say
+from rollcall.words import counted
+from rollcall.worker_env.declared import passed
+from rollcall.worker_env.node_shell import TOKEN
+
+LOOK_S = 180.0  # importing Python packages over a network file system takes its time
+NODE_S = 900.0  # `rollcall node` has limits of its own, which are shorter and say more
+CHECK_S = 120.0
+DOCTOR_S = 600.0
+DOWN_S = 300.0
+LOOK, PREPARE, PREPARE_ONCE = "look.sh", "prepare.sh", "prepare-once.sh"  # rendered scripts
+JOINED, DOCTOR = "joined.sh", "doctor.sh"
+NODE, JOB = "node", "job"  # kinds of parts
+DASHBOARD, HEAD = "dashboard", "head"  # facts: the port on the head's loopback, and where the head listens
+
+
+class Ssh:
+    name = "ssh"
+
+    def render(self, request: Request) -> Rendered:
+        site = Site.of_request(request)
+        section = request.launch.ssh
+        assert section is not None
+        if request.launch.container is not None:
+            raise LaunchError(
+                "launch.container does not work with ssh; leave it out, or start the nodes by hand in containers"
+            )
+        interface = ("--interface", section.interface) if section.interface else ()
+        look = shlex.join(("rollcall", "here", *interface))
+        joined = shlex.join(
+            ("rollcall", "check", str(request.cluster.num_slots), "--timeout", f"{CHECK_S:g}", "--json")
+        )
+        files = [
+            request.run_file,
+            RenderedFile(name=LOOK, text=site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1")),
+            RenderedFile(name=PREPARE, text=_with_run_file(request, 'rollcall prepare --tied "$run"')),
+            RenderedFile(name=PREPARE_ONCE, text=_with_run_file(request, 'rollcall prepare --tied --once "$run"')),
+            *(
+                RenderedFile(name=node_file(rank), text=site.script(f"exec {_node_line(request, rank)}"))
+                for rank in range(len(site.hosts))
+            ),
+            RenderedFile(name=JOINED, text=site.script(f"exec {joined} </dev/null")),
+            RenderedFile(name=DOCTOR, text=_with_run_file(request, 'rollcall doctor "$run" --quick </dev/null')),
+        ]
+        steps = [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
+        steps += [(host, f"prepare {host}", _prepare_file(rank)) for rank, host in enumerate(site.hosts)]
+        steps += [(host, f"start rank {rank} on {host}", node_file(rank)) for rank, host in enumerate(site.hosts)]
+        steps += [(site.head, f"ask {site.head} whether all nodes have joined", JOINED)]
+        steps += [(site.head, f"look on {site.head} for what would break the run", DOCTOR)]
+        commands = [
+            Command(words=site.login.words(host, *NO_FORWARDS), what=what, stdin=file) for host, what, file in steps
+        ]
+        notes = [
+            f"the token of the cluster ({TOKEN}) and the head's address ($head) are sent in front of a node's script, over stdin",
+            f"then the run is submitted from here, through an ssh tunnel to the dashboard of {site.head}",
+        ]
+        return Rendered(files=tuple(files), commands=tuple(commands), notes=tuple(notes))
+
+    def validate(self, rendered: Rendered, folder: Path) -> str:
+        need_tool("ssh", install="install OpenSSH's client (Debian: openssh-client)")
+        return "the hosts are asked next; nothing is started before all of them can be used"
+
+    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+        _refuse_what_cannot_be_sent(request)
+        site = Site.of_request(request)
+        record = site.kept_in(claim(record, site.hosts)).save()
+        head = _look(site, rendered, record)
+        _prepare(request, site, rendered, record)
+        record = replace(record, facts={**record.facts, HEAD: head})
+        for host in site.hosts:
+            record = record if _part(record, NODE, host) else record.with_part(Part(kind=NODE, where=host))
+        record = record.save()
+        try:
+            record = _start_nodes(site, rendered, record)
+            record = _see_all_joined(site, rendered, record)
+            return _submit(request, rendered, record)
+        except BaseException:
+            if record.state == "starting":
+                _undo(record)
+            raise
+
+    def follow(self, record: LaunchRecord) -> int:
+        with _jobs(record) as jobs:
+            job_id = _job_id(record)
+            try:
+                jobs.wait_started(job_id)
+                job = jobs.follow(job_id, write=_print)
+            except KeyboardInterrupt:
+                say(f"\n{job_id} goes on; follow it with `rollcall launch logs {record.name} --follow`")
+                return INTERRUPTED
+        say(f"{job.id} is {job.status}")
+        if job.status == "SUCCEEDED":
+            return 0
+        return job.exit_code if job.exit_code and 0 < job.exit_code < 256 else 1
+
+    def status(self, record: LaunchRecord) -> str:
+        site = Site.of_record(record)
+        [asked] = site.run("rollcall", "status", "--json", hosts=[site.head], timeout_s=LOOK_S)
+        found = _last_object(asked)
+        if found is None:
+            return asked.problem
+        alive = sum(node["alive"] for node in found["nodes"])
+        nodes = f"{alive} of {counted(found['num_nodes'], 'node')} alive"
+        with _jobs(record) as jobs:
+            job = _find(jobs, _job_id(record))
+        return f"{nodes}; {f'{job.id} is {job.status}' if job else 'the run is not submitted'}"
+
+    def logs(self, record: LaunchRecord) -> None:
+        with _jobs(record) as jobs:
+            _print(jobs.logs(_job_id(record)))
+
+    def stop(self, record: LaunchRecord) -> None:
+        _stop_job(record)
+        problems = _take_down(record)
+        if problems:
+            raise LaunchError(
+                "\n  ".join(["what was started is not ended everywhere:", *problems])
+                + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; for one that is gone for good, "
+                f"remove {record.folder}"
+            )
+
+
+def node_file(rank: int) -> str:
+    return f"node-{rank}.sh"
+
+
+def _node_line(request: Request, rank: int) -> str:
+    """`rollcall node` as a line of shell. ``$head`` and the token come before the script."""
+    section, cluster = request.launch.ssh, request.cluster
+    assert section is not None
+    words = ["rollcall", "node", "--tied", "--rank", str(rank), "--num-nodes", str(cluster.num_nodes)]
+    if cluster.accelerator == "cpu" or cluster.nodes is not None:
+        words += ["--slots", str(cluster.slots_per_node[rank])]
+    if section.interface is not None:
+        words += ["--interface", section.interface]
+    line = shlex.join(words)
+    if section.temp_dir is not None:
+        line += f" --temp-dir {shell_path(section.temp_dir)}"
+    if request.launch.rendezvous is not None:
+        return f"{line} --rendezvous {shell_path(request.launch.rendezvous)}"
+    return f'{line} --head-address "$head"'
+
+
+def _refuse_what_cannot_be_sent(request: Request) -> None:
+    """Before anything is started: paths that the nodes do not see, modules of rewards that are not here."""
+    config = resolve_paths(request.config, folder=request.cwd, record=None)
+    build_package(config, run_file="", folder=request.cwd)
+
+
+def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
+    """Where the head will listen; raises with every host that cannot be used."""
+    say(f"connecting to {counted(len(site.hosts), 'host')}")
+    script = rendered.file(LOOK).text
+    outcomes = run_on_all(site.login, dict.fromkeys(site.hosts, script), timeout_s=LOOK_S)
+    seen = {each.host: Here.of(each.out) if each.is_good else None for each in outcomes}
+    problems = [
+        problem
+        for rank, each in enumerate(outcomes)
+        if (problem := _problem(each, seen[each.host], rank=rank, record=record, alone=len(site.hosts) == 1))
+    ]
+    machines: dict[tuple[str, str], str] = {}
+    for host, here in seen.items():
+        if here is not None:
+            machine = (here.host, here.address.rpartition(":")[0])
+            if machine in machines:
+                problems.append(f"{host}: the same machine as {machines[machine]}")
+            machines.setdefault(machine, host)
+    if problems:
+        used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
+        raise LaunchError("\n  ".join([used, *problems]))
+    head = seen[site.head]
+    assert head is not None
+    # A launcher that was killed may have told nodes of a head that does not run yet.
+    return head.address if head.rank == 0 else record.facts.get(HEAD, head.address)
+
+
+def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, alone: bool) -> str | None:
+    """Why a host cannot be used."""
+    host = outcome.host
+    said = re.search(r"^rollcall (\S+) \(", outcome.out, re.MULTILINE)  # by `rollcall version`, after `here` has failed
+    version = here.version if here else said[1] if said else __version__
+    if version != __version__:
+        return f"{host}: has rollcall {version}, and this machine {__version__}; install the same there"
+    if not outcome.is_good:
+        return outcome.problem
+    if here is None:
+        return f"{host}: `rollcall here` gave no answer; it printed {outcome.out[-200:]!r}"
+    if here.rank is not None and _part(record, NODE, host) is None:
+        return f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
+    if here.rank not in (None, rank):
+        return (
+            f"{host}: is rank {here.rank} of this cluster, not {rank}; run `rollcall launch down {record.name}` first"
+        )
+    if rank == 0 and here.is_alone and not alone:
+        return f"{host}: has no address that other machines reach; set launch.ssh.interface"
+    return None
+
+
+def _with_run_file(request: Request, command: str) -> str:
+    """A script that runs the command with the run file at ``$run``, which is there only meanwhile."""
+    return Site.of_request(request).script(
+        "folder=$(mktemp -d) || exit 1",
+        """trap 'rm -rf "$folder"' EXIT""",
+        "run=$folder/run.yaml",
+        f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
+        command,
+    )
+
+
+def _prepare_file(rank: int) -> str:
+    return PREPARE if rank else PREPARE_ONCE
+
+
+def _prepare(request: Request, site: Site, rendered: Rendered, record: LaunchRecord) -> None:
+    """On all hosts at once, the first one also what one node does for all. A cluster that runs already is not prepared again."""
+    if record.state == "started":
+        return
+    say(f"preparing {counted(len(site.hosts), 'host')}")
+    # Where models are cached, and the key of the hub, are variables of the run.
+    variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
+    before = "".join(f"{line}\n" for line in exports(variables))
+    scripts = {host: before + rendered.file(_prepare_file(rank)).text for rank, host in enumerate(site.hosts)}
+    _raise_if_any("not prepared", run_on_all(site.login, scripts, tell=prefixed(site.hosts), together=True))
+
+
+def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
+    problems = [each.problem for each in outcomes if not each.is_good and not each.was_let_go]
+    if problems:
+        raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {what}:", *problems]))
+
+
+def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    say(f"starting {counted(len(site.hosts), 'node')}")
+    before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
+    scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
+    outcomes = run_on_all(site.login, scripts, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True)
+    for outcome in outcomes:
+        if outcome.is_good:
+            record = record.with_part(Part(kind=NODE, where=outcome.host, id=site.cluster))
+    record = record.save()
+    _raise_if_any("without a node", outcomes)
+    return record
+
+
+def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    scripts = {site.head: rendered.file(JOINED).text}
+    [outcome] = run_on_all(site.login, scripts, timeout_s=CHECK_S + LOOK_S, tell=_errors_only(site))
+    found = _last_object(outcome)
+    if found is None:
+        raise LaunchError(f"not all nodes have joined:\n  {outcome.problem}")
+    port = urlsplit(found["dashboard_url"] or "").port
+    if port is None:
+        raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found['dashboard_url']})")
+    say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
+    return replace(record, facts={**record.facts, DASHBOARD: str(port)}).save()
+
+
+def _errors_only(site: Site):  # noqa: ANN202
+    tell = prefixed(site.hosts)
+    return lambda host, line: None if line.startswith("{") else tell(host, line)
+
+
+def _submit(request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    with _jobs(record) as jobs:
+        known = _find(jobs, _job_id(record)) if _job_id(record) else None
+        if known is not None and (record.state == "starting" or not known.is_over):
+            say(f"{known.id} is {known.status}")
+            return record
+        _examine(Site.of_record(record), rendered)
+        if known is not None or not _job_id(record):
+            job = Part(kind=JOB, where=Site.of_record(record).head, id=new_id(request.config.run.name))
+            record = record.with_part(job).save()
+        job = jobs.submit(request.config, folder=request.cwd, environ=os.environ, job_id=_job_id(record))
+    say(f"submitted {job.id}")
+    _say_where(record)
+    return record
+
+
+def _examine(site: Site, rendered: Rendered) -> None:
+    scripts = {site.head: rendered.file(DOCTOR).text}
+    [outcome] = run_on_all(site.login, scripts, timeout_s=DOCTOR_S, tell=prefixed([site.head]))
+    if not outcome.is_good:
+        raise LaunchError(f"`rollcall doctor` has found what would break the run:\n  {outcome.problem}")
+
+
+def _say_where(record: LaunchRecord) -> None:
+    say(f"  run dir    {record.run_dir} on the hosts")
+    say(f"  log        rollcall launch logs {record.name} --follow")
+    say(f"  dashboard  rollcall tunnel {record.name}")
+
+
+@contextmanager
+def _jobs(record: LaunchRecord) -> Iterator[Jobs]:
+    """The jobs of the launch's cluster, through a tunnel that is open as long as the block runs."""
+    if DASHBOARD not in record.facts:
+        raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
+    token = launch_token(record.folder)
+    with open_tunnel(record) as tunnel:
+        channel = TunnelChannel(tunnel, token=token, token_source=str(record.folder / TOKEN_FILE))
+        yield Jobs(channel, token=token)
+
+
+def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
+    site = Site.of_record(record)
+    return Tunnel(site.login, host=site.head, port=int(record.facts[DASHBOARD]), local_port=local_port)
+
+
+def _find(jobs: Jobs, job_id: str) -> Job | None:
+    return next((job for job in jobs.jobs() if job.id == job_id), None)
+
+
+def _job_id(record: LaunchRecord) -> str:
+    return next((part.id for part in record.parts if part.kind == JOB), "")
+
+
+def _part(record: LaunchRecord, kind: str, where: str) -> Part | None:
+    return next((part for part in record.parts if (part.kind, part.where) == (kind, where)), None)
+
+
+def _last_object(outcome: Outcome) -> dict | None:
+    lines = [line for line in outcome.out.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if outcome.is_good and lines else None
+
+
+def _undo(record: LaunchRecord) -> None:
+    """Of a start that failed: nothing stays."""
+    say("taking down what was started")
+    problems = _take_down(record)
+    if not problems:
+        forget(record)
+        return
+    say("\n  ".join(["what was started is not ended everywhere:", *problems]))
+    say(f"run `rollcall launch down {record.name}` when these hosts answer")
+
+
+def _stop_job(record: LaunchRecord) -> None:
+    """The run saves first. A head that does not answer has no run to save."""
+    job_id = _job_id(record)
+    if not job_id or DASHBOARD not in record.facts:
+        return
+    try:
+        with _jobs(record) as jobs:
+            if _find(jobs, job_id) is not None:
+                jobs.stop(job_id)
+    except (LaunchError, ClusterError) as error:
+        say(f"{job_id} was not told to save: {error}")
+
+
+def _take_down(record: LaunchRecord) -> list[str]:
+    """`rollcall down` on every host that has a node, or was about to have one; the problems. What is down leaves the record."""
+    site = Site.of_record(record)
+    hosts = [part.where for part in record.parts if part.kind == NODE]
+    outcomes = site.run("rollcall", "down", hosts=hosts, timeout_s=DOWN_S, tell=prefixed(hosts))
+    down = {each.host for each in outcomes if each.is_good}
+    replace(record, parts=tuple(p for p in record.parts if p.kind != NODE or p.where not in down)).save()
+    return [each.problem for each in outcomes if not each.is_good]
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def hosts_named(site: Site, where: str) -> Sequence[str]:
+    """``all``, or a host of the launch."""
+    if where == "all":
+        return site.hosts
+    if where not in site.hosts:
+        raise LaunchError(
+            f"{where!r} is not a host of launch {site.cluster!r}; use all, or one of {', '.join(site.hosts)}"
+        )
+    return [where]

@@ -1,0 +1,51 @@
+"""What a launcher asks a machine before it starts a node there: which Rollcall it has, where it could be the head, and whether
+it is a node of that cluster already."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+
+from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address
+from rollcall.nodes.bootstrap import is_running
+from rollcall.nodes.state import read_record, sole_owner
+from rollcall.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    version: str  # of Rollcall
+    host: str  # as it calls itself
+    address: str  # HOST:PORT at which a head could listen; of rank 0 that runs already: where it listens
+    is_alone: bool  # whether other machines cannot reach that address
+    rank: int | None  # None: it is not a node of the cluster
+
+    @classmethod
+    def of(cls, text: str) -> Here | None:
+        """From the last line that holds one; a login shell may print before it."""
+        for line in reversed(text.splitlines()):
+            if line.startswith("{"):
+                try:
+                    return cls(**json.loads(line))
+                except (TypeError, ValueError):
+                    continue
+        return None
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def look_here(cluster: str, *, interface: str | None) -> Here:
+    ip = own_address(toward=None, node_ip=None, interface=interface)
+    with sole_owner(cluster):  # leaves nothing on a machine that is not a node
+        record = read_record(cluster)
+    running = record if record is not None and is_running(record) else None
+    is_head = running is not None and running.rank == 0
+    return Here(
+        version=__version__,
+        host=socket.gethostname(),
+        address=running.head_address if running and is_head else join_address(ip, free_ports(1)[0]),
+        is_alone=is_loopback(ip),
+        rank=running.rank if running else None,
+    )
