@@ -23,6 +23,7 @@ from rollcall.cli.prepare import fetch_model, prepare
 from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
+from rollcall.cli.ssh import ssh, tunnel
 from rollcall.cli.train import train
 from rollcall.redact import guard_streams
 from rollcall.version import __version__
@@ -102,7 +103,24 @@ def _installed(name: str) -> str:
 
 app.command("train")(reported(train))
 app.command("eval")(reported(evaluate))
-for command in (recover, compare, init, config, data, plan, simulate, doctor, submit, env, node, check, status, down):
+for command in (
+    recover,
+    compare,
+    init,
+    config,
+    data,
+    plan,
+    simulate,
+    doctor,
+    submit,
+    env,
+    node,
+    check,
+    status,
+    down,
+    ssh,
+    tunnel,
+):
     app.command(command.__name__)(reported(command))
 app.command("prepare")(reported(prepare))
 app.command("fetch-model")(reported(fetch_model))

@@ -69,10 +69,14 @@ class Outcome:
         return self.status == 0
 
     @property
+    def was_reached(self) -> bool:
+        return self.status != UNREACHABLE
+
+    @property
     def problem(self) -> str:
         """The host's name, what went wrong there, and its last lines."""
         shown = "".join(f"\n    {line}" for line in self.last)
-        if self.status == UNREACHABLE:
+        if not self.was_reached:
             return f"{self.host}: ssh cannot reach it{shown}{_advice(shown)}"
         if self.status is None:
             return f"{self.host}: not done in time{shown}"

@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +52,7 @@ NODE_S = 900.0  # `rollcall node` has limits of its own, which are shorter and s
 CHECK_S = 120.0
 DOCTOR_S = 600.0
 DOWN_S = 300.0
+LOOK_AGAIN_S = 1.0  # after a tunnel
 LOOK, PREPARE, PREPARE_ONCE = "look.sh", "prepare.sh", "prepare-once.sh"  # rendered scripts
 JOINED, DOCTOR = "joined.sh", "doctor.sh"
 NODE, JOB = "node", "job"  # kinds of parts
@@ -118,7 +120,7 @@ class Ssh:
             record = _see_all_joined(site, rendered, record)
             return _submit(request, rendered, record)
         except BaseException:
-            if record.state == "starting":
+            if record.state == "starting" and not _job_id(record):  # what has a run stays, for the next try or for `down`
                 _undo(record)
             raise
 
@@ -335,16 +337,32 @@ def _say_where(record: LaunchRecord) -> None:
 @contextmanager
 def _jobs(record: LaunchRecord) -> Iterator[Jobs]:
     """The jobs of the launch's cluster, through a tunnel that is open as long as the block runs."""
-    if DASHBOARD not in record.facts:
-        raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
     token = launch_token(record.folder)
-    with open_tunnel(record) as tunnel:
+    with _open_tunnel(record) as tunnel:
         channel = TunnelChannel(tunnel, token=token, token_source=str(record.folder / TOKEN_FILE))
         yield Jobs(channel, token=token)
 
 
-def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
+def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
+    """The dashboard on a port of this machine until Ctrl-C; a connection that breaks is made again."""
+    with _open_tunnel(record, local_port=local_port) as tunnel:
+        print(tunnel.url, flush=True)
+        say(f"the dashboard of {record.name!r}, until Ctrl-C; its token is in {record.folder / TOKEN_FILE}")
+        while True:
+            time.sleep(LOOK_AGAIN_S)
+            if tunnel.is_open:
+                continue
+            try:
+                tunnel.reopen()
+                say("connected again")
+            except LaunchError as error:
+                say(f"the connection is lost, trying again: {error}")
+
+
+def _open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
     site = Site.of_record(record)
+    if DASHBOARD not in record.facts:
+        raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
     return Tunnel(site.login, host=site.head, port=int(record.facts[DASHBOARD]), local_port=local_port)
 
 
@@ -402,14 +420,3 @@ def _take_down(record: LaunchRecord) -> list[str]:
 def _print(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def hosts_named(site: Site, where: str) -> Sequence[str]:
-    """``all``, or a host of the launch."""
-    if where == "all":
-        return site.hosts
-    if where not in site.hosts:
-        raise LaunchError(
-            f"{where!r} is not a host of launch {site.cluster!r}; use all, or one of {', '.join(site.hosts)}"
-        )
-    return [where]

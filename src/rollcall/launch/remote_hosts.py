@@ -1,0 +1,43 @@
+"""Commands of the user on the hosts of an ssh launch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.record import LaunchRecord, all_records, get_record
+from rollcall.launch.remote_shell import prefixed, run_on_all
+from rollcall.launch.site import Site
+from rollcall.wait import on_stdout
+
+ALL = "all"
+
+
+def named_record(name: str | None) -> LaunchRecord:
+    """The launch of that name; without one, the only launch with ssh."""
+    if name is not None:
+        return get_record(name)
+    found = [record for record in all_records() if record.target == "ssh"]
+    if not found:
+        raise LaunchError("nothing was launched with ssh from this machine; `rollcall launch ssh run.yaml` does")
+    if len(found) > 1:
+        raise LaunchError(f"there are several launches: {', '.join(each.name for each in found)}; name one of them")
+    return found[0]
+
+
+def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
+    """On all hosts, or one; prints what comes and returns what went wrong. A single word is a line of shell."""
+    site = Site.of_record(record)
+    if where != ALL and where not in site.hosts:
+        known = ", ".join(site.hosts)
+        raise LaunchError(f"{where!r} is not a host of launch {record.name!r}; use all, or one of {known}")
+    hosts = site.hosts if where == ALL else (where,)
+    line = command[0] if len(command) == 1 else shlex.join(command)
+    scripts = dict.fromkeys(hosts, site.script(f"{{ {line}\n}} </dev/null"))
+    outcomes = run_on_all(site.login, scripts, tell=prefixed(hosts, write=on_stdout))
+    return [
+        f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
+        for each in outcomes
+        if not each.is_good
+    ]
