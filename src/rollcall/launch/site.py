@@ -67,8 +67,8 @@ class Site:
         return Login(user=self.user, port=self.port, key=None if self.key is None else Path(self.key))
 
     def script(self, *lines: str) -> str:
-        """Lines of shell in the environment of the nodes. They run only once all of them have arrived."""
-        return "\n".join([*("main() {", *self._environment(), *lines, "}", "main"), ""])
+        """Lines of shell in the environment of the nodes. They run once all of them have arrived; stdin may stay open."""
+        return "\n".join([*("main() {", *self._environment(), *lines, "}", "main; exit"), ""])
 
     def run(self, *words: str, hosts: Sequence[str], timeout_s: float, tell: Tell | None = None) -> list[Outcome]:
         """One command on some of the hosts at once."""

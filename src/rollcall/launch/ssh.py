@@ -120,7 +120,9 @@ class Ssh:
             record = _see_all_joined(site, rendered, record)
             return _submit(request, rendered, record)
         except BaseException:
-            if record.state == "starting" and not _job_id(record):  # what has a run stays, for the next try or for `down`
+            if record.state == "starting" and not _job_id(
+                record
+            ):  # what has a run stays, for the next try or for `down`
                 _undo(record)
             raise
 
@@ -134,9 +136,7 @@ class Ssh:
                 say(f"\n{job_id} goes on; follow it with `rollcall launch logs {record.name} --follow`")
                 return INTERRUPTED
         say(f"{job.id} is {job.status}")
-        if job.status == "SUCCEEDED":
-            return 0
-        return job.exit_code if job.exit_code and 0 < job.exit_code < 256 else 1
+        return job.exit_status
 
     def status(self, record: LaunchRecord) -> str:
         site = Site.of_record(record)
@@ -188,7 +188,7 @@ def _node_line(request: Request, rank: int) -> str:
 
 def _refuse_what_cannot_be_sent(request: Request) -> None:
     """Before anything is started: paths that the nodes do not see, modules of rewards that are not here."""
-    config = resolve_paths(request.config, folder=request.cwd, record=None)
+    config = resolve_paths(request.config, folder=request.cwd, shared=None)
     build_package(config, run_file="", folder=request.cwd)
 
 

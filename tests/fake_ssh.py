@@ -1,0 +1,86 @@
+"""A stand-in for `ssh`: a "host" is a folder, in which bash runs with a `rollcall` that answers as the real one would.
+
+Run as the program `ssh`; the folder of the hosts is beside it. ``hosts/NAME/`` is a host's home. Files in it say how the host is:
+``unreachable`` (what ssh says of it), ``version``, ``fails-COMMAND`` (what the command prints before it fails), ``waits-COMMAND``
+(it goes on until its stdin ends). ``calls`` gets a line for each `rollcall` command. A forwarded port is really forwarded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+ROLLCALL = r"""#!/bin/bash
+words="$*"; printf '%s\n' "$words" >> ~/calls
+printf '%s' "$MINE" > ~/mine
+printf '%s' "$ROLLCALL_TOKEN" > ~/token-of-$1
+if [ -e ~/fails-$1 ]; then cat ~/fails-$1 >&2; exit 1; fi
+if [ -e ~/waits-$1 ]; then echo "waiting in $1"; cat >/dev/null; echo "let go"; exit 130; fi
+case $1 in
+here)
+  version=VERSION; [ -e ~/version ] && version=$(cat ~/version)
+  rank=null; [ -e ~/rank ] && rank=$(cat ~/rank)
+  echo "{\"version\": \"$version\", \"host\": \"$(basename ~)\", \"address\": \"10.0.0.1:7000\", \"is_alone\": false, \"rank\": $rank}" ;;
+node) while [ "$1" != --rank ]; do shift; done; echo "$2" > ~/rank; echo "Ray started" ;;
+down) rm -f ~/rank; echo "stopped 3 processes" ;;
+check) echo "{\"num_slots\": $2, \"dashboard_url\": \"http://127.0.0.1:$(cat ~/../dashboard)\"}" ;;
+status) echo "{\"num_nodes\": 2, \"nodes\": [{\"alive\": true}, {\"alive\": false}]}" ;;
+esac
+"""
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    end = words.index("--")
+    host, command = words[end + 1 :]
+    assert command == "bash -s" and "StrictHostKeyChecking" not in " ".join(words), words
+    home = Path(__file__).parent / "hosts" / host
+    if (home / "unreachable").exists():
+        print((home / "unreachable").read_text(), file=sys.stderr)
+        sys.exit(255)
+    if "-L" in words:
+        forward(words[words.index("-L") + 1])
+    environment = {"HOME": str(home), "PATH": f"{home}/bin:/usr/bin:/bin"}
+    sys.exit(subprocess.run(["bash", "-s"], env=environment, cwd=home).returncode)
+
+
+def forward(how: str) -> None:
+    _, here, there_host, there = how.split(":")
+    server = socket.create_server(("127.0.0.1", int(here)))
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        while True:
+            client, _ = server.accept()
+            other = socket.create_connection((there_host, int(there)))
+            for pair in ((client, other), (other, client)):
+                threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def make_hosts(folder: Path, names: list[str], *, version: str, dashboard: int) -> Path:
+    """The program `ssh` in ``folder`` and hosts that are well; returns the folder of the hosts."""
+    program = folder / "ssh"
+    folder.mkdir()
+    program.write_text(f"#!{sys.executable} -S\n" + Path(__file__).read_text())
+    program.chmod(0o755)
+    for name in names:
+        binaries = folder / "hosts" / name / "bin"
+        binaries.mkdir(parents=True)
+        (binaries / "rollcall").write_text(ROLLCALL.replace("VERSION", version))
+        (binaries / "rollcall").chmod(0o755)
+    (folder / "hosts/dashboard").write_text(str(dashboard))
+    return folder / "hosts"
+
+
+if __name__ == "__main__" and os.path.basename(__file__) == "ssh":
+    main()

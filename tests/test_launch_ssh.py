@@ -1,0 +1,358 @@
+"""`rollcall launch ssh` with a stand-in for ssh (fake_ssh.py) and for the head's dashboard: what is asked, sent, kept and undone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_ssh import make_hosts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollcall.config import load_config
+from rollcall.launch import launch as verbs
+from rollcall.launch import remote_shell
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.launch import make_request
+from rollcall.launch.record import LaunchRecord, find_record, get_record
+from rollcall.launch.remote_hosts import named_record, run_there
+from rollcall.launch.target import Request
+from rollcall.launch.targets import get_target
+from rollcall.version import __version__
+
+HOSTS = ["a", "b"]
+TARGET = get_target("ssh")
+
+
+class FakeDashboard(BaseHTTPRequestHandler):
+    """The job API of a head that runs what it is given, for ever."""
+
+    def do_GET(self) -> None:  # noqa: N802
+        server: Any = self.server
+        server.tokens.add(self.headers["Authorization"])
+        name = self.path.rstrip("/").removeprefix("/api/jobs").strip("/")
+        if not name:
+            return self._send(200, list(server.rows.values()))
+        if name.endswith("/logs"):
+            return self._send(200, {"logs": "step 1\n"})
+        return self._send(200, server.rows[name]) if name in server.rows else self._send(404, {})
+
+    def do_PUT(self) -> None:  # noqa: N802
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(200, {})
+
+    def do_POST(self) -> None:  # noqa: N802
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path.endswith("/stop"):
+            server.rows[self.path.split("/")[-2]]["status"] = "STOPPED"
+            return self._send(200, {"stopped": True})
+        job = json.loads(body)
+        server.rows[job["submission_id"]] = {
+            **job, "type": "SUBMISSION", "status": "RUNNING", "start_time": 1, "message": "",
+        }  # fmt: skip
+        return self._send(200, {})
+
+    def _send(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return None
+
+
+@pytest.fixture
+def dashboard() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeDashboard)
+    server.rows, server.tokens = {}, set()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Path:
+    monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
+    monkeypatch.setattr(remote_shell, "LET_GO_S", 20.0)
+    found = make_hosts(
+        tmp_path / "fake", ["a", "b", "c", "d"], version=__version__, dashboard=dashboard.server_address[1]
+    )
+    monkeypatch.setenv("PATH", f"{found.parent}:{os.environ['PATH']}")
+    return found
+
+
+def request_on(folder: Path, *, name: str = "one", hosts: Any = None, **section: Any) -> Request:
+    raw = {
+        "run": {"name": name, "dir": f"/shared/{name}"},
+        "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu"},
+        "launch": {"ssh": {"hosts": hosts or HOSTS, **section}},
+    }
+    return make_request(load_config(raw), target="ssh", name=name, cwd=folder)
+
+
+def start(request: Request) -> LaunchRecord:
+    return verbs.start(TARGET, request, TARGET.render(request))
+
+
+def calls(hosts: Path, name: str) -> list[str]:
+    """The commands of `rollcall` that a host has run: their first words."""
+    path = hosts / name / "calls"
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def job_ids(record: LaunchRecord) -> list[str]:
+    return [part.id for part in record.parts if part.kind == "job"]
+
+
+def test_all_hosts_are_asked_prepared_and_started_and_the_run_is_submitted(
+    hosts: Path, tmp_path: Path, dashboard: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = start(request_on(tmp_path))
+    assert calls(hosts, "a") == ["here", "prepare", "node", "check", "doctor"]
+    assert calls(hosts, "b") == ["here", "prepare", "node"]
+    prepare_a, prepare_b = ((hosts / name / "calls").read_text().splitlines()[1] for name in HOSTS)
+    assert "--once" in prepare_a and "--once" not in prepare_b
+    assert list(dashboard.rows) == job_ids(record)
+    token = (record.folder / "token").read_text()
+    assert (hosts / "b/token-of-node").read_text() == token and dashboard.tokens == {f"Bearer {token}"}
+    assert not any(token in path.read_text() for path in record.folder.iterdir() if path.name != "token")
+    err = capsys.readouterr().err
+    assert "b | Ray started" in err and token not in err
+    assert TARGET.status(record) == f"1 of 2 nodes alive; {job_ids(record)[0]} is RUNNING"
+    TARGET.logs(record)
+    assert capsys.readouterr().out == "step 1\n"
+
+
+def test_down_stops_the_run_first_and_then_the_nodes(hosts: Path, tmp_path: Path, dashboard: Any) -> None:
+    job = job_ids(start(request_on(tmp_path)))[0]
+    verbs.stop("one")
+    assert dashboard.rows[job]["status"] == "STOPPED"
+    assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
+    assert find_record("one") is None and not (tmp_path / "launches/one").exists()
+
+
+def test_every_host_that_cannot_be_used_is_named_before_anything_is_started(hosts: Path, tmp_path: Path) -> None:
+    (hosts / "a/unreachable").write_text("ssh: connect to host a port 22: No route to host")
+    (hosts / "b/fails-here").write_text("No module named 'torch'")
+    (hosts / "c/version").write_text("0.0.1")
+    (hosts / "d/rank").write_text("3")
+    raw = {"num_nodes": 4, "num_gpus_per_node": 2, "accelerator": "cpu"}
+    run = {"name": "one", "dir": "/shared/one"}
+    config = load_config({"run": run, "cluster": raw, "launch": {"ssh": {"hosts": ["a", "b", "c", "d"]}}})
+    request = make_request(config, target="ssh", name="one", cwd=tmp_path)
+    with pytest.raises(LaunchError) as caught:
+        start(request)
+    text = str(caught.value)
+    assert "a: ssh cannot reach it\n    ssh: connect to host a port 22: No route to host" in text
+    assert "b: failed with status 1\n    No module named 'torch'" in text
+    assert f"c: has rollcall 0.0.1, and this machine {__version__}" in text
+    assert "d: a cluster named 'one' runs there already, and this launch did not start it" in text
+    assert find_record("one") is None
+    assert "node" not in calls(hosts, "d")
+
+
+def test_an_older_rollcall_there_is_named_by_its_version(hosts: Path, tmp_path: Path) -> None:
+    (hosts / "b/bin/rollcall").write_text(
+        '#!/bin/sh\n[ "$1" = version ] || { echo "No such command" >&2; exit 2; }\necho "rollcall 0.0.7 (Python 3.11)"\n'
+    )
+    with pytest.raises(LaunchError, match="b: has rollcall 0.0.7"):
+        start(request_on(tmp_path))
+
+
+def test_a_missing_activate_script_is_named(hosts: Path, tmp_path: Path) -> None:
+    script = "~/it's mine/activate"
+    place = hosts / "a/it's mine"
+    place.mkdir()
+    (place / "activate").write_text("export ACTIVATED=yes\n")
+    with pytest.raises(
+        LaunchError, match="b: failed with status 1\n    the activate script ~/it's mine/activate does not"
+    ):
+        start(request_on(tmp_path, activate=script))
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("Host key verification failed.", "look at its key with `ssh HOST` by hand"),
+        ("me@b: Permission denied (publickey).", "launch.ssh.key, or ssh-agent"),
+    ],
+)
+def test_what_ssh_refuses_comes_with_advice(hosts: Path, tmp_path: Path, said: str, advice: str) -> None:
+    (hosts / "b/unreachable").write_text(said)
+    with pytest.raises(LaunchError, match=advice):
+        start(request_on(tmp_path))
+
+
+def test_a_node_that_does_not_start_takes_all_of_it_down(
+    hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other host waits for it, and is let go."""
+    (hosts / "a/waits-node").touch()
+    (hosts / "b/fails-node").write_text("Ray did not start: no space left on device")
+    with pytest.raises(LaunchError, match="1 host without a node:\n  b: failed with status 1\n    Ray did not start"):
+        start(request_on(tmp_path))
+    assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
+    assert "a | let go" in capsys.readouterr().err
+    assert find_record("one") is None
+
+
+def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Path) -> None:
+    start(request_on(tmp_path))
+    (hosts / "b/unreachable").write_text("No route to host")
+    with pytest.raises(LaunchError, match="not ended everywhere:\n  b: ssh cannot reach it"):
+        verbs.stop("one")
+    record = get_record("one")
+    assert [part.where for part in record.parts if part.kind == "node"] == ["b"] and record.state == "stopping"
+    (hosts / "b/unreachable").unlink()
+    verbs.stop("one")
+    assert find_record("one") is None and calls(hosts, "a").count("down") == 1
+
+
+def test_ctrl_c_while_nodes_start_takes_them_down(
+    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (hosts / "b/waits-node").touch()
+    real = remote_shell.time.sleep
+
+    def sleep(seconds: float) -> None:
+        real(seconds)
+        if "waiting in node" in capsys.readouterr().err:
+            monkeypatch.setattr(remote_shell.time, "sleep", real)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(remote_shell.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        start(request_on(tmp_path))
+    assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
+    assert find_record("one") is None
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the launcher runs after it."""
+
+
+@pytest.mark.parametrize("when", range(2, 8))
+def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
+    when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any
+) -> None:
+    """Killed right after one of the writes of its record."""
+    left = when
+    save = LaunchRecord.save
+
+    def saved_and_killed(record: LaunchRecord) -> LaunchRecord:
+        nonlocal left
+        left -= 1
+        record = save(record)
+        if left == 0:
+            raise Killed
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LaunchRecord, "save", saved_and_killed)
+        patch.setattr("rollcall.launch.ssh._undo", lambda record: None)
+        patch.setattr("rollcall.launch.launch._forget_if_nothing_started", lambda name: None)
+        try:
+            start(request_on(tmp_path))
+        except Killed:
+            pass
+    record = start(request_on(tmp_path))
+    assert record.state == "started" and list(dashboard.rows) == job_ids(record)
+    assert start(request_on(tmp_path)).state == "started" and len(dashboard.rows) == 1
+    verbs.stop("one")
+    assert not list(hosts.glob("*/rank"))
+
+
+def test_a_launch_of_the_same_name_whose_run_is_over_gets_another_job(
+    hosts: Path, tmp_path: Path, dashboard: Any
+) -> None:
+    first = job_ids(start(request_on(tmp_path)))[0]
+    dashboard.rows[first]["status"] = "SUCCEEDED"
+    again = start(request_on(tmp_path))
+    assert job_ids(again)[0] != first and len(dashboard.rows) == 2
+
+
+def test_two_launches_from_one_file_have_hosts_of_their_own(hosts: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text("a\nb\nc\nd\n")
+    first = start(request_on(tmp_path, name="one", hosts="hosts.txt"))
+    second = start(request_on(tmp_path, name="two", hosts="hosts.txt"))
+    assert [part.where for part in first.parts[:2]] == ["a", "b"]
+    assert [part.where for part in second.parts[:2]] == ["c", "d"]
+    with pytest.raises(LaunchError, match="a is used by launch 'one'"):
+        request_on(tmp_path, name="three", hosts="hosts.txt")
+    with pytest.raises(LaunchError, match="name one of them"):
+        named_record(None)
+    verbs.stop("one")
+    assert named_record(None).name == "two" and (hosts / "c/rank").exists()
+
+
+def test_paths_that_the_hosts_do_not_see_are_refused_before_any_connection(hosts: Path, tmp_path: Path) -> None:
+    raw = {"run": {"dir": "runs/x"}, "cluster": {"num_nodes": 2}, "launch": {"ssh": {"hosts": HOSTS}}}
+    request = make_request(load_config(raw), target="ssh", name="one", cwd=tmp_path)
+    with pytest.raises(Exception, match="run.dir=runs/x"):
+        start(request)
+    assert calls(hosts, "a") == [] and find_record("one") is None
+
+
+def test_a_command_runs_on_all_hosts_or_one(hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = start(request_on(tmp_path, env={"MINE": "x"}))
+    capsys.readouterr()
+    assert run_there(record, where="all", command=["printf", "%s-%s\\n", "a b", "$HOME"]) == []
+    assert sorted(capsys.readouterr().out.splitlines()) == ["a | a b-$HOME", "b | a b-$HOME"]
+    assert run_there(record, where="b", command=["echo $MINE $ROLLCALL_CLUSTER | tr a-z A-Z; exit 3"]) == [
+        "b: failed with status 3"
+    ]
+    assert capsys.readouterr().out == "b | X ONE\n"
+    with pytest.raises(LaunchError, match="'c' is not a host of launch 'one'; use all, or one of a, b"):
+        run_there(record, where="c", command=["true"])
+
+
+WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    value=WORDS,
+    folder=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=20),
+)
+def test_any_value_survives_the_scripts(tmp_path: Path, hosts: Path, value: str, folder: str) -> None:
+    """Of a variable, and of a path, through the bash that a host runs."""
+    place = tmp_path / "places" / f"x{folder}"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "activate").write_text("ACTIVATED=yes\n")
+    request = request_on(
+        tmp_path, env={"MINE": value}, activate=str(place / "activate"), temp_dir=str(place), interface=f"i{value}"
+    )
+    script = TARGET.render(request).file("node-1.sh").text
+    home = hosts / "a"
+    (home / "bin/rollcall").write_text('#!/bin/sh\nprintf "%s\\0" "$MINE" "$@"\n')
+    environment = {"HOME": str(home), "PATH": f"{home}/bin:/usr/bin:/bin"}
+    ended = subprocess.run(
+        ["bash", "-s"], input=f"head=10.0.0.1:7000\n{script}".encode(), env=environment, capture_output=True, check=True
+    )
+    mine, *words = ended.stdout.decode().split("\0")[:-1]
+    assert mine == value
+    assert words[words.index("--temp-dir") + 1] == str(place)
+    assert words[words.index("--interface") + 1] == f"i{value}"
+    assert words[words.index("--head-address") + 1] == "10.0.0.1:7000"
+    shutil.rmtree(place)
+
+
+def test_what_a_dry_run_shows_is_what_is_sent(hosts: Path, tmp_path: Path) -> None:
+    rendered = TARGET.render(request_on(tmp_path))
+    assert {command.stdin for command in rendered.commands} <= {file.name for file in rendered.files}
+    assert all(command.words[0] == "ssh" and "BatchMode=yes" in command.words for command in rendered.commands)
+    assert "--tied" in rendered.file("node-0.sh").text
+    assert yaml.safe_load(rendered.file("run.yaml").text)["run"]["name"] == "one"
