@@ -27,9 +27,9 @@ from rollcall.config import (
 )
 from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_number
 from rollcall.reward.math_answer import last_boxed
-from rollcall.reward.pool import Result, RewardPool, Task, plain_stack
+from rollcall.reward.pool import RewardPool, Task, plain_stack
 from rollcall.reward.scorer import Scorer, reward_names
-from rollcall.reward.worker import Item
+from rollcall.reward.worker import Answer, Item
 from rollcall.types import Completion, FinishReason, Prompt, Segment
 
 USER_MODULE = """
@@ -421,11 +421,11 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced()
         (frozen,) = pool.pids
         os.kill(frozen, signal.SIGSTOP)
         items = [Item(0, "", text, long, {}) for text in ("a", long)]
-        pool.submit([Task(ticket=ticket, item=item, timeout_s=3.0) for ticket, item in enumerate(items)])
+        pool.submit([Task(item=item, timeout_s=3.0, owner=place) for place, item in enumerate(items)])
         results = []
-        while pool.num_pending:
-            results += pool.poll(5)
-        assert [(result.ticket, result.kind, result.value) for result in results] == [(0, "hung", 0.0), (1, "", 1.0)]
+        while len(results) < len(items):
+            results += [(task.owner, answer.kind, answer.value) for task, (answer,) in pool.poll(5)]
+        assert results == [(0, "hung", 0.0), (1, "", 1.0)] and pool.poll(600) == []
         assert frozen not in pool.pids and not is_running(frozen)
 
 
@@ -434,10 +434,10 @@ def test_an_item_over_its_limit_is_an_error_even_if_nobody_polled_in_time(
 ) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     with RewardPool({0: {"type": "function", "path": "my_rewards:slow"}}, num_workers=1) as pool:
-        pool.submit([Task(ticket=5, item=Item(0, "", "", "", {}), timeout_s=0.1)])
+        pool.submit([Task(item=Item(0, "", "", "", {}), timeout_s=0.1, owner=5)])
         time.sleep(1.0)
-        (result,) = pool.poll(20)
-    assert (result.ticket, result.kind) == (5, "hung")
+        ((task, (answer,)),) = pool.poll(20)
+    assert (task.owner, answer.kind) == (5, "hung")
 
 
 def test_the_limit_is_for_each_item_and_not_for_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +491,7 @@ def test_workers_end_when_their_parent_is_killed_even_inside_c_code(
         "from rollcall.reward.pool import RewardPool, Task\n"
         "from rollcall.reward.worker import Item\n"
         "pool = RewardPool({0: {'type': 'function', 'path': 'my_rewards:wild'}}, num_workers=2)\n"
-        "pool.submit([Task(ticket=0, item=Item(0, '', 'hang in C', '', {}), timeout_s=1000)])\n"
+        "pool.submit([Task(item=Item(0, '', 'hang in C', '', {}), timeout_s=1000)])\n"
         "pool.poll(0.5)\n"
         "print(json.dumps(pool.pids), flush=True)\n"
         "pool.poll(1000)\n"
@@ -693,12 +693,12 @@ def test_a_hung_item_shows_a_plain_stack_of_the_users_calls(tmp_path: Path, monk
     module = "import time\ndef wait():\n    time.sleep(600)\ndef score(*row):\n    wait()\n"
     in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
     with RewardPool({0: {"type": "function", "path": "my_rewards:score"}}, num_workers=1) as pool:
-        pool.submit([Task(ticket=0, item=Item(0, "", "", "", {}), timeout_s=0.3)])
-        results: list[Result] = []
-        while not results:
-            results += pool.poll(5)
+        pool.submit([Task(item=Item(0, "", "", "", {}), timeout_s=0.3)])
+        answers: list[Answer] = []
+        while not answers:
+            answers += [answer for _, answers in pool.poll(5) for answer in answers]
     place = tmp_path / "my_rewards.py"
-    assert results[0].why.splitlines() == [
+    assert answers[0].why.splitlines() == [
         "no score within timeout_s=0.3", "it was at", f'  File "{place}", line 5, in score', f'  File "{place}", line 3, in wait'
     ]  # fmt: skip
 

@@ -29,11 +29,11 @@ from rollcall.config import (
 from rollcall.reward import landlock, seccomp
 from rollcall.reward.confine import BUILT_IN, available, confinement_of
 from rollcall.reward.eval_guard import guarded, is_plain
-from rollcall.reward.functions import encode_entry, last_tagged
-from rollcall.reward.math_answer import final_answer
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.functions import encode_entry
+from rollcall.reward.math_answer import final_answer, last_tagged
+from rollcall.reward.pool import RewardPool, Task, read_said
 from rollcall.reward.scorer import Scorer
-from rollcall.reward.worker import Answer, Item, read_said
+from rollcall.reward.worker import Answer, Item
 
 # Scorers of reasoning-gym that evaluate the answer, found by listening for compile events in all of its 105 tasks.
 EVALUATING = (
@@ -265,8 +265,8 @@ def what_it_sees(
         }  # fmt: skip
         with RewardPool({0: reward.model_dump()}, num_workers=1) as pool:
             item = Item(0, "", "no processes" if confined else "", "", row)
-            pool.submit([Task(ticket=0, item=item, timeout_s=60)])
-            (result,) = pool.poll(60)
+            pool.submit([Task(item=item, timeout_s=60)])
+            ((_, (result,)),) = pool.poll(60)
             told = pool.in_force[0]
     assert result.kind == "raised", result
     seen = json.loads(result.why.partition("RuntimeError: ")[2])
@@ -338,8 +338,11 @@ def test_what_a_worker_says_is_read_as_data(tmp_path: Path, monkeypatch: pytest.
     for said in (
         b"cos\nsystem\n(S'true'\ntR.",
         b"[1]",
-        b'{"value": "x"}',
-        b'{"value": NaN, "kind": "", "why": "", "elapsed_s": 1.0}',
+        b'[{"value": "x"}]',
+        b'[{"value": NaN, "kind": "", "why": "", "elapsed_s": 1.0}]',
+        b'[{"value": 1.0, "kind": "", "why": "", "elapsed_s": 1.0, "more": 1}]',
+        b'{"in_force": {}, "kinds": {"first": "async"}}',
+        b"[" * 100_000,
     ):
         with pytest.raises(ValueError):
             read_said(said)
@@ -422,8 +425,8 @@ def test_code_in_a_built_in_worker_has_no_power_over_other_processes_or_the_mach
     victim = subprocess.Popen(["sleep", "600"])
     try:
         with RewardPool({0: FunctionReward(path="reach:look").model_dump()}, num_workers=1) as pool:
-            pool.submit([Task(ticket=0, item=Item(0, "", "", "", {"victim": victim.pid}), timeout_s=60)])
-            (result,) = pool.poll(60)
+            pool.submit([Task(item=Item(0, "", "", "", {"victim": victim.pid}), timeout_s=60)])
+            ((_, (result,)),) = pool.poll(60)
         assert victim.poll() is None
     finally:
         victim.kill()
@@ -441,19 +444,19 @@ def test_code_in_a_built_in_worker_has_no_power_over_other_processes_or_the_mach
 FORGING = """
 import json, os, struct, sys, tempfile
 
-def say(**fields):
-    body = json.dumps(fields).encode()
+def say(message):
+    body = json.dumps(message).encode()
     os.write(int(sys.argv[2]), struct.pack("<Q", len(body)) + body)
 
 def f(prompt, completion, answer, metadata):
     if completion == "fork":
         os.fork()
     if completion == "refused":
-        say(refused="a forged refusal")
+        say({"refused": "a forged refusal"})
     if completion == "ready":
-        say(in_force={"network": "forged"}, kinds={})
+        say({"in_force": {"network": "forged"}, "kinds": {}})
     if completion == "no reason":
-        say(value=0.0, kind="nan", why="", elapsed_s=0.0)
+        say([{"value": 0.0, "kind": "nan", "why": "", "elapsed_s": 0.0}])
         os._exit(3)
     if completion == "deep":
         os.chdir(tempfile.gettempdir())
@@ -510,5 +513,5 @@ def test_a_limit_beyond_what_the_kernel_counts_to_is_no_limit(tmp_path: Path, mo
 
 def test_an_error_cannot_steer_the_terminal_that_shows_it() -> None:
     said = {"value": 0.0, "kind": "raised", "why": "no \x1b[2Jnumber\n\tin \x07it", "elapsed_s": 0.1}
-    answer = read_said(json.dumps(said).encode())
+    (answer,) = read_said(json.dumps([said]).encode())  # type: ignore[misc]
     assert isinstance(answer, Answer) and answer.why == "no �[2Jnumber\n\tin �it"

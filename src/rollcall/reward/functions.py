@@ -22,8 +22,8 @@ from functools import lru_cache
 from typing import Any
 
 from rollcall.reward.eval_guard import guarded
-from rollcall.reward.math_answer import math_equal
-from rollcall.reward.user_function import RewardLoadError, UserFunction, load_function, unpickle_function
+from rollcall.reward.math_answer import last_tagged, math_equal
+from rollcall.reward.user_function import RewardLoadError, UserFunction, load_function
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
@@ -49,11 +49,7 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
     """The function behind a reward's fields, such as ``{"type": "regex", "pattern": "..."}``."""
     kind = spec["type"]
     if kind == "function":
-        return (
-            load_function(spec["path"])
-            if spec.get("pickled") is None
-            else unpickle_function(spec["path"], spec["pickled"])
-        )
+        return load_function(spec["path"], pickled=spec.get("pickled"))
     if kind == "regex":
         return _regex(spec["pattern"])
     if kind == "countdown":
@@ -200,13 +196,6 @@ def _texts_of(entry: dict[str, Any]) -> frozenset[str]:
     metadata = entry.get("metadata")
     values = (entry.get("answer"), *(metadata.values() if isinstance(metadata, dict) else ()))
     return frozenset(value for value in values if isinstance(value, str))
-
-
-def last_tagged(text: str) -> str | None:
-    """What the last ``<answer>...</answer>`` holds; None if there is none."""
-    close = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    return text[start + len("<answer>") : close] if start >= 0 else None
 
 
 def encode_entry(entry: dict[str, Any]) -> str:

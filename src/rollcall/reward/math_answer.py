@@ -82,18 +82,22 @@ def final_answer(text: str) -> str | None:
 
 def last_marked(text: str) -> str | None:
     """What the last mark of a text holds; None if it has none."""
-    box, hashes = _last_box(text), text.rfind("####")
-    close = text.rfind(_TAG_CLOSE)
-    open_ = text.rfind(_TAG_OPEN, 0, close) if close >= 0 else -1
+    box, hashes, tag = _last_box(text), text.rfind("####"), last_tagged(text)
     found = []
     if box is not None:
         found.append((box[0], text[box[0] : box[1]]))
     if hashes >= 0:
         found.append((hashes, text[hashes + 4 :].strip().partition("\n")[0]))
-    if open_ >= 0:
-        # Its place is its end: what stands inside is part of it.
-        found.append((close, text[open_ + len(_TAG_OPEN) : close]))
+    if tag is not None:
+        found.append((text.rfind(_TAG_CLOSE), tag))  # its place is its end: what stands inside is part of it
     return max(found)[1] if found else None
+
+
+def last_tagged(text: str) -> str | None:
+    """What the last ``<answer>...</answer>`` holds; None if there is none."""
+    close = text.rfind(_TAG_CLOSE)
+    start = text.rfind(_TAG_OPEN, 0, close) if close >= 0 else -1
+    return text[start + len(_TAG_OPEN) : close] if start >= 0 else None
 
 
 def last_boxed(text: str) -> str | None:

@@ -24,9 +24,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
+
+from pydantic import ConfigDict, TypeAdapter
 
 from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import (
@@ -38,24 +40,22 @@ from rollcall.reward.confine import (
     remove_folder,
     sweep_folders,
 )
+from rollcall.reward.functions import check_score
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import (
     LENGTH,
     MAX_ANSWER_BYTES,
     STACK_SIGNAL,
     Answer,
-    Answers,
+    FailureKind,
     Item,
     Ready,
     Refused,
     Said,
     Setup,
     frame,
-    read_said,
     visible,
 )
-
-FailureKind = Literal["", "raised", "hung", "nan", "died"]
 
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
@@ -68,27 +68,19 @@ _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
 _OWN_FRAMES = ("rollcall/reward/worker", "rollcall/reward/user_function", "runpy", "/asyncio/")
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    ticket: int
-    value: float
-    kind: FailureKind  # "": scored
-    why: str
+_SAID: TypeAdapter[Said] = TypeAdapter(Said, config=ConfigDict(extra="forbid", strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    ticket: int  # the caller's; its result carries it
     item: Item
     timeout_s: float
+    owner: Any = None  # the caller's: the answers come back with their task
 
     @property
-    def tickets(self) -> range:
-        """Of a group: one for each completion, from ``ticket`` on."""
+    def num_answers(self) -> int:
         completion = self.item.completion
-        return range(self.ticket, self.ticket + (len(completion) if isinstance(completion, list) else 1))
+        return len(completion) if isinstance(completion, list) else 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,8 +89,7 @@ class _Crew:
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    in_force: dict[str, str] = field(default_factory=dict)  # as its first ready worker told
-    kinds: dict[int, str] = field(default_factory=dict)  # rewards that take groups, by place
+    told: Ready = Ready({}, {})  # by the worker that was ready last
     queue: deque[Task] = field(default_factory=deque)
     workers: list[_Worker] = field(default_factory=list)
     ever_ready: bool = False
@@ -120,8 +111,8 @@ class RewardPool:
         self._crews = _crews(specs)
         self._crew_of = {index: crew for crew in self._crews for index in crew.specs}
         self._selector = selectors.DefaultSelector()
-        self._results: list[Result] = []
-        self._num_pending = 0
+        self._results: list[tuple[Task, list[Answer]]] = []
+        self._num_pending = 0  # tasks whose answers have not been returned
         self._prints = ChildPrints()
         sweep_folders()
         try:
@@ -141,37 +132,32 @@ class RewardPool:
         self.close()
 
     @property
-    def num_pending(self) -> int:
-        """Items submitted whose results have not been returned."""
-        return self._num_pending
-
-    @property
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers]
 
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
         """What confines each reward's processes on this machine, by thing; by place in the run file's list."""
-        return {index: crew.in_force for index, crew in self._crew_of.items()}
+        return {index: crew.told.in_force for index, crew in self._crew_of.items()}
 
     @property
     def kinds(self) -> dict[int, str]:
         """Rewards that get all completions of a group at once, by place in the run file's list: "batched" or "async"."""
-        return {index: kind for crew in self._crews for index, kind in crew.kinds.items()}
+        return {index: crew.told.kinds[index] for index, crew in self._crew_of.items() if index in crew.told.kinds}
 
     @property
     def _workers(self) -> list[_Worker]:
         return [worker for crew in self._crews for worker in crew.workers]
 
     def submit(self, tasks: list[Task]) -> None:
-        """Queue tasks; each comes back from ``poll`` under its ticket, scored or with the reason why not."""
+        """Queue tasks; each comes back from ``poll`` with an answer for each completion."""
         for task in tasks:
             self._crew_of[task.item.reward].queue.append(task)
-            self._num_pending += len(task.tickets)
+        self._num_pending += len(tasks)
         self._dispatch()
 
-    def poll(self, timeout_s: float = 0.0) -> list[Result]:
-        """Results so far; waits up to ``timeout_s`` for the first one."""
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Task, list[Answer]]]:
+        """The answers so far; waits up to ``timeout_s`` for the first ones."""
         end_s = time.monotonic() + timeout_s
         while True:
             self._pump(max(0.0, end_s - time.monotonic()) if not self._results and self._num_pending else 0.0)
@@ -233,32 +219,29 @@ class RewardPool:
         messages, ended = worker.receive()
         crew = worker.crew
         for message in messages:
-            if isinstance(message, Ready | Refused) and worker.ready:
-                ended = True  # it said so before: this process is no longer ours
-                break
-            if isinstance(message, Refused):
-                raise RewardLoadError(message.refused)
-            if isinstance(message, Ready):
-                worker.ready, crew.ever_ready, crew.num_starts_lost = True, True, 0
-                crew.in_force = message.in_force
-                kinds = {int(place): kind for place, kind in message.kinds.items() if place.isdecimal()}
-                crew.kinds = {index: kind for index, kind in kinds.items() if index in crew.specs}
-            elif worker.in_flight and len(found := _each(message)) == len(worker.in_flight[0].tickets):
-                self._finish(worker.in_flight.popleft(), found)
-            else:
-                ended = True  # an answer to nothing, or not one for each completion
+            match message:
+                case Refused() if not worker.ready:
+                    raise RewardLoadError(message.refused)
+                case Ready() if not worker.ready:
+                    worker.ready, crew.ever_ready, crew.num_starts_lost = True, True, 0
+                    crew.told = message
+                case list() if worker.in_flight and len(message) == worker.in_flight[0].num_answers:
+                    self._finish(worker.in_flight.popleft(), message)
+                case _:  # ready twice, an answer to nothing, or not one for each completion: it is no longer ours
+                    ended = True
+                    break
         if messages:
             worker.restart_clock()
         if ended:
             self._replace(worker, hung=False)
 
     def _finish(self, task: Task, answers: list[Answer]) -> None:
-        for ticket, answer in zip(task.tickets, answers, strict=True):
-            kind: FailureKind = answer.kind  # type: ignore[assignment]
-            why = answer.why
-            if answer.elapsed_s > task.timeout_s:  # nobody polled in time to stop it; the rule is the same
-                kind, why = "hung", f"took {answer.elapsed_s:.1f} s; its limit is timeout_s={task.timeout_s:g}"
-            self._results.append(Result(ticket=ticket, value=0.0 if kind else answer.value, kind=kind, why=why))
+        limit_s = task.timeout_s
+        for place, answer in enumerate(answers):
+            if answer.elapsed_s > limit_s:  # nobody polled in time to stop it; the rule is the same
+                why = f"took {answer.elapsed_s:.1f} s; its limit is timeout_s={limit_s:g}"
+                answers[place] = Answer(0.0, "hung", why)
+        self._results.append((task, answers))
 
     def _replace(self, worker: _Worker, *, hung: bool) -> None:
         """A worker is lost: the item it was at is an error, the others go back, a new process takes its place."""
@@ -281,8 +264,7 @@ class RewardPool:
             hung = hung or worker.process.returncode == -signal.SIGXCPU
             why = f"no score within timeout_s={task.timeout_s:g}" if hung else f"its process died ({how_it_ended})"
             kind: FailureKind = "hung" if hung else "died"
-            for ticket in task.tickets:
-                self._results.append(Result(ticket=ticket, value=0.0, kind=kind, why=why + at))
+            self._results.append((task, [Answer(0.0, kind, why + at)] * task.num_answers))
             crew.queue.extendleft(reversed(worker.in_flight))
         self._start_worker(crew)
 
@@ -374,7 +356,7 @@ class _Worker:
                 break
             try:
                 messages.append(read_said(bytes(self._inbox[LENGTH.size : end])))
-            except (ValueError, RecursionError):  # no worker of ours writes this
+            except ValueError:  # no worker of ours writes this
                 return messages, True
             del self._inbox[:end]
         return messages, ended
@@ -414,8 +396,14 @@ class _Worker:
         return how, plain_stack(stack)
 
 
-def _each(message: Answer | Answers | Refused) -> list[Answer]:
-    return message.each if isinstance(message, Answers) else [message] if isinstance(message, Answer) else []
+def read_said(body: bytes) -> Said:
+    """A message of a worker; ValueError if it is not one."""
+    said = _SAID.validate_json(body)
+    if isinstance(said, Refused):
+        return Refused(visible(said.refused))
+    if isinstance(said, Ready):
+        return said
+    return [replace(one, value=0.0 if one.kind else check_score(one.value), why=visible(one.why)) for one in said]
 
 
 def plain_stack(dump: str) -> str:

@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from rollcall.errors import WorkerLostError
 from rollcall.redact import redact, remember
-from rollcall.reward.functions import PROCESS_TYPES, check_score
+from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
-from rollcall.reward.pool import FailureKind, Result, RewardPool, Task
-from rollcall.reward.worker import ASYNC_GRACE_S, Item
+from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.worker import ASYNC_GRACE_S, Answer, FailureKind, Item, checked
 from rollcall.types import Completion, Group, Prompt, Score
 from rollcall.words import all_of
 
@@ -93,8 +93,6 @@ class Scorer:
         self._process_rewards = list(specs)
         self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
         self._kinds = self._pool.kinds if self._pool else {}
-        self._jobs: dict[int, tuple[_Job, int, int]] = {}  # ticket -> job, completion, reward
-        self._num_tickets = 0
         self._num_unfinished = 0
         self._finished: list[_Job] = []
 
@@ -164,8 +162,8 @@ class Scorer:
         if self._pool is not None and completions:
             self._pool.submit([task for index in self._process_rewards for task in self._tasks(job, index)])
         for index in self._model_rewards:
-            for place, (value, kind, why) in enumerate(self._call_model_reward(index, prompt, completions)):
-                self._record(job, place=place, index=index, value=value, kind=kind, why=why)
+            for place, answer in enumerate(self._call_model_reward(index, prompt, completions)):
+                self._record(job, answer, place=place, index=index)
         if not completions:
             self._finish(job)
         return job
@@ -176,17 +174,10 @@ class Scorer:
         texts = [completion.text for completion in job.completions]
         for first, given in enumerate([texts] if kind else texts):
             item = Item(index, job.prompt.text, given, job.prompt.answer, job.prompt.metadata)
-            task = Task(
-                ticket=self._num_tickets, item=item, timeout_s=limit_s + (ASYNC_GRACE_S if kind == "async" else 0)
-            )
-            for place, ticket in enumerate(task.tickets, start=first):
-                self._jobs[ticket] = (job, place, index)
-            self._num_tickets += len(task.tickets)
-            yield task
+            grace_s = ASYNC_GRACE_S if kind == "async" else 0
+            yield Task(item=item, timeout_s=limit_s + grace_s, owner=(job, first, index))
 
-    def _call_model_reward(
-        self, index: int, prompt: Prompt, completions: tuple[Completion, ...]
-    ) -> list[tuple[float, FailureKind, str]]:
+    def _call_model_reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Answer]:
         try:
             values = self._model_rewards[index](prompt, completions)
             if len(values) != len(completions):
@@ -194,26 +185,19 @@ class Scorer:
         except WorkerLostError:
             raise  # says nothing of the completion, which another attempt scores
         except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
-            return [(0.0, "raised", traceback.format_exc())] * len(completions)
-        results: list[tuple[float, FailureKind, str]] = []
-        for value in values:
-            try:
-                results.append((check_score(value), "", ""))
-            except (TypeError, ValueError) as error:  # a tensor of several numbers has no one value either
-                results.append((0.0, "nan", str(error)))
-        return results
+            return [Answer(0.0, "raised", traceback.format_exc())] * len(completions)
+        return [checked(value) for value in values]
 
     def _collect(self, timeout_s: float) -> None:
-        for result in self._pool.poll(timeout_s) if self._pool is not None else []:
-            self._take(result)
+        for task, answers in self._pool.poll(timeout_s) if self._pool is not None else []:
+            job, first, index = task.owner
+            for place, answer in enumerate(answers, start=first):
+                self._record(job, answer, place=place, index=index)
 
-    def _take(self, result: Result) -> None:
-        job, place, index = self._jobs.pop(result.ticket)
-        self._record(job, place=place, index=index, value=result.value, kind=result.kind, why=result.why)
-
-    def _record(self, job: _Job, *, place: int, index: int, value: float, kind: FailureKind, why: str) -> None:
-        name, why = self.names[index], redact(why) if why else ""
-        job.parts[place][name] = value
+    def _record(self, job: _Job, answer: Answer, *, place: int, index: int) -> None:
+        kind = answer.kind
+        name, why = self.names[index], redact(answer.why) if answer.why else ""
+        job.parts[place][name] = answer.value
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
         if kind:

@@ -37,9 +37,10 @@ class UserFunction:
     is_async: bool
 
     @property
-    def takes_groups(self) -> bool:
-        """Whether it gets all completions of a group at once; an async one so that its calls wait together."""
-        return self.is_batched or self.is_async
+    def kind(self) -> str:
+        """Empty: it gets one completion. "batched" or "async": all completions of a group, an async one so that its calls
+        wait together."""
+        return "async" if self.is_async else "batched" if self.is_batched else ""
 
     def __call__(self, prompt: str, completion: str | list[str], answer: str, metadata: dict[str, Any]) -> Any:
         if not self.names:
@@ -54,8 +55,12 @@ class UserFunction:
         return self.call(**{name: given[name] for name in self.names})
 
 
-def unpickle_function(path: str, pickled: bytes) -> UserFunction:
-    """A function that was given to ``rollcall.train`` as an object (given.py)."""
+def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
+    """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py)."""
+    return _import(path) if pickled is None else _unpickle(path, pickled)
+
+
+def _unpickle(path: str, pickled: bytes) -> UserFunction:
     try:
         return user_function(path, pickle.loads(pickled))
     except RewardLoadError:
@@ -64,20 +69,18 @@ def unpickle_function(path: str, pickled: bytes) -> UserFunction:
         raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
 
 
-def load_function(path: str) -> UserFunction:
-    """The user's function at ``module:function``."""
+def _import(path: str) -> UserFunction:
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise RewardLoadError(f"path={path!r} is not module:function; write for example my_rewards:score")
     try:
         target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+    except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise RewardLoadError(
-                f"path={path!r}: there is no module {error.name!r}; start from the directory that holds it, or install it"
+                f"path={path!r}: there is no module {missing!r}; start from the directory that holds it, or install it"
             ) from None
-        raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
-    except BaseException:  # noqa: BLE001 - a module may raise anything, SystemExit among it
         raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
     for part in attribute.split("."):
         if not hasattr(target, part):

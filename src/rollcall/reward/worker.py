@@ -26,9 +26,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, BinaryIO
+from dataclasses import asdict, dataclass, replace
+from typing import Any, BinaryIO, Literal
 
 from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
@@ -42,8 +41,6 @@ MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async function's own limit ends its call; past this its process is ended
 _MAX_WHY = 20_000
 _MIN_WHY = 100  # of each completion of a group
-
-
 # Frames that say nothing to the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
 
@@ -72,7 +69,7 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Ready:
     in_force: dict[str, str]  # what confines this process, by thing
-    kinds: dict[str, str]  # rewards that take groups, by place: "batched" or "async"
+    kinds: dict[int, str]  # rewards that take groups, by place: "batched" or "async"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +79,26 @@ class Refused:
     refused: str
 
 
+FailureKind = Literal["", "raised", "hung", "nan", "died"]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """What became of one completion."""
+
     value: float
-    kind: str  # "": scored; "raised", "nan" or "hung": not, and `why` says what happened
-    why: str
-    elapsed_s: float
+    kind: FailureKind = ""  # "": scored; else `why` says what happened
+    why: str = ""
+    elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Of a group, in the order of its completions."""
-
-    each: list[Answer]
-
-
-Said = Ready | Refused | Answer | Answers
+Said = Ready | Refused | list[Answer]  # an item's answers, one for each of its completions
 
 
 def frame(message: Any) -> bytes:
     """A message to a worker."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
-
-
-def read_said(body: bytes) -> Said:
-    """A message of a worker; ValueError if it is not one."""
-    fields = json.loads(body)
-    if not isinstance(fields, dict):
-        raise ValueError("not an object")
-    match fields:
-        case {"in_force": dict(told), "kinds": dict(kinds), **rest} if not rest:
-            return Ready(
-                {str(thing): str(state) for thing, state in told.items()},
-                {str(place): str(kind) for place, kind in kinds.items()},
-            )
-        case {"each": list(each), **rest} if not rest:
-            return Answers([_read_answer(one) for one in each])
-        case {"refused": str(why), **rest} if not rest:
-            return Refused(visible(why))
-    return _read_answer(fields)
-
-
-def _read_answer(fields: Any) -> Answer:
-    match fields:
-        case {
-            "value": float(value),
-            "kind": "" | "raised" | "nan" | "hung" as kind,
-            "why": str(why),
-            "elapsed_s": float(elapsed_s),
-            **rest,
-        } if not rest:
-            return Answer(check_score(value), kind, visible(why), elapsed_s)
-    raise ValueError("not a message of a worker")
 
 
 def visible(text: str) -> str:
@@ -172,57 +136,40 @@ def main(arguments: list[str]) -> None:
             _send(sink, Refused(f"reward.{index}.{error}"[:_MAX_WHY]))
             return
     own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
-    kinds = {str(index): _kind(function) for index, function in own.items() if function.takes_groups}
-    _send(sink, Ready(in_force, kinds))
-    groups = _Groups(memory_mb=setup.confinement.memory_mb)
+    _send(sink, Ready(in_force, {index: function.kind for index, function in own.items() if function.kind}))
+    caller = _Caller(memory_mb=setup.confinement.memory_mb)
     own_pid = os.getpid()
     while (items := _receive(source)) is not None:
         for item, timeout_s in items:
             limit_cpu(timeout_s)
-            function = loaded[item.reward]
-            if isinstance(item.completion, list):
-                answer = groups.score(function, item, timeout_s=timeout_s)
-            else:
-                answer = _score(function, item, memory_mb=setup.confinement.memory_mb)
+            answers = caller.score(loaded[item.reward], item, timeout_s=timeout_s)
             if os.getpid() != own_pid:
-                # A fork of the function's own that came back here: its answer would be taken for another item's.
+                # The function forked and the child came back here: its answers would be taken for another item's.
                 os._exit(1)
-            _send(sink, answer)
+            _send(sink, answers)
 
 
-def _kind(function: UserFunction) -> str:
-    return "async" if function.is_async else "batched"
-
-
-def _score(function: Any, item: Item, *, memory_mb: int) -> Answer:
-    started_s = time.monotonic()
-    try:
-        returned = function(item.prompt, item.completion, item.answer, item.metadata)
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-        return _raised(error, memory_mb=memory_mb, elapsed_s=time.monotonic() - started_s)
-    return _checked(returned, elapsed_s=time.monotonic() - started_s)
-
-
-class _Groups:
-    """Calls functions that take all completions of a group. Async ones share one event loop for as long as this process lives,
-    so that a client they keep open stays usable."""
+class _Caller:
+    """Calls reward functions. Async ones share one event loop for as long as this process lives, so that a client they keep
+    open stays usable."""
 
     def __init__(self, *, memory_mb: int) -> None:
         self._memory_mb = memory_mb
         self._runner: Any = None
 
-    def score(self, function: Any, item: Item, *, timeout_s: float) -> Answers:
-        assert isinstance(function, UserFunction) and isinstance(item.completion, list), "the parent was told which do"
-        count, limit_s = len(item.completion), timeout_s - ASYNC_GRACE_S
+    def score(self, function: Any, item: Item, *, timeout_s: float) -> list[Answer]:
+        given, limit_s = item.completion, timeout_s - ASYNC_GRACE_S
+        if isinstance(given, str):
+            return self._batch(lambda: [_call(function, item, given)], 1)
+        assert isinstance(function, UserFunction), "the parent was told which functions take groups"
         if not function.is_async:
-            each = self._batch(partial(_call, function, item, item.completion), count)
+            answers = self._batch(lambda: _call(function, item, given), len(given))
         elif function.is_batched:
-            call = partial(self._run, _within(function, item, item.completion, limit_s))
-            each = self._batch(call, count)
+            answers = self._batch(lambda: self._run(_within(function, item, given, limit_s)), len(given))
         else:
-            each = self._run(self._together(function, item, limit_s=limit_s))
-        longest = max(_MIN_WHY, _MAX_WHY // max(count, 1))
-        return Answers([Answer(one.value, one.kind, _cut(one.why, longest), one.elapsed_s) for one in each])
+            answers = self._run(self._together(function, item, limit_s=limit_s))
+        longest = max(_MIN_WHY, _MAX_WHY // max(len(given), 1))
+        return [replace(one, why=_cut(one.why, longest)) for one in answers]
 
     def _batch(self, call: Callable[[], Any], count: int) -> list[Answer]:
         """One call for all completions: it fails for all of them, or each has a score."""
@@ -235,8 +182,8 @@ class _Groups:
         try:
             values = check_scores(returned, count=count)
         except Exception as error:  # noqa: BLE001 - an __iter__ of the user's may raise anything
-            return [Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)] * count
-        return [_checked(value, elapsed_s=elapsed_s) for value in values]
+            return [_not_a_number(error, elapsed_s)] * count
+        return [checked(value, elapsed_s=elapsed_s) for value in values]
 
     async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[Answer]:
         """A call for each completion, all at once."""
@@ -248,7 +195,7 @@ class _Groups:
                 returned = await _within(function, item, completion, limit_s)
             except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
                 return self._failed(error, since_s=started_s)
-            return _checked(returned, elapsed_s=time.monotonic() - started_s)
+            return checked(returned, elapsed_s=time.monotonic() - started_s)
 
         return list(await asyncio.gather(*map(one, item.completion)))
 
@@ -256,7 +203,13 @@ class _Groups:
         elapsed_s = time.monotonic() - since_s
         if isinstance(error, _LateError):
             return Answer(0.0, "hung", str(error), elapsed_s)
-        return _raised(error, memory_mb=self._memory_mb, elapsed_s=elapsed_s)
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+            frames = frames.tb_next
+        if isinstance(error, MemoryError):
+            error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
+        why = "".join(traceback.format_exception(type(error), error, frames))
+        return Answer(0.0, "raised", _cut(why), elapsed_s)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
@@ -285,21 +238,16 @@ async def _within(function: UserFunction, item: Item, completion: str | list[str
         raise
 
 
-def _raised(error: BaseException, *, memory_mb: int, elapsed_s: float) -> Answer:
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
-        frames = frames.tb_next
-    if isinstance(error, MemoryError):
-        error = MemoryError(f"{error} (this process may use memory_mb={memory_mb})".strip())
-    why = "".join(traceback.format_exception(type(error), error, frames))
-    return Answer(0.0, "raised", _cut(why), elapsed_s)
-
-
-def _checked(returned: Any, *, elapsed_s: float) -> Answer:
+def checked(returned: Any, *, elapsed_s: float = 0.0) -> Answer:
+    """What a function returned for one completion, as its answer."""
     try:
-        return Answer(check_score(returned), "", "", elapsed_s)
+        return Answer(check_score(returned), elapsed_s=elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
-        return Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
+        return _not_a_number(error, elapsed_s)
+
+
+def _not_a_number(error: Exception, elapsed_s: float) -> Answer:
+    return Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
 
 
 def _cut(why: str, longest: int = _MAX_WHY) -> str:
@@ -308,7 +256,7 @@ def _cut(why: str, longest: int = _MAX_WHY) -> str:
 
 
 def _send(sink: Any, message: Said) -> None:
-    body = json.dumps(asdict(message)).encode()
+    body = json.dumps(message, default=asdict).encode()
     data = memoryview(LENGTH.pack(len(body)) + body)
     while data:
         data = data[sink.write(data) :]
