@@ -88,8 +88,7 @@ def copy() -> None:
 
 def norms_and_activation() -> None:
     x, residual, weight = bf16(BATCH, HIDDEN), bf16(BATCH, HIDDEN), bf16(HIDDEN)
-    out, residual_out = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
-    decode.rms_norm(x, weight, 1e-6, residual=residual, out=out, residual_out=residual_out)
+    out, residual_out = decode.rms_norm(x, weight, 1e-6, residual=residual)
     hidden = (x + residual).double()
     normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
     check("rms_norm", out, normed, 1e-2)
@@ -97,15 +96,14 @@ def norms_and_activation() -> None:
     row(
         "rms_norm + residual",
         "",
-        [lambda: decode.rms_norm(x, weight, 1e-6, residual=residual, out=out, residual_out=residual_out)],
+        [lambda: decode.rms_norm(x, weight, 1e-6, residual=residual)],
         4 * x.nbytes,
     )
     gate_up = bf16(BATCH, 2 * INNER)
-    activated = torch.full((BATCH, INNER), math.nan, device="cuda", dtype=torch.bfloat16)
-    decode.silu_mul(gate_up, out=activated)
+    activated = decode.silu_mul(gate_up)
     gate, up = gate_up.double().chunk(2, dim=-1)
     check("silu_mul", activated, torch.nn.functional.silu(gate) * up, 1e-2)
-    row("silu_mul", "", [lambda: decode.silu_mul(gate_up, out=activated)], 1.5 * gate_up.nbytes)
+    row("silu_mul", "", [lambda: decode.silu_mul(gate_up)], 1.5 * gate_up.nbytes)
 
 
 class Cache:
@@ -129,7 +127,7 @@ class Cache:
         return torch.einsum("hn,nhd->hd", weights, v).flatten()
 
 
-def attend(cache: Cache, tiles: AttentionTiles, splits: int, out: torch.Tensor) -> torch.Tensor:
+def attend(cache: Cache, tiles: AttentionTiles, splits: int) -> torch.Tensor:
     return decode.paged_attention(
         cache.q,
         cache.keys,
@@ -138,14 +136,12 @@ def attend(cache: Cache, tiles: AttentionTiles, splits: int, out: torch.Tensor) 
         cache.lengths,
         scale=HEAD_DIM**-0.5,
         num_splits=splits,
-        out=out,
         tiles=tiles,
     )
 
 
 def attention(name: str, lengths: torch.Tensor, variants: list[tuple[int, int, int, int, int]], copies: int) -> None:
     """Variants are (block size, tile, warps, stages, splits)."""
-    out = torch.empty(len(lengths), HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     some = list(range(0, len(lengths), max(1, len(lengths) // 8)))
     for block_size in sorted({variant[0] for variant in variants}):
         caches = [Cache(lengths, block_size) for _ in range(copies)]
@@ -153,9 +149,8 @@ def attention(name: str, lengths: torch.Tensor, variants: list[tuple[int, int, i
         for _, tile, warps, stages, splits in (variant for variant in variants if variant[0] == block_size):
             tiles = AttentionTiles(tile=tile, num_warps=warps, num_stages=stages)
             label = f"block {block_size} tile {tile} w{warps} s{stages} x{splits}"
-            out.fill_(math.nan)
-            check(f"{name} {label}", attend(caches[0], tiles, splits, out)[some], expected, 1e-2)
-            row(name, label, [partial(attend, cache, tiles, splits, out) for cache in caches], caches[0].num_bytes)
+            check(f"{name} {label}", attend(caches[0], tiles, splits)[some], expected, 1e-2)
+            row(name, label, [partial(attend, cache, tiles, splits) for cache in caches], caches[0].num_bytes)
 
 
 def rope() -> None:
@@ -174,9 +169,7 @@ def rope() -> None:
     check("rope_cache q", q, turned[:, :HEADS], 1e-2)
     check("rope_cache k", cache.keys[blocks, positions % 64], turned[:, HEADS : HEADS + KV_HEADS], 1e-2)
     check("rope_cache v", cache.values[blocks, positions % 64], heads[:, HEADS + KV_HEADS :], 0.0)
-    row(
-        "rope_cache", "", [lambda: decode.rope_cache(qkv, positions, cos_sin, **pools, eps=1e-6, out=q)], 2 * qkv.nbytes
-    )
+    row("rope_cache", "", [lambda: decode.rope_cache(qkv, positions, cos_sin, **pools, eps=1e-6)], 2 * qkv.nbytes)
 
 
 def sampling_rows() -> None:
@@ -187,7 +180,7 @@ def sampling_rows() -> None:
     ):
         sys.exit("uniforms differ between kernel, torch on CUDA and torch on CPU")
     row("uniforms", "torch ops", [lambda: uniforms(seeds, positions)], 20 * BATCH)
-    row("uniforms", "kernel", [lambda: sampling.uniforms(seeds, positions, out=draws)], 20 * BATCH)
+    row("uniforms", "kernel", [lambda: sampling.uniforms(seeds, positions)], 20 * BATCH)
     temperatures = torch.ones(BATCH, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         copies = [torch.randn(BATCH, VOCAB, device="cuda", dtype=dtype) * 3 for _ in range(3)]

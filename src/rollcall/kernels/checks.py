@@ -15,20 +15,6 @@ def same_dtype(**tensors: torch.Tensor | None) -> None:
     need(len(set(given.values())) == 1, f"{given} differ in dtype; give all of them the model's")
 
 
-def output(
-    given: torch.Tensor | None, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """The caller's output tensor if it fits, or a new one of static shape."""
-    if given is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    need(
-        tuple(given.shape) == shape and given.dtype == dtype and given.device == device and given.is_contiguous(),
-        f"{name} is {given.dtype} {tuple(given.shape)} on {given.device}; it needs to be contiguous, {dtype} {shape} on "
-        f"{device}",
-    )
-    return given
-
-
 def rows(matrix: torch.Tensor, *, name: str) -> tuple[int, int]:
     """Both sizes of a matrix whose rows the kernels can read: neighbouring columns lie next to each other."""
     need(

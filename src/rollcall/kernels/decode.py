@@ -73,23 +73,20 @@ def rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``h = residual + x`` in x's dtype, then ``weight * norm(h)``. Returns (normed, h), both [B, C].
 
-    Without a residual h is x itself. ``residual_out`` may be ``residual``: the sum then replaces it.
+    Without a residual h is x itself.
     """
     num_rows, num_columns = checks.rows(x, name="x")
     checks.same_dtype(x=x, weight=weight, residual=residual)
-    out = checks.output(out, name="out", shape=(num_rows, num_columns), dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     new_residual = x
     if residual is not None:
         checks.need(
             residual.shape == x.shape, f"residual is {tuple(residual.shape)} for x {tuple(x.shape)}; match them"
         )
-        shape = (num_rows, num_columns)
-        new_residual = checks.output(residual_out, name="residual_out", shape=shape, dtype=x.dtype, device=x.device)
+        new_residual = x.new_empty(x.shape)
     block = triton.next_power_of_2(num_columns)
     _rms_norm_kernel[(num_rows,)](
         x,
@@ -201,7 +198,6 @@ def rope_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates queries and keys of ``qkv`` [B, (H + 2K) * D], caches keys and values. Returns q [B, H, D].
 
@@ -221,7 +217,7 @@ def rope_cache(
         cos_sin.shape[1] == head_dim, f"cos_sin has {cos_sin.shape[1]} columns; give it the head size, {head_dim}"
     )
     checks.need((q_norm is None) == (k_norm is None), "q_norm and k_norm come together; give both or neither")
-    out = checks.output(out, name="out", shape=(num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    out = qkv.new_empty(num_rows, num_heads, head_dim)
     heads = 8
     _rope_cache_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv,
@@ -378,7 +374,6 @@ def paged_attention(
     scale: float,
     window: int = 0,
     num_splits: int = 1,
-    out: torch.Tensor | None = None,
     tiles: AttentionTiles | None = None,
 ) -> torch.Tensor:
     """Attention of one query per sequence, ``q`` [B, H, D], over its cached keys. Returns [B, H * D].
@@ -402,11 +397,11 @@ def paged_attention(
         tiles.tile >= 16 and block_size % tiles.tile == 0,
         f"a tile of {tiles.tile} keys does not divide blocks of {block_size}, or is below 16; use block_size 64",
     )
-    out = checks.output(out, name="out", shape=(num_rows, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    out = q.new_empty(num_rows, num_heads * head_dim)
     partial = lse = None
     if num_splits > 1:
-        partial = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=q.device)
+        partial = q.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
+        lse = q.new_empty(num_rows, num_heads, num_splits, dtype=torch.float32)
     group = num_heads // num_kv_heads
     dims = triton.next_power_of_2(head_dim)
     _attention_kernel[(num_kv_heads, num_rows, num_splits)](
@@ -475,12 +470,12 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexp
     tl.store(out_ptr + row * inner + columns, (activated * up).to(dtype), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` for rows that hold the gate in their first half: [B, 2I] to [B, I]."""
     num_rows, width = checks.rows(gate_up, name="gate_up")
     checks.need(width % 2 == 0, f"gate_up has {width} columns; it needs a gate and an up half of equal size")
     inner = width // 2
-    out = checks.output(out, name="out", shape=(num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty(num_rows, inner)
     block = min(triton.next_power_of_2(inner), 1024)
     grid = (num_rows, triton.cdiv(inner, block))
     _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4)

@@ -85,7 +85,7 @@ def _row_stats_kernel(
 def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0) -> RowStats:
     """One pass over ``logits`` [M, V] for ``targets`` [M]. A target outside the vocabulary has a NaN log-prob."""
     num_rows, vocab = _check(logits, targets)
-    stats = RowStats(*(torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(4)))
+    stats = RowStats(*(logits.new_empty(num_rows, dtype=torch.float32) for _ in range(4)))
     if num_rows > 0:
         _row_stats_kernel[(num_rows,)](
             logits,

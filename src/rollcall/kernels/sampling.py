@@ -29,6 +29,27 @@ DEFAULT_TILES = SampleTiles(block=4096, num_warps=8)
 
 
 @triton.jit
+def _scale_of(temperature):
+    """Greedy rows report log-probs under temperature 1."""
+    return tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
+
+
+@triton.jit
+def _first_past(masses, target, places, COUNT: tl.constexpr):
+    """The first place with mass at which the sum so far exceeds the target. If there is none it is the last place with mass:
+    float32 prefix sums of a parallel scan may fall, and may end below the total."""
+    found = tl.min(tl.where((tl.cumsum(masses, axis=0) > target) & (masses > 0.0), places, COUNT), axis=0)
+    return tl.where(found == COUNT, tl.max(tl.where(masses > 0.0, places, 0), axis=0), found)
+
+
+@triton.jit
+def _first_equal(values, wanted, places, COUNT: tl.constexpr):
+    """The first place that holds the wanted value; 0 if none does."""
+    found = tl.min(tl.where(values == wanted, places, COUNT), axis=0)
+    return tl.where(found == COUNT, 0, found)
+
+
+@triton.jit
 def _block_stats_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -41,9 +62,7 @@ def _block_stats_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
-    temperature = tl.load(temperatures_ptr + row).to(tl.float32)
-    # Greedy rows report log-probs under temperature 1.
-    scale = tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
+    scale = _scale_of(tl.load(temperatures_ptr + row).to(tl.float32))
     ids = index * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * scale
     best = tl.max(logits, axis=0)
@@ -67,12 +86,11 @@ def _pick_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One program: one row. Both picks ask for the first entry past the target that has mass and fall back to the last
-    entry that has mass: float32 prefix sums of a parallel scan need not rise monotonically nor reach the total."""
+    """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row).to(tl.float32)
     is_greedy = temperature <= 0.0
-    scale = tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
+    scale = _scale_of(temperature)
 
     indices = tl.arange(0, BLOCKS)
     bests = tl.load(best_ptr + row * num_blocks + indices, mask=indices < num_blocks, other=float("-inf"))
@@ -82,22 +100,15 @@ def _pick_kernel(
     masses = sums * tl.exp(bests - pivot)
     total = tl.sum(masses, axis=0)
     target = tl.load(uniforms_ptr + row).to(tl.float32) * total
-    drawn = tl.min(tl.where((tl.cumsum(masses, axis=0) > target) & (masses > 0.0), indices, BLOCKS), axis=0)
-    drawn = tl.where(drawn == BLOCKS, tl.max(tl.where(masses > 0.0, indices, 0), axis=0), drawn)
-    highest = tl.min(tl.where(bests == best, indices, BLOCKS), axis=0)
-    highest = tl.where(highest == BLOCKS, 0, highest)
-    block = tl.where(is_greedy, highest, drawn)
+    drawn = _first_past(masses, target, indices, BLOCKS)
+    block = tl.where(is_greedy, _first_equal(bests, best, indices, BLOCKS), drawn)
     target = target - tl.sum(tl.where(indices < block, masses, 0.0), axis=0)
 
     offsets = tl.arange(0, BLOCK)
     ids = block * BLOCK + offsets
     logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * scale
-    masses_in = tl.exp(logits - pivot)
-    drawn_in = tl.min(tl.where((tl.cumsum(masses_in, axis=0) > target) & (masses_in > 0.0), offsets, BLOCK), axis=0)
-    drawn_in = tl.where(drawn_in == BLOCK, tl.max(tl.where(masses_in > 0.0, offsets, 0), axis=0), drawn_in)
-    highest_in = tl.min(tl.where(logits == best, offsets, BLOCK), axis=0)
-    highest_in = tl.where(highest_in == BLOCK, 0, highest_in)
-    offset = tl.where(is_greedy, highest_in, drawn_in)
+    drawn = _first_past(tl.exp(logits - pivot), target, offsets, BLOCK)
+    offset = tl.where(is_greedy, _first_equal(logits, best, offsets, BLOCK), drawn)
     chosen = tl.sum(tl.where(offsets == offset, logits, 0.0), axis=0)
     tl.store(tokens_ptr + row, (block * BLOCK + offset).to(tl.int64))
     tl.store(logprobs_ptr + row, chosen - pivot - tl.log(total))
@@ -108,8 +119,6 @@ def sample(
     uniforms: torch.Tensor,
     temperatures: torch.Tensor,
     *,
-    tokens: torch.Tensor | None = None,
-    logprobs: torch.Tensor | None = None,
     tiles: SampleTiles = DEFAULT_TILES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row of ``logits`` [B, V], and its log-prob under the row's temperature.
@@ -127,10 +136,9 @@ def sample(
         "contiguous entries, one per row of logits",
     )
     num_blocks = triton.cdiv(vocab, tiles.block)
-    bests = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
-    sums = torch.empty_like(bests)
-    tokens = checks.output(tokens, name="tokens", shape=(num_rows,), dtype=torch.int64, device=logits.device)
-    logprobs = checks.output(logprobs, name="logprobs", shape=(num_rows,), dtype=torch.float32, device=logits.device)
+    bests, sums = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    logprobs = logits.new_empty(num_rows, dtype=torch.float32)
     _block_stats_kernel[(num_rows, num_blocks)](
         logits,
         temperatures,
@@ -178,7 +186,7 @@ def _uniforms_kernel(seeds_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.cons
     tl.store(out_ptr + rows, bits.to(tl.float32) * (1.0 / 16777216.0), mask=inside)
 
 
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The numbers of ``rollcall.engine.uniform.uniforms``, bit for bit, in one launch instead of some twenty.
 
     ``seeds`` and ``positions`` are [B] int64, contiguous.
@@ -192,7 +200,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor, *, out: torch.Tensor 
         f"seeds are {seeds.dtype} {tuple(seeds.shape)} and positions {positions.dtype} {tuple(positions.shape)}; give "
         "contiguous int64 of one shape",
     )
-    out = checks.output(out, name="out", shape=(num_rows,), dtype=torch.float32, device=seeds.device)
+    out = seeds.new_empty(num_rows, dtype=torch.float32)
     block = 256
     _uniforms_kernel[(triton.cdiv(num_rows, block),)](seeds, positions, out, num_rows, BLOCK=block)
     return out
