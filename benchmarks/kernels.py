@@ -17,17 +17,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 
 from rollcall.engine.uniform import uniforms
-from rollcall.kernels import available
 
-if not available():
+if find_spec("triton") is None or not torch.cuda.is_available():
     sys.exit("this benchmark needs Triton and a CUDA device")
 
-from rollcall.kernels import decode, logprobs, sampling
-from rollcall.kernels.decode import AttentionTiles
+from rollcall.kernels import attention, decode, logprobs, sampling
+from rollcall.kernels.attention import AttentionTiles
 
 BATCH, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 896, 4864, 14, 2, 64, 151936
 LEARNER_ROWS = 4096
@@ -128,7 +128,7 @@ class Cache:
 
 
 def attend(cache: Cache, tiles: AttentionTiles, splits: int) -> torch.Tensor:
-    return decode.paged_attention(
+    return attention.paged_attention(
         cache.q,
         cache.keys,
         cache.values,
@@ -140,7 +140,9 @@ def attend(cache: Cache, tiles: AttentionTiles, splits: int) -> torch.Tensor:
     )
 
 
-def attention(name: str, lengths: torch.Tensor, variants: list[tuple[int, int, int, int, int]], copies: int) -> None:
+def attention_rows(
+    name: str, lengths: torch.Tensor, variants: list[tuple[int, int, int, int, int]], copies: int
+) -> None:
     """Variants are (block size, tile, warps, stages, splits)."""
     some = list(range(0, len(lengths), max(1, len(lengths) // 8)))
     for block_size in sorted({variant[0] for variant in variants}):
@@ -249,9 +251,11 @@ def main() -> None:
         (128, 128, 4, 3),
         (128, 64, 4, 3),
     ]
-    attention("attention 256 short", short, [(*tile, splits) for tile in tiles for splits in (1, 2)], copies=4)
+    attention_rows("attention 256 short", short, [(*tile, splits) for tile in tiles for splits in (1, 2)], copies=4)
     long = torch.full((16,), 8192)
-    attention("attention 16 x 8192", long, [(*tile, splits) for tile in tiles[:3] for splits in (8, 16, 32)], copies=3)
+    attention_rows(
+        "attention 16 x 8192", long, [(*tile, splits) for tile in tiles[:3] for splits in (8, 16, 32)], copies=3
+    )
     sampling_rows()
     torch.cuda.empty_cache()
     learner_rows()

@@ -39,7 +39,7 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
-from rollcall.kernels import decode, logprobs, sampling
+from rollcall.kernels import attention, decode, logprobs, sampling
 
 
 def on_device(test):
@@ -71,7 +71,7 @@ def poisoned_memory(monkeypatch):
 
     def poisoned(like, *shape, **options):
         made = new_empty(like, *shape, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else -(2**40))
+        return made.fill_(float("nan") if made.is_floating_point() else torch.iinfo(made.dtype).min)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
@@ -246,7 +246,7 @@ def test_paged_attention_sees_exactly_the_live_keys_of_each_sequence(dtype, shap
     case = attention_case(
         dtype, lengths=[1, 64, 0, 65, 200], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
     )
-    out = decode.paged_attention(
+    out = attention.paged_attention(
         case.q,
         case.keys,
         case.values,
@@ -265,8 +265,8 @@ def test_paged_attention_sees_exactly_the_live_keys_of_each_sequence(dtype, shap
 @pytest.mark.parametrize("tile", [16, 32])
 def test_paged_attention_gives_the_same_with_tiles_smaller_than_a_block(tile):
     case = attention_case(torch.float32, lengths=[130, 17], num_heads=4, num_kv_heads=2, head_dim=32)
-    tiles = decode.AttentionTiles(tile=tile, num_warps=4, num_stages=2)
-    out = decode.paged_attention(
+    tiles = attention.AttentionTiles(tile=tile, num_warps=4, num_stages=2)
+    out = attention.paged_attention(
         case.q, case.keys, case.values, case.tables, case.lengths, scale=0.2, window=40, num_splits=2, tiles=tiles
     )
     assert_near(out, attention_reference(case, scale=0.2, window=40), steps=32)
@@ -276,17 +276,17 @@ def test_paged_attention_gives_the_same_with_tiles_smaller_than_a_block(tile):
 def test_a_tile_that_does_not_divide_the_block_is_refused():
     case = attention_case(torch.float32, lengths=[3], num_heads=2, num_kv_heads=2, head_dim=16)
     with pytest.raises(ValueError, match="does not divide blocks of 64"):
-        tiles = decode.AttentionTiles(tile=128, num_warps=4, num_stages=2)
-        decode.paged_attention(
+        tiles = attention.AttentionTiles(tile=128, num_warps=4, num_stages=2)
+        attention.paged_attention(
             case.q, case.keys, case.values, case.tables, case.lengths, scale=1.0, num_splits=1, tiles=tiles
         )
 
 
 @on_device
 def test_few_rows_are_split_and_many_are_not():
-    assert decode.pick_num_splits(256, num_kv_heads=2, max_blocks=10) == 1
-    assert decode.pick_num_splits(16, num_kv_heads=2, max_blocks=128) == 16
-    assert decode.pick_num_splits(1, num_kv_heads=1, max_blocks=4) == 4
+    assert attention.pick_num_splits(256, num_kv_heads=2, max_blocks=10) == 1
+    assert attention.pick_num_splits(16, num_kv_heads=2, max_blocks=128) == 16
+    assert attention.pick_num_splits(1, num_kv_heads=1, max_blocks=4) == 4
 
 
 # --- sampling
@@ -460,7 +460,9 @@ def test_a_captured_graph_follows_the_lengths_and_draws_of_each_replay():
     logits, temperatures = randn(3, 3001), torch.ones(3, device=DEVICE)
 
     def step():
-        mixed = decode.paged_attention(case.q, case.keys, case.values, case.tables, lengths, scale=0.125, num_splits=2)
+        mixed = attention.paged_attention(
+            case.q, case.keys, case.values, case.tables, lengths, scale=0.125, num_splits=2
+        )
         tokens, _ = sampling.sample(logits, sampling.uniforms(seeds, lengths.long()), temperatures)
         return mixed, tokens
 

@@ -22,3 +22,17 @@ def rows(matrix: torch.Tensor, *, name: str) -> tuple[int, int]:
         f"{name} is {tuple(matrix.shape)} with strides {matrix.stride()}; it needs two axes and contiguous rows",
     )
     return matrix.shape[0], matrix.shape[1]
+
+
+def cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """The keys and values of a paged cache, [blocks, block_size, K, D] each."""
+    head_dim = k_cache.shape[3]
+    need(
+        k_cache.shape == v_cache.shape
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.stride() == v_cache.stride()
+        and k_cache.stride(3) == 1,
+        f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} need one shape and dtype, the same strides and "
+        "contiguous heads",
+    )
+    need(head_dim % 16 == 0, f"heads of {head_dim} are not a multiple of 16; decode this model without kernels")

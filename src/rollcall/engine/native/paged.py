@@ -18,8 +18,8 @@ from torch import Tensor
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
 from rollcall.engine.native.sampler import truncate
+from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
-from rollcall.kernels import sampling
 from rollcall.model.decoder import Decoder
 
 BLOCK = 64  # tokens per KV block
@@ -251,7 +251,7 @@ class PagedRunner:
         decoder = self.decoder
         lengths = (position + 1).int()
         tables = self._tables[:rows]
-        num_splits = kernels.pick_num_splits(rows, num_kv_heads=decoder.num_kv_heads, max_blocks=tables.shape[1])
+        num_splits = attention.pick_num_splits(rows, num_kv_heads=decoder.num_kv_heads, max_blocks=tables.shape[1])
         x, residual = F.embedding(tokens, decoder.embed), None
         for index, layer in enumerate(decoder.layers):
             keys, values = self._cache[index]
@@ -267,7 +267,7 @@ class PagedRunner:
                 k_norm=layer.k_norm,
                 eps=decoder.eps,
             )
-            attended = kernels.paged_attention(
+            attended = attention.paged_attention(
                 q,
                 keys,
                 values,
@@ -290,10 +290,6 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))
         self._users = np.zeros(num_blocks, dtype=np.int64)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
         """This many blocks for one user each, or None when there are not as many."""
