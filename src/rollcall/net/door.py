@@ -18,6 +18,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 CHALLENGE = 32  # bytes, of a proof too
@@ -36,6 +37,13 @@ def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
     """What a caller says to a challenge, and the proof that it must get in return."""
     both = challenge + secrets.token_bytes(CHALLENGE)
     return both[CHALLENGE:] + _proof(secret, b"caller", both), _proof(secret, b"listener", both)
+
+
+def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, secret: str) -> bool:
+    """A caller's part of the exchange. Whether the listener knows the secret too."""
+    reply, proof = answer(read(CHALLENGE), secret=secret)
+    write(reply)
+    return hmac.compare_digest(read(CHALLENGE), proof)
 
 
 def listen_at(host: str, *, port: int = 0) -> socket.socket:

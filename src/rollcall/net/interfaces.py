@@ -31,7 +31,7 @@ def interface_addresses(name: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Which interface has the address; of 127.0.0.0/8 it is the loopback one, whichever is asked for."""
+    """Which interface has the address; every address of 127.0.0.0/8 is on the loopback one."""
     is_local = ipaddress.ip_address(address).is_loopback
     for _, name in socket.if_nameindex():
         held = interface_addresses(name)

@@ -15,27 +15,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import json
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rollcall.net.door import CHALLENGE, PROOF_S, Door, answer, watch_peer
+from rollcall.net.door import CHALLENGE, PROOF_S, Door, prove, watch_peer
+from rollcall.net.frames import frame, read_exactly, read_frame
 
 GREET_S = 60.0  # members that greet have all met: one that is silent this long is not a member
-LONGEST_MESSAGE = 64 << 20
 SLICE_S = 1.0  # the longest piece of a wait; between two, other threads of the process get their turn
 ACCEPT_S = 0.5
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class MeetingServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             while True:
-                _write(connection, self._do(**_read(connection)))
+                connection.sendall(frame(self._do(**read_frame(partial(read_exactly, connection.recv)))))
         except OSError:  # the member is gone, or the meeting is over
             connection.close()
 
@@ -87,6 +85,8 @@ class MeetingServer:
             match do:
                 case "set":
                     self._values[keys[0]] = given[0]
+                    self._changed.notify_all()
+                    return None
                 case "add":
                     total = int(self._values.get(keys[0], b"0")) + add
                     self._values[keys[0]] = b"%d" % total
@@ -100,7 +100,7 @@ class MeetingServer:
                     held = self._values.get(keys[0])
                     if held == given[0] or (held is None and not given[0]):
                         held = self._values[keys[0]] = given[1]
-                    self._changed.notify_all()
+                        self._changed.notify_all()
                     return base64.b64encode(given[0] if held is None else held).decode()
                 case "delete":
                     return self._values.pop(keys[0], None) is not None
@@ -108,8 +108,6 @@ class MeetingServer:
                     return len(self._values)
                 case _:
                     raise ConnectionError(f"no member asks for {do!r}")
-            self._changed.notify_all()
-            return None
 
 
 class MeetingStore(dist.Store):
@@ -124,7 +122,6 @@ class MeetingStore(dist.Store):
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._socket = _enter(place, timeout_s=timeout_s)
-        self.own_address = str(self._socket.getsockname()[0])  # by which the others reach this process
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
@@ -179,11 +176,13 @@ class MeetingStore(dist.Store):
 
     def _ask(self, do: str, *words: str | bytes, **more: Any) -> Any:
         num_keys = len(words) if do == "wait" else 1
-        values = [base64.b64encode(_bytes(word)).decode() for word in words[num_keys:]]
+        values = [
+            base64.b64encode(word.encode() if isinstance(word, str) else word).decode() for word in words[num_keys:]
+        ]
         with self._lock:
             try:
-                _write(self._socket, {"do": do, "keys": list(words[:num_keys]), "values": values, **more})
-                return _read(self._socket)
+                self._socket.sendall(frame({"do": do, "keys": list(words[:num_keys]), "values": values, **more}))
+                return read_frame(partial(read_exactly, self._socket.recv))
             except OSError as error:
                 raise dist.DistStoreError(
                     f"Connection closed by peer: nobody answers where the group meets, at {self._where} ({error})"
@@ -256,36 +255,11 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
 
 def _prove(connection: socket.socket, place: Place) -> socket.socket:
     connection.settimeout(PROOF_S)
-    reply, proof = answer(_exactly(connection, CHALLENGE), secret=place.secret)
-    connection.sendall(reply)
-    if not hmac.compare_digest(_exactly(connection, CHALLENGE), proof):
+    if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=place.secret):
         raise ConnectionError("what listens there does not know the group's secret")
     connection.settimeout(None)
     watch_peer(connection)
     return connection
-
-
-def _write(connection: socket.socket, message: Any) -> None:
-    data = json.dumps(message).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _read(connection: socket.socket) -> Any:
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    if length > LONGEST_MESSAGE:
-        raise ConnectionError(f"a message of {length} bytes, and the longest has {LONGEST_MESSAGE}")
-    return json.loads(_exactly(connection, length))
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts: list[bytes] = []
-    while count:
-        data = connection.recv(min(count, 1 << 20))
-        if not data:
-            raise ConnectionError("the connection was closed")
-        parts.append(data)
-        count -= len(data)
-    return b"".join(parts)
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -295,7 +269,3 @@ def _hang_up(connection: socket.socket) -> None:
     except OSError:  # the other side was first
         pass
     connection.close()
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

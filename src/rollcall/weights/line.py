@@ -8,24 +8,22 @@ is read as a message before the peer has proved that it was invited.
 
 from __future__ import annotations
 
-import json
 import secrets
 import select
 import selectors
 import socket
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rollcall.errors import MissingPeerError
-from rollcall.net.door import BACKLOG, CHALLENGE, Door, answer, listen_at, new_secret, watch_peer
+from rollcall.net.door import BACKLOG, Door, listen_at, new_secret, prove, watch_peer
+from rollcall.net.frames import frame, read_exactly, read_frame
 from rollcall.wait import Wait
 from rollcall.weights.protocol import Carrying, Invitation
 
 HELLO_S = 5.0  # who has come through the door says its name within this time
-LONGEST_MESSAGE = 256 << 20
-_LENGTH = struct.Struct("<I")
 
 
 class Line:
@@ -36,18 +34,20 @@ class Line:
             watch_peer(connection)
 
     def tell(self, message: Mapping[str, Any], deadline: Wait) -> None:
-        data = json.dumps(message).encode()
-        self.write(_LENGTH.pack(len(data)) + data, deadline)
+        self.write(frame(message), deadline)
 
     def hear(self, deadline: Wait) -> dict[str, Any]:
-        (length,) = _LENGTH.unpack(self.read(_LENGTH.size, deadline))
-        if length > LONGEST_MESSAGE:
-            raise MissingPeerError(f"{self.peer} sent a message of {length} bytes, which is longer than any of ours")
-        return json.loads(self.read(length, deadline))
+        try:
+            return read_frame(lambda count: self.read(count, deadline))
+        except ConnectionError as error:
+            raise self.gone(error) from None
 
     def write(self, data: bytes, deadline: Wait) -> None:
         with self._naming_peer(deadline):
             self.socket.sendall(data)
+
+    def read(self, count: int, deadline: Wait) -> bytes:
+        return read_exactly(lambda most: self.read_some(most, deadline), count)
 
     def read_some(self, most: int, deadline: Wait) -> bytes:
         """At least one byte."""
@@ -102,13 +102,6 @@ class Line:
 
     def _silent(self, deadline: Wait) -> MissingPeerError:
         return MissingPeerError(f"no word from {self.peer} within {deadline.timeout_s:g} s of a weight update")
-
-    def read(self, count: int, deadline: Wait) -> bytes:
-        parts: list[bytes] = []
-        while count:
-            parts.append(self.read_some(min(count, 1 << 20), deadline))
-            count -= len(parts[-1])
-        return b"".join(parts)
 
 
 def from_each(lines: Mapping[str, Line], take: Callable[[str], bool], deadline: Wait, *, waiting_for: str) -> None:
@@ -212,21 +205,16 @@ def call(invitation: Invitation, *, name: str, deadline: Wait, about: Mapping[st
         ) from None
     line = Line(connection, peer=invitation.sender)
     try:
-        _prove(line, invitation, deadline)
+        read, write = partial(line.read, deadline=deadline), partial(line.write, deadline=deadline)
+        if not prove(read, write, secret=invitation.secret):
+            raise MissingPeerError(
+                f"what listens in the place of {invitation.sender} does not know the invitation's secret"
+            )
         line.tell({"name": name, **about}, deadline)
     except BaseException:
         line.close()
         raise
     return line
-
-
-def _prove(line: Line, invitation: Invitation, deadline: Wait) -> None:
-    reply, proof = answer(line.read(CHALLENGE, deadline), secret=invitation.secret)
-    line.write(reply, deadline)
-    if not secrets.compare_digest(line.read(CHALLENGE, deadline), proof):
-        raise MissingPeerError(
-            f"what listens in the place of {invitation.sender} does not know the invitation's secret"
-        )
 
 
 def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
