@@ -15,7 +15,7 @@ import numpy as np
 from rollcall.engine.protocol import Finished, Request
 from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.types import Completion, FinishReason, Sample, Segment
-from rollcall.weights import Invitation
+from rollcall.weights.protocol import Invitation
 
 NAP_S = 0.02  # longest sleep of an engine between two looks at its clock
 

@@ -33,7 +33,8 @@ from rollcall.groups.folder.master import FolderBackend
 from rollcall.groups.folder.worker import FolderWorker
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.train_in_folder import read_weights, with_folder
-from rollcall.weights import RefusedUpdateError, open_receiver, open_sender
+from rollcall.weights.protocol import RefusedUpdateError
+from rollcall.weights.transports import open_receiver, open_sender
 
 WAIT_S = 600.0
 

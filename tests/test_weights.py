@@ -30,13 +30,14 @@ from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, plan_for
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.wait import Wait
-from rollcall.weights import TornUpdateError, delta, open_receiver, open_sender
 from rollcall.weights import checksum as checksums
+from rollcall.weights import delta
 from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
 from rollcall.weights.line import Desk, Line, call, decline
+from rollcall.weights.protocol import TornUpdateError
 from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
-from rollcall.weights.transports import carrying_for
+from rollcall.weights.transports import carrying_for, open_receiver, open_sender
 
 SENDER = "actor 0"
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rollcall.errors import MissingPeerError, WeightUpdateError
-from rollcall.weights import RefusedUpdateError, Sent, WeightReceiver, WeightSender
 from rollcall.weights.checksum import checksum
+from rollcall.weights.protocol import RefusedUpdateError, Sent, WeightReceiver, WeightSender
 
 Tensors = dict[str, Tensor]
 TIMEOUT_S = 60.0  # of updates that succeed, on a busy machine

@@ -20,15 +20,9 @@ from rollcall.config import WeightTransport
 from rollcall.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.roles.team import Team
-from rollcall.weights import (
-    Invitation,
-    StaleUpdateError,
-    WeightReceiver,
-    WeightSender,
-    open_receiver,
-    open_sender,
-)
 from rollcall.weights.line import decline
+from rollcall.weights.protocol import Invitation, StaleUpdateError, WeightReceiver, WeightSender
+from rollcall.weights.transports import open_receiver, open_sender
 
 DECLINE_S = 2.0
 

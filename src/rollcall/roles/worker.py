@@ -47,7 +47,7 @@ from rollcall.roles.build import (
 from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.types import Completion, Floats, Prompt, Sample
-from rollcall.weights import Invitation
+from rollcall.weights.protocol import Invitation
 
 POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the policy's weights
 

@@ -89,8 +89,8 @@ class _Group:
         return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
 
     def scratch(self, bucket: Bucket) -> list[Tensor]:
-        """Room for a bucket that cannot travel from where it lies: one flat tensor, cut as the bucket is. It is used again
-        once this many more buckets, and one, are on their way."""
+        """Room for a bucket that cannot travel from where it lies: one flat tensor, cut as the bucket is. It is used again after
+        ``IN_FLIGHT + 2`` buckets."""
         device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
         if not self._scratch:
             size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
@@ -191,7 +191,7 @@ class BroadcastInlet(Inlet):
 
 @contextmanager
 def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
-    """What a collective raises says nothing of who: the lines do."""
+    """A collective's error does not say which peer is gone; the lines do."""
     try:
         yield
     except MissingPeerError:

@@ -1,4 +1,4 @@
-"""What moves the bytes of an update, once sender and receivers have agreed on what comes. Each end is made open, over lines.
+"""What moves the bytes of an update, once sender and receivers have agreed on it. Making an end opens it.
 
 Both sides give the same buckets: the sender's are read, the receivers' are written. Each side returns a checksum per
 bucket, the receivers' of what lies in their own memory.
@@ -19,28 +19,25 @@ from rollcall.weights.line import Line
 Bucket = Sequence[Tensor]  # flat uint8 tensors
 
 
-class Outlet(Protocol):
-    """The sender's end."""
-
+class _End(Protocol):
     bucket_size: BucketSize
+
+    def close(self) -> None:
+        """Release what Python does not release by itself. Closing twice does nothing."""
+
+
+class Outlet(_End, Protocol):
+    """The sender's end."""
 
     def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]: ...
 
-    def close(self) -> None:
-        """Of what does not go with the object; closing twice does nothing."""
 
-
-class Inlet(Protocol):
+class Inlet(_End, Protocol):
     """A receiver's end."""
 
-    bucket_size: BucketSize
-
     def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        """Raises TornUpdateError where it can tell by itself, and both ends can go on."""
+        """Raises TornUpdateError if it notices damage by itself and both ends can go on."""
         ...
-
-    def close(self) -> None:
-        """As the sender's."""
 
 
 Hellos = Mapping[str, Mapping[str, Any]]  # what each receiver says of itself

@@ -1,8 +1,8 @@
 """A 64-bit checksum of raw bytes, cheap enough for every update, on both sides.
 
 Bytes are summed as 64-bit words, 256 KiB at a time, and the sums folded so that their order counts. A host sums each
-piece right after copying it, while it is in the cache, half of the pieces in a thread of their own where there are cores
-for it; a GPU sums its own memory.
+piece right after copying it, while it is in the cache. If there are cores for it, a second thread does half of the
+pieces. A GPU sums its own memory.
 
 >>> checksum([torch.arange(4, dtype=torch.uint8)]) == checksum([torch.arange(4, dtype=torch.uint8).flip(0)])
 False

@@ -26,7 +26,15 @@ from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, visib
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Views, cut, fit, view
 from rollcall.weights.line import Desk, Line, call, hear_all
-from rollcall.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
+from rollcall.weights.protocol import (
+    Carrying,
+    Invitation,
+    RefusedUpdateError,
+    Sent,
+    StaleUpdateError,
+    TornUpdateError,
+    WeightReceiver,
+)
 
 TIMEOUT_S = 300.0
 MOST_ATTEMPTS = 2
@@ -165,25 +173,17 @@ class StreamSender:
             line.tell(message, deadline)
 
 
-class StreamReceiver:
-    """Receives over one carrier into tensors that stay where they are."""
+class StreamReceiver(WeightReceiver):
+    """Receives over one carrier."""
 
     def __init__(
         self, open_inlet: OpenInlet, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]
     ) -> None:
-        self.name = name
+        super().__init__(invitation=invitation, name=name, tensors=tensors)
         self._open_inlet = open_inlet
         self._inlet: Inlet | None = None
-        self._invitation = invitation
-        self._tensors = dict(tensors)
         self._line: Line | None = None
         self._views: Views | None = None
-        self._held: int | None = None
-        self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        return self._held
 
     def receive(self, *, version: int) -> None:
         deadline = Wait(self._invitation.timeout_s)

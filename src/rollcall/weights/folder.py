@@ -28,7 +28,14 @@ from rollcall.errors import MissingPeerError
 from rollcall.wait import Wait
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import BucketSize, Entry, Layout, Views, fit, view
-from rollcall.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
+from rollcall.weights.protocol import (
+    Invitation,
+    RefusedUpdateError,
+    Sent,
+    StaleUpdateError,
+    TornUpdateError,
+    WeightReceiver,
+)
 from rollcall.weights.safetensors_header import read_metadata, write_header
 
 # Spans follow each other as in the files, and each is summed while it is in the cache.
@@ -85,18 +92,8 @@ class FolderSender:
                 path.unlink(missing_ok=True)
 
 
-class FolderReceiver:
-    def __init__(self, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.name = name
-        self._invitation = invitation
-        self._tensors = dict(tensors)
-        self._views: Views | None = None
-        self._held: int | None = None
-        self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        return self._held
+class FolderReceiver(WeightReceiver):
+    _views: Views | None = None
 
     def receive(self, *, version: int) -> None:
         if self._newest is not None and version <= self._newest:

@@ -11,6 +11,7 @@ sender. Each wait has a deadline, and its error says who is missing. After an er
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -73,14 +74,24 @@ class WeightSender(Protocol):
         ...
 
 
-class WeightReceiver(Protocol):
+class WeightReceiver(ABC):
+    """Receives into tensors that stay where they are."""
+
+    def __init__(self, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self._invitation = invitation
+        self._tensors = dict(tensors)
+        self._held: int | None = None
+        self._newest: int | None = None
+
     @property
     def version(self) -> int | None:
         """What the tensors hold; None before the first update and after one that broke off."""
-        ...
+        return self._held
 
+    @abstractmethod
     def receive(self, *, version: int) -> None:
         """Wait for the update to this version and apply it to the tensors, which keep their addresses."""
-        ...
 
+    @abstractmethod
     def close(self) -> None: ...
