@@ -81,32 +81,32 @@ def test_a_sample_has_the_logprob_of_the_distribution_it_was_drawn_from(
     logits: np.ndarray, uniforms: list[float], top_k: int, top_p: float
 ) -> None:
     raw = torch.from_numpy(logits)
-    drawn = draw(raw, uniforms, temperature=1.7, top_p=top_p, top_k=top_k)
+    tokens, logprobs = draw(raw, uniforms, temperature=1.7, top_p=top_p, top_k=top_k)
     scaled = raw / 1.7
     if top_k or top_p < 1:
         scaled = truncate(scaled, top_p=torch.full((3,), top_p), top_k=torch.full((3,), top_k))
-    expected = torch.log_softmax(scaled.double(), dim=-1).gather(1, drawn.tokens[:, None])[:, 0]
-    assert torch.isfinite(drawn.logprobs).all()
-    torch.testing.assert_close(drawn.logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+    expected = torch.log_softmax(scaled.double(), dim=-1).gather(1, tokens[:, None])[:, 0]
+    assert torch.isfinite(logprobs).all()
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_temperature_zero_takes_the_likeliest_with_its_plain_logprob() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]])
-    drawn = draw(logits, [LARGEST, 0.0], temperature=0.0)
-    assert drawn.tokens.tolist() == [1, 2]
-    torch.testing.assert_close(drawn.logprobs, torch.log_softmax(logits, -1).max(-1).values)
+    tokens, logprobs = draw(logits, [LARGEST, 0.0], temperature=0.0)
+    assert tokens.tolist() == [1, 2]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).max(-1).values)
 
 
 def test_rows_keep_their_own_temperature_and_truncation() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(4, 4)
-    drawn = sample(
+    tokens, _ = sample(
         logits,
         uniforms=torch.zeros(4),  # the first token that is kept
         temperature=torch.tensor([1.0, 0.0, 1.0, 1.0]),
         top_p=torch.tensor([1.0, 1.0, 1.0, 0.8]),
         top_k=torch.tensor([0, 0, 3, 0]),
     )
-    assert drawn.tokens.tolist() == [0, 3, 1, 2]
+    assert tokens.tolist() == [0, 3, 1, 2]
 
 
 def kept(logits: list[float], *, top_p: float = 1.0, top_k: int = 0) -> list[int]:

@@ -21,7 +21,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and one seed per completion wanted. The seeds alone decide the draws, whatever else is in the batch."""
+    """A prompt and one seed for each completion. Only the seeds decide the draws, not what else is in the batch."""
 
     id: str
     prompt_ids: Ints

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
+from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, plan_fills
 from rollcall.engine.native.sampler import truncate
 from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
@@ -40,13 +40,9 @@ class PagedRunner:
         self.num_rows = 0
         self.num_filled_tokens = 0
 
-        # Host mirror of the rows: [name, row]. Positions are -1 for rows that are past their limit.
-        self._host = np.zeros((5, max_running), dtype=np.int64)
-        self._next, self._position, self._limit, self._drawn, self._seed = self._host
-        self._temperature = np.zeros(max_running, dtype=np.float32)
-        self._top_p = np.ones(max_running, dtype=np.float32)
-        self._top_k = np.zeros(max_running, dtype=np.int64)
+        self._rows = RowState(max_running)
 
+        # Its numbers on the device. Positions are -1 for rows that are past their limit.
         self._state = torch.zeros(5, max_running, dtype=torch.int64, device=device)
         self._sampling = torch.zeros(3, max_running, dtype=torch.float32, device=device)
         self._tables = torch.zeros(max_running, 16, dtype=torch.int32, device=device)
@@ -81,7 +77,8 @@ class PagedRunner:
         admitted = sequences[:count]
         self.num_rows += count
         for row, sequence in enumerate(admitted, start=first):
-            self._set_row(row, sequence)
+            self._rows.set(row, sequence)
+            self._grow_tables(sequence.limit)
         self._fill(plan_fills(admitted, first))
         if copies:
             source, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
@@ -90,7 +87,7 @@ class PagedRunner:
 
     def reserve(self, steps: int) -> bool:
         for row in range(self.num_rows):
-            needed = min(int(self._position[row]) + steps, int(self._limit[row]))
+            needed = min(int(self._rows.position[row]) + steps, int(self._rows.limit[row]))
             missing = -(-needed // BLOCK) - len(self._blocks[row])
             if missing > 0:
                 new = self._pool.take(missing)
@@ -102,7 +99,7 @@ class PagedRunner:
     @torch.inference_mode()
     def decode(self, steps: int) -> Chunk:
         rows = self.num_rows
-        truncates = bool((self._top_p[:rows] < 1).any() or (self._top_k[:rows] > 0).any())
+        truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
         graph = self._graph(size, truncates)
         self._upload()
@@ -110,9 +107,9 @@ class PagedRunner:
             graph.replay()
         tokens = self._out_tokens[:steps, :rows].cpu().numpy()
         logprobs = self._out_logprobs[:steps, :rows].cpu().numpy()
-        self._next[:rows] = tokens[-1]
-        self._position[:rows] = np.minimum(self._position[:rows] + steps, self._limit[:rows])
-        self._drawn[:rows] += steps
+        self._rows.next[:rows] = tokens[-1]
+        self._rows.position[:rows] = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
+        self._rows.drawn[:rows] += steps
         return Chunk(tokens=tokens, logprobs=logprobs)
 
     def remove(self, row: int) -> None:
@@ -120,9 +117,7 @@ class PagedRunner:
         self._pool.give_back(self._blocks[row])
         self._blocks[row] = self._blocks[last]
         self._blocks.pop()
-        self._host[:, row] = self._host[:, last]
-        for state in (self._temperature, self._top_p, self._top_k):
-            state[row] = state[last]
+        self._rows.move(last, to=row)
         self.num_rows = last
 
     def _blocks_for(
@@ -145,18 +140,6 @@ class PagedRunner:
         if filled % BLOCK:
             copies.append((siblings[full], own[0]))
         return siblings[:full] + own
-
-    def _set_row(self, row: int, sequence: Sequence) -> None:
-        sampling_of = sequence.request.sampling
-        self._next[row] = sequence.token_ids[-1] if sequence.token_ids else sequence.request.prompt_ids[-1]
-        self._position[row] = sequence.length - 1
-        self._limit[row] = sequence.limit
-        self._drawn[row] = len(sequence.token_ids)
-        self._seed[row] = sequence.seed
-        self._temperature[row] = sampling_of.temperature
-        self._top_p[row] = sampling_of.top_p
-        self._top_k[row] = sampling_of.top_k
-        self._grow_tables(sequence.limit)
 
     def _grow_tables(self, length: int) -> None:
         """Block tables and rotary tables for sequences this long; graphs hold their addresses, so growing drops them."""
@@ -200,12 +183,12 @@ class PagedRunner:
 
     def _upload(self) -> None:
         rows = self.num_rows
-        state = self._host.copy()
+        state = self._rows.numbers.copy()
         state[1, rows:] = -1
         over = state[1, :rows] >= state[2, :rows]
         state[1, :rows][over] = -1
         self._state.copy_(torch.from_numpy(state))
-        sampling_state = np.stack((self._temperature, self._top_p, self._top_k.astype(np.float32)))
+        sampling_state = np.stack((self._rows.temperature, self._rows.top_p, self._rows.top_k.astype(np.float32)))
         self._sampling.copy_(torch.from_numpy(sampling_state))
         tables = np.zeros((rows, self._tables.shape[1]), dtype=np.int32)
         for row, blocks in enumerate(self._blocks):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.runner import Chunk, Fill, Sequence, plan_fills
+from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, plan_fills
 from rollcall.engine.native.sampler import sample
 from rollcall.engine.uniform import uniforms
 from rollcall.model.attention import Way, cpu_way
@@ -51,14 +51,8 @@ class RowRunner:
         self._keys: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, D, columns]
         self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
-        self._next = np.zeros(max_running, dtype=np.int64)  # token to feed
-        self._position = np.zeros(max_running, dtype=np.int64)  # its position; the row starts this many columns back
-        self._limit = np.zeros(max_running, dtype=np.int64)
-        self._drawn = np.zeros(max_running, dtype=np.int64)  # index into the row's uniforms
-        self._uniform = np.zeros((max_running, 0), dtype=np.float32)
-        self._temperature = np.zeros(max_running, dtype=np.float32)
-        self._top_p = np.ones(max_running, dtype=np.float32)
-        self._top_k = np.zeros(max_running, dtype=np.int64)
+        self._rows = RowState(max_running)  # a row starts ``position`` columns back
+        self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
 
     @property
     def room(self) -> int:
@@ -69,7 +63,7 @@ class RowRunner:
         return min(CHUNK, *remaining)
 
     def admit(self, sequences: list[Sequence]) -> int:
-        count, longest = 0, int(self._position[: self.num_rows].max(initial=0)) + 1
+        count, longest = 0, int(self._rows.position[: self.num_rows].max(initial=0)) + 1
         for sequence in sequences[: self.max_running - self.num_rows]:
             longest = max(longest, sequence.length)
             # One more step must fit as well, or the next reserve would throw the newcomer out again.
@@ -80,9 +74,10 @@ class RowRunner:
             return 0
         first, self.num_rows = self.num_rows, self.num_rows + count
         admitted = sequences[:count]
-        lead = int(self._position[:first].max(initial=0))
+        lead = int(self._rows.position[:first].max(initial=0))
         for row, sequence in enumerate(admitted, start=first):
-            self._set_row(row, sequence)
+            self._rows.set(row, sequence)
+            self.decoder.grow_rope(sequence.limit)
         self._draw_uniforms(admitted, first)
         self._make_room(steps=1, live=(first, lead))
         fills = plan_fills(admitted, first)
@@ -92,8 +87,8 @@ class RowRunner:
 
     def reserve(self, steps: int) -> bool:
         rows = self.num_rows
-        needed = int(np.minimum(self._position[:rows] + steps, self._limit[:rows]).max())
-        lead = int(self._position[:rows].max())
+        needed = int(np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows]).max())
+        lead = int(self._rows.position[:rows].max())
         if not self._fits(rows, needed):
             return False
         self._make_room(steps=needed - lead, live=(rows, lead))
@@ -113,14 +108,12 @@ class RowRunner:
         if row != last:
             heads = self.decoder.num_kv_heads
             there, here = slice(row * heads, (row + 1) * heads), slice(last * heads, (last + 1) * heads)
-            columns = slice(self._column - int(self._position[last]), self._column)
+            columns = slice(self._column - int(self._rows.position[last]), self._column)
             for keys, values in zip(self._keys, self._values, strict=True):
                 keys[there, :, columns] = keys[here, :, columns]
                 values[there, columns] = values[here, columns]
-            for state in (
-                self._next, self._position, self._limit, self._drawn, self._uniform, self._temperature, self._top_p, self._top_k
-            ):  # fmt: skip
-                state[row] = state[last]
+            self._rows.move(last, to=row)
+            self._uniform[row] = self._uniform[last]
         self.num_rows = last
 
     def _fits(self, rows: int, length: int) -> bool:
@@ -130,7 +123,7 @@ class RowRunner:
         """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
         the column of the next token."""
         num_rows, num_columns = self._capacity
-        lead = int(self._position[: self.num_rows].max())
+        lead = int(self._rows.position[: self.num_rows].max())
         if self.num_rows <= num_rows and lead <= self._column and self._column + steps <= num_columns:
             return
         rows = max(self.num_rows, num_rows)
@@ -154,17 +147,6 @@ class RowRunner:
             self._keys[index], self._values[index] = keys, values
         self._capacity, self._column = (rows, num_columns), lead
 
-    def _set_row(self, row: int, sequence: Sequence) -> None:
-        sampling = sequence.request.sampling
-        self.decoder.grow_rope(sequence.limit)
-        self._next[row] = sequence.token_ids[-1] if sequence.token_ids else sequence.request.prompt_ids[-1]
-        self._position[row] = sequence.length - 1
-        self._limit[row] = sequence.limit
-        self._drawn[row] = len(sequence.token_ids)
-        self._temperature[row] = sampling.temperature
-        self._top_p[row] = sampling.top_p
-        self._top_k[row] = sampling.top_k
-
     def _draw_uniforms(self, sequences: list[Sequence], first: int) -> None:
         """All numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""
         width = max(sequence.request.sampling.max_tokens for sequence in sequences)
@@ -176,38 +158,38 @@ class RowRunner:
 
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         decoder = self.decoder
-        column, lead = self._column, int(self._position[:rows].max())
+        column, lead = self._column, int(self._rows.position[:rows].max())
         seats, live = slice(rows * decoder.num_kv_heads), slice(column - lead, column + 1)
         masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
         step = Step(
-            token_ids=torch.from_numpy(self._next[:rows]),
-            positions=torch.from_numpy(self._position[:rows]),
+            token_ids=torch.from_numpy(self._rows.next[:rows]),
+            positions=torch.from_numpy(self._rows.position[:rows]),
             keys=[keys[seats, :, live] for keys in self._keys],
             values=[values[seats, live] for values in self._values],
             masks=[masks[layer.window] for layer in decoder.layers],
             attend=self._attend,
         )
         sampled = self._sample(self._logits(decoder, step), rows)
-        self._next[:rows] = sampled[0]
-        self._position[:rows] += 1
+        self._rows.next[:rows] = sampled[0]
+        self._rows.position[:rows] += 1
         self._column += 1
-        self._drawn[:rows] = np.minimum(self._drawn[:rows] + 1, self._uniform.shape[1] - 1)
+        self._rows.drawn[:rows] = np.minimum(self._rows.drawn[:rows] + 1, self._uniform.shape[1] - 1)
         return sampled
 
     def _sample(self, logits: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        temperature, top_p, top_k = self._temperature[:rows], self._top_p[:rows], self._top_k[:rows]
-        out = sample(
+        temperature, top_p, top_k = self._rows.temperature[:rows], self._rows.top_p[:rows], self._rows.top_k[:rows]
+        tokens, logprobs = sample(
             logits,
-            uniforms=torch.from_numpy(self._uniform[np.arange(rows), self._drawn[:rows]]),
+            uniforms=torch.from_numpy(self._uniform[np.arange(rows), self._rows.drawn[:rows]]),
             temperature=torch.from_numpy(temperature) if (temperature != 1).any() else None,
             top_p=torch.from_numpy(top_p) if (top_p < 1).any() else None,
             top_k=torch.from_numpy(top_k) if (top_k > 0).any() else None,
         )
-        return out.tokens.numpy(), out.logprobs.numpy()
+        return tokens.numpy(), logprobs.numpy()
 
     def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
         """One of ``Step.masks``."""
-        past = self._position[:rows]
+        past = self._rows.position[:rows]
         if window:
             past = past.clip(max=window - 1)
         if int(past.min()) == lead:
@@ -239,7 +221,7 @@ class RowRunner:
             for filled_row in fill.rows:
                 source.append(start + tokens)
                 row.append(np.full(len(tokens), filled_row))
-                column.append(self._column - self._position[filled_row] + tokens)
+                column.append(self._column - self._rows.position[filled_row] + tokens)
             start += len(tokens)
         return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
 
@@ -300,5 +282,5 @@ def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Decoder, Step], Tensor]:
-    """Made where it is wanted: torch takes long to load its compiler."""
+    """Made on first use: torch takes long to load its compiler."""
     return torch.compile(next_logits)

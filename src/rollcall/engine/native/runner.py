@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from rollcall.engine.sequence import Sequence
 from rollcall.types import Floats, Ints, Longs
 
@@ -42,6 +44,33 @@ class Runner(Protocol):
     def remove(self, row: int) -> None:
         """Forget a row; the last row moves into its place."""
         ...
+
+
+class RowState:
+    """What the host knows of each row: [max_running] each."""
+
+    def __init__(self, max_running: int) -> None:
+        self.numbers = np.zeros((5, max_running), dtype=np.int64)
+        # The token to feed, its position, where the row must end, how many tokens were drawn, the seed of the draws.
+        self.next, self.position, self.limit, self.drawn, self.seed = self.numbers
+        self.temperature = np.zeros(max_running, dtype=np.float32)
+        self.top_p = np.ones(max_running, dtype=np.float32)
+        self.top_k = np.zeros(max_running, dtype=np.int64)
+
+    def set(self, row: int, sequence: Sequence) -> None:
+        sampling = sequence.request.sampling
+        self.next[row] = sequence.token_ids[-1] if sequence.token_ids else sequence.request.prompt_ids[-1]
+        self.position[row] = sequence.length - 1
+        self.limit[row] = sequence.limit
+        self.drawn[row] = len(sequence.token_ids)
+        self.seed[row] = sequence.seed
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+
+    def move(self, source: int, *, to: int) -> None:
+        for state in (*self.numbers, self.temperature, self.top_p, self.top_k):
+            state[to] = state[source]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,24 +6,17 @@ one per vocabulary entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 BLOCK = 256  # vocabulary entries per block of the two-level search
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    tokens: Tensor  # [B] int64
-    logprobs: Tensor  # [B] float32, under the distribution sampled from; greedy: under temperature 1
-
-
 def sample(
     logits: Tensor, *, uniforms: Tensor, temperature: Tensor | None, top_p: Tensor | None, top_k: Tensor | None
-) -> Sampled:
-    """Draw one token per row of float32 logits [B, V].
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of float32 logits [B, V]: tokens [B] int64, and their log-probs [B] float32 under the distribution
+    sampled from (greedy: under temperature 1).
 
     ``temperature`` None means 1 for every row; ``top_p`` / ``top_k`` are None when no row truncates.
     """
@@ -37,7 +30,7 @@ def sample(
     tokens = invert_cdf(probs, uniforms)
     if greedy is not None and bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-    return Sampled(tokens=tokens, logprobs=probs.gather(1, tokens[:, None])[:, 0].log())
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 
 def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:

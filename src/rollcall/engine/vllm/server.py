@@ -70,7 +70,7 @@ class Server:
 
     # What a message can ask for
 
-    def do_load(self, spec: dict[str, Any]) -> dict[str, Any]:
+    def do_load(self, spec: dict[str, Any]) -> None:
         """What is loaded already is kept, without its completions; its weights no longer count."""
         if self.engine is not None and spec == self.spec:
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
@@ -83,7 +83,6 @@ class Server:
                 self.engine = make_engine(spec, folder)
             self.spec = spec
         self.version = -1
-        return {"kv_blocks": int(self.engine.vllm_config.cache_config.num_gpu_blocks)}
 
     def do_advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         if self.version < 0:
