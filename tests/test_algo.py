@@ -396,19 +396,16 @@ def test_corrections_are_verls_and_carry_no_gradient() -> None:
 def test_value_loss_and_gradient_are_verls(case: dict[str, Any]) -> None:
     algorithm = Ppo(value_clip=case["clip"])
     values = flat_input("values").requires_grad_()
-    result = recipe.value_loss(
+    loss = recipe.value_loss(
         algorithm,
         values=values,
         old_values=flat_input("old_values"),
         returns=flat_input("returns"),
         weights=flat_weights(algorithm),
     )
-    result.loss.backward()
-    assert_close(result.loss.detach(), case["loss"])
+    loss.backward()
+    assert_close(loss.detach(), case["loss"])
     assert_close(values.grad, flat(case["grad"]))
-    assert_close(result.metrics["value_clip_fraction"], case["clip_fraction"])
-    assert_close(result.metrics["value_mean"], flat_input("values").mean())
-    assert_close(result.metrics["return_mean"], flat_input("returns").mean())
 
 
 # --- policy loss, its own promises
@@ -457,7 +454,6 @@ def test_engine_logprobs_are_the_base_of_the_ratio_when_asked_for() -> None:
     expected.loss.backward()
     assert_close(engine.grad, learner.grad)
     assert_close(result.metrics["tis_weight_mean"], 1.0)
-    assert float(result.metrics["mismatch"]) == 0
 
 
 def test_mismatched_tokens_are_left_out_of_every_term() -> None:
@@ -477,11 +473,10 @@ def test_metrics_are_means_weighted_as_the_loss() -> None:
     algorithm = Grpo(kl_estimator="k2")
     weights = flat_weights(algorithm)
     metrics = policy_loss_of(algorithm, policy()).metrics
-    old, reference = flat_input("old_logprobs"), flat_input("reference_logprobs")
+    reference = flat_input("reference_logprobs")
     assert_close(metrics["weight"], 1.0)
     assert_close(metrics["entropy"], (weights * flat_input("entropy")).sum())
     assert_close(metrics["kl"], (weights * 0.5 * (flat_input("logprobs") - reference) ** 2).sum())
-    assert_close(metrics["mismatch"], (weights * (old - flat_input("behaviour_logprobs")).abs()).sum())
     assert_close(metrics["tis_weight_mean"], (weights * flat(REFERENCE["corrections"]["truncated"])).sum())
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rollcall.types import Bools, Floats
 
-STD_EPSILON = 1e-6  # beside a group's deviation, which is of the order of the rewards
-VARIANCE_EPSILON = 1e-8  # beside a batch's variance
+STD_EPSILON = 1e-6  # added to a group's deviation, which has the scale of the rewards
+VARIANCE_EPSILON = 1e-8  # added to a batch's variance
 
 
 def group_normalized(rewards_G: Floats) -> Floats:

@@ -106,25 +106,22 @@ def cispo_policy_loss(
     return TokenLoss(loss=-weight * advantages * logprobs, ratio=ratio, clipped=(weight != ratio).to(ratio.dtype))
 
 
-def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """Half the squared error to the returns; with ``clip``, the worse of it and that of the value held within
-    ``clip`` of the old one, so that a step cannot gain by moving further (PPO's value clipping; its use is discussed
-    in arXiv:2005.12729). Gives the loss and, for metrics, 1 where the clip decided it.
+def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """Half the squared error to the returns, per token.
+
+    With ``clip``, the larger of this error and that of the value held within ``clip`` of the old one, so that a step gains
+    nothing by moving further (PPO's value clipping; arXiv:2005.12729 discusses its use).
 
     >>> value_loss(
     ...     torch.tensor([1.0, 0.6]), old_values=torch.tensor([0.5, 0.5]), returns=torch.tensor([1.0, 1.0]), clip=0.2
     ... )
-    (tensor([0.0450, 0.0800]), tensor([1., 0.]))
+    tensor([0.0450, 0.0800])
     """
     error = (values - returns).square()
-    clipped = torch.zeros_like(error)
     if clip is not None:
-        # Not old + clamp(difference): its rounding would make values that were not held look clipped.
         held = values.clamp(old_values - clip, old_values + clip)
-        held_error = (held - returns).square()
-        clipped = (held_error > error).to(error.dtype)
-        error = torch.maximum(error, held_error)
-    return 0.5 * error, clipped.detach()
+        error = torch.maximum(error, (held - returns).square())
+    return 0.5 * error
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:

@@ -34,7 +34,7 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoss:
-    """A micro-batch's part of the policy's or the critic's loss.
+    """A micro-batch's part of the policy's loss.
 
     Each metric is a sum over tokens of ``weights`` times the metric: add them over micro-batches and ranks, and divide
     by the added-up ``weight`` for the mean. (``weight`` adds up to 1 in an update, except for Dr. GRPO.)
@@ -112,10 +112,9 @@ def policy_loss(
 ) -> BatchLoss:
     """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
 
-    ``old_logprobs=None`` takes them from this very forward (ratio 1). With ``algorithm.old_logprobs="engine"`` the
-    behaviour log-probs are the base of the ratio, whatever is given. ``row`` must hold whole rows: GSPO averages over
-    them. Truncated importance weights multiply the surrogate only; a token that the mismatch mask leaves out is left
-    out of every term.
+    The ratio is taken to ``old_logprobs``; None: to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
+    it is taken to the behaviour log-probs. Rows must be whole, because GSPO averages over them. Truncated importance
+    weights multiply the surrogate only. A token that the mismatch mask leaves out is left out of every term.
 
     >>> import torch
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -149,7 +148,6 @@ def policy_loss(
         kept = weights * keep
         measure("masked_fraction", 1 - keep)
     loss = (kept * surrogate).sum()
-    metrics["policy_loss"] = loss.detach()
 
     kl_in_loss = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
     assert reference_logprobs is not None or not kl_in_loss, (
@@ -171,28 +169,19 @@ def policy_loss(
     measure("clip_fraction", token.clipped)
     measure("ratio_mean", token.ratio)
     measure("approx_kl", base - logprobs)
-    measure("mismatch", (base - behaviour_logprobs).abs())
     return BatchLoss(loss=loss, metrics=metrics)
 
 
-def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> BatchLoss:
-    """A micro-batch's critic loss. Tensors are [L]; ``old_values`` are those the advantages were made from.
+def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
+    """A micro-batch's critic loss. Tensors are [L]; ``old_values`` are those that the advantages were computed from.
 
     >>> import torch
     >>> half = torch.tensor([0.5, 0.5])
-    >>> value_loss(Ppo(), values=half, old_values=half, returns=torch.ones(2), weights=half).loss
+    >>> value_loss(Ppo(), values=half, old_values=half, returns=torch.ones(2), weights=half)
     tensor(0.1250)
     """
-    token_loss, clipped = losses.value_loss(values, old_values=old_values, returns=returns, clip=algorithm.value_clip)
-    loss = (weights * token_loss).sum()
-    metrics = {
-        "weight": weights.sum(),
-        "value_loss": loss.detach(),
-        "value_clip_fraction": (weights * clipped).sum(),
-        "value_mean": (weights * values.detach()).sum(),
-        "return_mean": (weights * returns).sum(),
-    }
-    return BatchLoss(loss=loss, metrics=metrics)
+    losses_of_tokens = losses.value_loss(values, old_values=old_values, returns=returns, clip=algorithm.value_clip)
+    return (weights * losses_of_tokens).sum()
 
 
 def _surrogate(
