@@ -67,7 +67,7 @@ def test_more_members_than_rows_leaves_some_with_none() -> None:
 
 
 def test_one_member_has_everything_in_order() -> None:
-    assert Gang.alone().share([3, 1, 2], keys=[0, 0, 1]) == [0, 1, 2]
+    assert share([3, 1, 2], keys=[0, 0, 1], rank=0, size=1) == [0, 1, 2]
     tensor = torch.ones(3)
     Gang.alone().sum_all([tensor])
     assert torch.equal(tensor, torch.ones(3)) and Gang.alone().gather("x") == ["x"]
@@ -104,6 +104,7 @@ def learn(gang: Gang, num_samples: int) -> tuple[dict[str, float], int, dict[str
 def make_gang_learner(gang: Gang) -> Learner:
     learner = make_learner(trainable(), tokens_per_microbatch=60)
     learner.gang = learner.body.gang = gang
+    learner.body.place = (gang.rank, gang.size)
     return learner
 
 

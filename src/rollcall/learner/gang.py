@@ -38,9 +38,8 @@ class Gang:
     size: int
     sum_over: Callable[[Tensor], None]  # in place
     gather_bytes: Callable[[bytes], list[bytes]]  # of each member, by rank
-    greet: Callable[
-        [Any, str], None
-    ]  # the members of a new group prove who they are to each other; the name is new each time
+    # The members of a new group prove who they are to each other; the name is new each time.
+    greet: Callable[[Any, str], None]
     close: Callable[[], None]
     meshes: dict[Any, Any] = field(default_factory=dict)  # groups of members, made once for each way to divide a model
     nodes: tuple[str, ...] = ("",)  # where each member runs
@@ -134,10 +133,6 @@ class Gang:
                 self._sum_bucket(bucket)
                 bucket, num_bytes = [], 0
         self._sum_bucket(bucket)
-
-    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
-        """This member's part of the items."""
-        return share(costs, keys=keys, rank=self.rank, size=self.size)
 
     def _sum_bucket(self, tensors: list[Tensor]) -> None:
         if not tensors:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.errors import NonFiniteError
-from rollcall.learner.gang import Gang
+from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.packing import pack
 from rollcall.learner.tensor_parallel import refuse_indivisible
@@ -131,7 +132,7 @@ class Learner:
         largest = total.pop("mismatch_max")
         loss = total.pop("loss")
         mismatch = total.pop("mismatch")
-        metrics = {name: value / weight for name, value in total.items() if name != "policy_loss"}
+        metrics = {name: value / weight for name, value in total.items()}
         return {
             **metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **self.optimizer.step()
         }  # fmt: skip
@@ -198,11 +199,9 @@ class Critic:
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """The value before each response token, [T] per sample."""
-
-        def run(batch: MicroBatch) -> tuple[Tensor, ...]:
-            return (self.body.values(batch),)
-
-        (values,) = over_samples(self.body, samples, self.section, run, num_outputs=1)
+        (values,) = over_samples(
+            self.body, samples, self.section, lambda batch: (self.body.values(batch),), num_outputs=1
+        )
         return values
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -219,14 +218,14 @@ class Critic:
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None, "the critic learns from returns"
         device = self.body.device
-        result = value_loss(
+        loss = value_loss(
             self.algorithm,
             values=self.body.values(batch, recompute=self.section.activation_checkpointing),
             old_values=torch.from_numpy(batch.values).to(device),
             returns=torch.from_numpy(batch.returns).to(device),
             weights=torch.from_numpy(batch.weights).to(device),
         )
-        return result.loss, {"loss": result.loss.detach()}
+        return loss, {"loss": loss.detach()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +283,8 @@ def whole_body(model: Any) -> Body:
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
     """The rows that this member of the gang works on: an equal share of the tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
-    return [rows[index] for index in body.share(costs, keys=[samples[row].draw for row in rows])]
+    rank, size = body.place
+    return [rows[index] for index in share(costs, keys=[samples[row].draw for row in rows], rank=rank, size=size)]
 
 
 def accumulate_gradients(
@@ -326,12 +326,9 @@ def score_samples(
     body: Body, samples: Sequence[Sample], section: OptimizerSection, *, temperature: float
 ) -> list[TokenScores]:
     """A model's statistics of the samples' tokens; also how the frozen reference is asked."""
-
-    def run(batch: MicroBatch) -> tuple[Tensor, ...]:
-        stats = body.stats(batch, temperature=temperature)
-        return stats.logprobs, stats.entropy, stats.certainty
-
-    rows = zip(*over_samples(body, samples, section, run, num_outputs=3), strict=True)
+    rows = zip(
+        *over_samples(body, samples, section, partial(body.stats, temperature=temperature), num_outputs=3), strict=True
+    )
     return [TokenScores(logprobs=one, entropy=two, certainty=three) for one, two, three in rows]
 
 

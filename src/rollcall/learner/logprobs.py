@@ -6,8 +6,7 @@ each chunk's logits again. Entropy and self-certainty come from the same pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from rollcall.model.decoder import wide_product
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}  # logits held at once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStats:
+class TokenStats(NamedTuple):
     logprobs: Tensor  # [M] float32, differentiable
     entropy: Tensor  # [M] float32, differentiable
     certainty: Tensor  # [M] float32, KL(uniform || policy), detached
@@ -26,8 +24,7 @@ class TokenStats:
 
 def token_stats(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> TokenStats:
     """Statistics of softmax(hidden @ weight.T / temperature) at the targets."""
-    logprobs, entropy, certainty = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature)  # type: ignore[misc]
-    return TokenStats(logprobs=logprobs, entropy=entropy, certainty=certainty)
+    return TokenStats(*_TokenStats.apply(hidden, weight, targets, 1.0 / temperature))  # type: ignore[misc]
 
 
 class _TokenStats(torch.autograd.Function):

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
-from rollcall.learner.gang import Gang, share
+from rollcall.learner.gang import Gang
 from rollcall.learner.logprobs import TokenStats
 from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
@@ -86,6 +86,7 @@ class Sharded:
         self.frozen = frozen
         self.in_parts = True
         self.counts = split.tensor_rank == 0
+        self.place = (split.data_rank, split.num_data)  # the ranks of a tensor group work on the same rows
         self.head_dim = decoder.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.rotary = own_rotary(decoder).to(device)
@@ -197,8 +198,7 @@ class Sharded:
     # The forward
 
     def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
-        logprobs, entropy, certainty = self._forward(batch, temperature=temperature, recompute=recompute)
-        return TokenStats(logprobs=logprobs, entropy=entropy, certainty=certainty)
+        return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute))
 
     def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
         (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
@@ -236,10 +236,6 @@ class Sharded:
         if not torch.is_grad_enabled():
             self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
         return out
-
-    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
-        """The items that this rank's tensor group works on."""
-        return share(costs, keys=keys, rank=self.split.data_rank, size=self.split.num_data)
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer

@@ -51,7 +51,7 @@ class Work:
 
 
 class ShardedLayer(nn.Module):
-    """One decoder layer. Who builds it registers its weights under the names of ``Layer``."""
+    """One decoder layer. The code that makes it registers its weights under the names of ``Layer``."""
 
     def __init__(self, *, index: int, window: int, shape: Shape):
         super().__init__()
@@ -87,7 +87,8 @@ class ShardedLayer(nn.Module):
             return group.with_kv_copies(weight.to_local(), num_own=self.shape.heads * self.shape.head_dim)
         if cut_dim(name) is not None:
             return weight.to_local()
-        # What a rank sees of a weight that all have: its heads' share, or with sequence parallel its tokens' share.
+        # All ranks have this weight. A rank computes a part of its gradient: that of its heads, or with sequence parallel that
+        # of its tokens.
         partial = name in ("q_norm", "k_norm") or group.sequence_parallel
         return weight.to_local(grad_placements=[Partial() if partial else Replicate()])
 
@@ -118,7 +119,6 @@ class ShardedRoot(nn.Module):
             out = (F.linear(hidden, weights["head"], weights["head_bias"])[:, 0].float(),)
         else:
             lm_head = weights.get("lm_head", weights["embed"])
-            stats = token_stats(hidden, lm_head, group.own_part(work.targets), temperature=work.temperature)
-            out = (stats.logprobs, stats.entropy, stats.certainty)
+            out = token_stats(hidden, lm_head, group.own_part(work.targets), temperature=work.temperature)
         # Copied: FSDP hooks its backward to what comes out here, and the statistics are views of one tensor.
         return tuple(group.join_parts(part, len(work.targets)).clone() for part in out)

@@ -10,8 +10,8 @@ brings it to the products that are cut by heads or columns, ``leave`` sums what 
 
 The fused weights are cut by rows in the order of ``split_order``: the queries of a rank, its keys, its values; its gates,
 its ups. Where there are more ranks than key/value heads, neighbours have the same one, and add up its gradients so that the
-copies stay equal. Embeddings, final norm and output head are not cut: each rank works on its own part of the tokens there, so any
-vocabulary and tied weights will do.
+copies stay equal. Embeddings, final norm and output head are not cut: there each rank works on its own part of the tokens,
+so the vocabulary may have any size, and weights may be tied.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ class Whole:
         self.named = decoder.named_tensors()  # what the optimizer steps on
         self.in_parts = False  # whether all ranks run every forward and backward together
         self.counts = True  # whether no other rank computes the same as this one
+        self.place = (gang.rank, gang.size)  # which share of the rows is this rank's, and of how many
+        self.norm = norm_of  # of all gradients together
         self._heads = heads
         if heads:
             self.named = {name: tensor for name, tensor in self.named.items() if name != "lm_head"} | dict(heads)
@@ -53,9 +55,6 @@ class Whole:
         hidden = packed_hidden(self.decoder, batch, recompute=recompute)
         return hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
 
-    def share(self, costs: Sequence[int], *, keys: Sequence[int]) -> list[int]:
-        return self.gang.share(costs, keys=keys)
-
     def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return batches
 
@@ -77,9 +76,6 @@ class Whole:
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
         optimizer.sum_over(self.gang)
-
-    def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return norm_of(tensors)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
