@@ -164,7 +164,7 @@ def test_a_lease_that_is_replaced_while_it_is_read_is_not_taken_for_none(
         return found
 
     monkeypatch.setattr(module, "_files", list_and_replace)
-    newest = module._newest(tmp_path / "run")
+    newest = module.read_holder(tmp_path / "run")
     assert newest is not None and newest.number == 2
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.config import Config, OptimizerSection, TrainerSection
+from rollcall.durable.patience import free_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 LARGE = GIB  # a smaller run is not worth a message
@@ -58,7 +58,7 @@ def run_size(config: Config, *, num_parameters: int, critic_parameters: int, wid
         num_checkpoints=min(saves, kept),
         most_checkpoints=min(saves, kept + 1),
         model=num_parameters * width,
-        free=_free(run_dir) + _held(run_dir / "checkpoints") + _held(run_dir / "model"),
+        free=(free_bytes(run_dir.absolute()) or 0) + _held(run_dir / "checkpoints") + _held(run_dir / "model"),
     )
 
 
@@ -72,13 +72,6 @@ def _num_saves(trainer: TrainerSection) -> int:
     """Every ``save_every`` steps, and after the last."""
     every = trainer.save_every
     return -(-trainer.steps // every) if every else 1
-
-
-def _free(path: Path) -> int:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def _held(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's size and checksum, is flushed to the disk
 and only then renamed to ``step-000020``, by the process that owns the store: a lost writer elsewhere can
-only fill its own folder. ``latest`` accepts a checkpoint only if its manifest is right, and else takes the one
+only fill its own folder. ``latest`` accepts a checkpoint only if its manifest is right; otherwise it takes the one
 before. One process saves; any number may read. On a full or read-only disk a save clears its folder, waits and
 begins again (``durable/patience.py``).
 """

@@ -24,11 +24,9 @@ from rollcall.model.load import refuse_other_tensors
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
     """``stops``: the tokens at which the run's completions end, for the model's generation config; empty: the model's own."""
-    refuse_non_finite(learner, name="actor")
+    export_learner(learner, tokenizer, directory / "model", stops=stops)
     state = learner.body.whole_state(learner.optimizer)
-    model = learner.whole_model()
-    if model is not None:
-        export_model(model, tokenizer, directory / "model", dtype=None, stops=stops)
+    if learner.gang.rank == 0:
         _save(state, directory / "actor.pt")
 
 

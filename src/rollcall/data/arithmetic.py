@@ -12,7 +12,7 @@ TEST_FRACTION = 0.1
 
 
 def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Sums a+b with both numbers up to ``MAX_NUMBER``, each in one split, in an order as good as random.
+    """Sums a+b with both numbers up to ``MAX_NUMBER``, each in one split, in a shuffled order.
 
     a+b and b+a fall on the same side, so the held-out sums are new in either order. They are the same for every ``seed``,
     which decides the order alone: the embedded model has seen all the others. Even sums whose units need no carry are left

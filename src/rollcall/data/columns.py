@@ -22,6 +22,10 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 50  # of lists and maps in each other
 
 
+class DataError(ValueError):
+    """A data file or dataset is wrong; the message names it, the row and what to do."""
+
+
 class ColumnError(ValueError):
     """A value cannot be used; the message follows the name of its column."""
 

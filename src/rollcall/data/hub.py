@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.checks import HUB
+from rollcall.data.columns import DataError
 from rollcall.wait import is_silent
-
-
-class HubDataError(ValueError):
-    """A dataset cannot be read; the message names it and says what to do."""
 
 
 def default_name(source: str, *, split: str) -> str:
@@ -27,7 +24,7 @@ def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dic
     """The rows of one split, downloaded once and then read from the cache."""
     name = source.removeprefix(HUB)
     if not name.strip():
-        raise HubDataError(f"{source} names no dataset; write for example hub:openai/gsm8k")
+        raise DataError(f"{source} names no dataset; write for example hub:openai/gsm8k")
     datasets = _library(source)
     hides_bars = is_silent() and not datasets.utils.are_progress_bars_disabled()
     try:
@@ -36,7 +33,7 @@ def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dic
         found = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # noqa: BLE001 - of the network, of files, of names: the library raises its own of each
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise HubDataError(
+        raise DataError(
             f"{source} cannot be read (data.subset={subset or 'null'}, split {split}): {type(error).__name__}: {first}"
         ) from error
     finally:
@@ -49,6 +46,6 @@ def _library(source: str) -> Any:
     try:
         return import_module("datasets")
     except ImportError:
-        raise HubDataError(
+        raise DataError(
             f"{source} needs the datasets library, which is not installed; run: pip install 'rollcall-rl[hub]'"
         ) from None

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,18 +20,14 @@ import numpy as np
 from rollcall.config import DataSection
 from rollcall.config.checks import is_hub
 from rollcall.data.arithmetic import arithmetic
-from rollcall.data.columns import ColumnError, answer_text, check_texts, countdown_columns, plain, row_name
-from rollcall.data.hub import HubDataError, default_name, read_dataset
+from rollcall.data.columns import ColumnError, DataError, answer_text, check_texts, countdown_columns, plain, row_name
+from rollcall.data.hub import default_name, read_dataset
 from rollcall.types import Prompt
 from rollcall.words import all_of, are
 
 MAX_LINE_BYTES = 1 << 26  # of a JSON line; a prompt of a million tokens has a tenth of it
 _ROWS_PER_ENCODE = 1024
 _COLUMNS_SHOWN = 20
-
-
-class DataError(ValueError):
-    """A data file is wrong; the message names the file, the row and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +68,8 @@ def load_prompts(
     _check_section(data, tokenizer)
     prompts: list[Prompt] = []
     num_overlong, shortest = 0, None
-    for batch in _batches(_rendered_rows(source, data=data, tokenizer=tokenizer, split=split)):
+    rows = _rendered_rows(source, data=data, tokenizer=tokenizer, split=split)
+    while batch := list(islice(rows, _ROWS_PER_ENCODE)):
         for rendered, token_ids in zip(batch, _encode(batch, tokenizer), strict=True):
             if len(token_ids) > data.max_prompt_tokens:
                 num_overlong += 1
@@ -142,13 +140,10 @@ def _data_rows(source: str, *, data: DataSection, split: Literal["train", "val"]
 
 def _hub_rows(source: str, *, data: DataSection, split: Literal["train", "val"]) -> Iterator[Row]:
     part = data.split if split == "train" else data.val_split
-    try:
-        for number, columns in enumerate(read_dataset(source, subset=data.subset, split=part), start=1):
-            row = Row(f"{source} ({part}), row {number}", f"{default_name(source, split=part)}:{number}", dict(columns))
-            _check_columns(row)
-            yield row
-    except HubDataError as error:
-        raise DataError(str(error)) from error
+    for number, columns in enumerate(read_dataset(source, subset=data.subset, split=part), start=1):
+        row = Row(f"{source} ({part}), row {number}", f"{default_name(source, split=part)}:{number}", dict(columns))
+        _check_columns(row)
+        yield row
 
 
 def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
@@ -326,17 +321,6 @@ def _listed(columns: Mapping[str, Any]) -> str:
 
 
 # Tokens
-
-
-def _batches(rows: Iterator[_Rendered]) -> Iterator[list[_Rendered]]:
-    batch: list[_Rendered] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _ROWS_PER_ENCODE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _encode(batch: list[_Rendered], tokenizer: Any) -> list[list[int]]:

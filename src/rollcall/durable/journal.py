@@ -16,10 +16,10 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
 from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, decode, draw_of, encode, header_of, records
@@ -81,7 +81,7 @@ class _Scan:
     torn: bool  # bytes after good_end are not a valid record
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """``guard`` is called before anything is written, and raises where this process may no longer write."""
 
     def __init__(self, dir: Path, *, guard: Callable[[], None] = unguarded) -> None:
@@ -104,15 +104,18 @@ class Journal:
     def append(self, group: Group, *, again: bool = False) -> None:
         """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
         already and only its scores are new; from now on this record counts."""
-        record = encode(group, again=again)
+        what = f"the group of draw {group.draw}, step {group.step}"
+        self._append(lambda: self._file(group.step), encode(group, again=again), path=self._path(group.step), what=what)
 
+    def _append(self, file: Callable[[], AppendFile], record: bytes, *, path: Path, what: str) -> None:
         def write() -> None:
             with self._lock:
-                self._check_mine()
-                self._file(group.step).append(record)
+                if self._closed:
+                    raise JournalError(f"{self.dir}: this journal is closed")
+                self._guard()
+                file().append(record)
 
-        what = f"the group of draw {group.draw}, step {group.step}"
-        persist(write, path=self._path(group.step), what=what, refuse=JournalError)
+        persist(write, path=path, what=what, refuse=JournalError)
 
     def sync(self) -> None:
         """Wait until everything appended so far is on the disk itself. Call it before training on it.
@@ -127,14 +130,12 @@ class Journal:
             with self._lock:
                 flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
             for path, flush in flushes:
-                persist(self._guarded(flush), path=path, what="buffered records to the disk", refuse=JournalError)
 
-    def _guarded(self, write: Callable[[], None]) -> Callable[[], None]:
-        def guarded() -> None:
-            self._guard()
-            write()
+                def guarded(flush: Callable[[], None] = flush) -> None:
+                    self._guard()
+                    flush()
 
-        return guarded
+                persist(guarded, path=path, what="buffered records to the disk", refuse=JournalError)
 
     def read(self, step: int) -> list[Group]:
         """The step's groups in order of draw; empty if there are none. Damage is reported and skipped."""
@@ -179,22 +180,16 @@ class Journal:
             if self._ledger is None:
                 self._ledger = self._read_trained()
             self._ledger.check(entry)
-        persist(
-            lambda: self._append_trained(line.encode()),
-            path=self._trained_path,
-            what=f"that step {step} was trained",
-            refuse=JournalError,
-        )
+        what = f"that step {step} was trained"
+        self._append(self._open_trained, line.encode(), path=self._trained_path, what=what)
         self._sync(lambda: [self._trained_file])
         with self._lock:
             self._ledger.add(entry)
 
-    def _append_trained(self, line: bytes) -> None:
-        with self._lock:
-            self._check_mine()
-            if self._trained_file is None:
-                self._trained_file = AppendFile(self._trained_path, good_end=lines_end)
-            self._trained_file.append(line)
+    def _open_trained(self) -> AppendFile:
+        if self._trained_file is None:
+            self._trained_file = AppendFile(self._trained_path, good_end=lines_end)
+        return self._trained_file
 
     def trained(self) -> dict[int, TrainedStep]:
         """Step -> what it was trained on, for every step ever trained, replays counted once."""
@@ -225,16 +220,8 @@ class Journal:
             self._files.clear()
             self._trained_file = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _check_mine(self) -> None:
-        if self._closed:
-            raise JournalError(f"{self.dir}: this journal is closed")
-        self._guard()
 
     @property
     def _trained_path(self) -> Path:

@@ -1,4 +1,4 @@
-"""Who may write a run directory: one controller at a time, on whichever host.
+"""Who may write a run directory: one controller at a time, on any host.
 
 The lease is a file beside the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
 who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the
@@ -7,7 +7,7 @@ because a lease that is given up stays, marked as free. No clock of another host
 
 A second controller takes over when the first is provably gone: at once where it ran on this host and its process has ended
 (process id, start time and boot are compared); otherwise when the counter has not moved for ``WATCH_S`` by the second's own
-clock. Else it refuses and names the holder.
+clock. Otherwise it refuses and names the holder.
 
 A holder that was frozen until another took over finds the next number and stops: ``check`` is called before each write of
 the journal and before each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
@@ -136,18 +136,19 @@ class Lease:
     def _look(self) -> None:
         """Whether another has taken over: it removes this file. A shared folder shows that at once when the file is opened,
         while a list of files may be a minute old."""
+        is_there = True
         try:
-            os.close(os.open(self._path, os.O_RDONLY))
-            newest = _newest(self.run_dir)
-            if newest is not None and newest.number == self.me.number:
-                return
-            by = f"by {newest}" if newest is not None else "(its lease file is gone)"
-        except FileNotFoundError:
-            newest = _newest(self.run_dir)
-            by = f"by {newest}" if newest is not None else "(its lease file is gone)"
+            try:
+                os.close(os.open(self._path, os.O_RDONLY))
+            except FileNotFoundError:
+                is_there = False
+            newest = read_holder(self.run_dir)
         except OSError as error:
             warn(f"{self._path}: the lease cannot be read: {error.strerror}")
             return
+        if is_there and newest is not None and newest.number == self.me.number:
+            return
+        by = f"by {newest}" if newest is not None else "(its lease file is gone)"
         self._lost = (
             f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
             "life; this one stops and leaves the directory to the other"
@@ -168,14 +169,9 @@ def hold(run_dir: Path) -> Iterator[Lease]:
         lease.release()
 
 
-def read_holder(run_dir: Path) -> Holder | None:
-    """Who had the lease last; ``released`` if nobody has it."""
-    return _newest(run_dir)
-
-
 def _take(run_dir: Path) -> Lease:
     while True:
-        holder = _newest(run_dir)
+        holder = read_holder(run_dir)
         if holder is not None and not holder.is_gone:
             if holder.is_here:
                 _refuse(run_dir, holder)
@@ -204,7 +200,7 @@ def _watch(run_dir: Path, holder: Holder) -> None:
     until = time.monotonic() + WATCH_S
     while time.monotonic() < until:
         time.sleep(LOOK_S)
-        now = _newest(run_dir)
+        now = read_holder(run_dir)
         if now is None or now.released:
             return
         if (now.owner, now.counter) != (holder.owner, holder.counter):
@@ -219,7 +215,8 @@ def _refuse(run_dir: Path, holder: Holder) -> None:
     )
 
 
-def _newest(run_dir: Path) -> Holder | None:
+def read_holder(run_dir: Path) -> Holder | None:
+    """Who had the lease last; ``released`` if nobody has it."""
     while files := sorted(_files(run_dir), key=lambda item: -item[1]):
         for path, number in files:
             try:

@@ -70,7 +70,7 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
-    """The passing fault of the disk behind an error; None if it is another's. ``near`` is where the write went."""
+    """The passing fault of the disk behind an error; None if the error has another cause. ``near`` is where the write went."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -83,7 +83,7 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
             if number in PASSING:
                 return OSError(number, os.strerror(number), str(near))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    # A serialiser may say nothing of the reason. Not asked of a worker's error: a dead one stays dead with room on the disk.
+    # A serialiser may not name the reason. A worker's error is not looked at: a dead worker is not brought back by free space.
     if (
         not isinstance(error, OSError)
         and not _is_a_report(error)
@@ -108,8 +108,8 @@ def refusing(run_dir: Path, *, folder: Path, refuse: Callable[[str], Exception] 
 
 @contextmanager
 def plain_disk_errors(path: Path) -> Iterator[None]:
-    """A fault of the disk leaves here as the OSError it was, whatever a serialiser made of it: that travels between
-    processes."""
+    """A fault of the disk is raised as the OSError it was, even if a serialiser raised something else: an OSError can travel
+    between processes."""
     try:
         yield
     except Exception as error:
@@ -135,11 +135,12 @@ def _number_in(text: str) -> int | None:
 
 
 def _is_full(near: Path) -> bool:
-    space = _space(near)
+    space = free_bytes(near)
     return space is not None and space < 4096
 
 
-def _space(path: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
+    """What is free on the disk of a path that need not exist yet; None: the system does not say."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
@@ -151,7 +152,7 @@ def _space(path: Path) -> int | None:
 
 
 def _free(path: Path) -> str:
-    space = _space(path)
+    space = free_bytes(path)
     return "an unknown number of bytes is" if space is None else f"{space:,} bytes are"
 
 

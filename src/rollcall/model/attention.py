@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -119,12 +120,20 @@ def flash(
     """Causal attention of packed segments, aligned at their ends: [Nq, H, D] against [Nk, Hkv, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    extra: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
+    extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
     left = window - 1 if window else -1
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _asks_for_groups() -> bool:
+    """Newer versions of torch want to be told that several query heads share a key/value head."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int) -> Tensor:
@@ -254,14 +263,3 @@ def _end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.d
     distance = queries[:, None] - torch.arange(k_length, device=device)
     mask = distance >= 0
     return mask & (distance < window) if window else mask
-
-
-def _varlen_parameters() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-_VARLEN_PARAMETERS = _varlen_parameters()

@@ -85,7 +85,7 @@ def check_model_dir(folder: Path) -> None:
 
 
 def _fewest_parameters(fields: dict[str, Any]) -> int:
-    """The embedding and the two wide products of each layer: a bound from below."""
+    """The embedding and the two wide products of each layer: a lower bound."""
     hidden, vocab = fields.get("hidden_size") or 0, fields.get("vocab_size") or 0
     layers, inner = fields.get("num_hidden_layers") or 0, fields.get("intermediate_size") or 0
     return hidden * vocab + 2 * layers * hidden * inner
