@@ -30,7 +30,7 @@ from rollcall.reward.math_answer import last_boxed
 from rollcall.reward.pool import RewardPool, Task, plain_stack
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Answer, Item
-from rollcall.types import Completion, FinishReason, Prompt, Segment
+from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
 
 USER_MODULE = """
 import os, re, sys, time
@@ -352,6 +352,14 @@ def test_a_module_that_hangs_when_imported_is_given_up_with_its_stack(
 # The pool and the scorer
 
 
+def drain(scorer: Scorer) -> list[tuple[int, tuple[Score, ...]]]:
+    """All that was submitted."""
+    results = scorer.poll()
+    while scorer.num_unfinished:
+        results += scorer.poll(1.0)
+    return results
+
+
 def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +369,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
     with Scorer(rewards, num_workers=2, model_rewards={}) as scorer:
         for key in range(3):
             scorer.submit(key, a_prompt(), completions_of(*texts) if key == 1 else completions_of("46", "45"))
-        results = dict(scorer.drain())
+        results = dict(drain(scorer))
         pids = scorer._pool.pids if scorer._pool else []
         counts = scorer.counts["wild"]
         assert (counts.scored, counts.raised, counts.hung, counts.nan, counts.died) == (3 + 4, 2, 2, 2, 1)
@@ -456,12 +464,12 @@ def test_the_work_is_spread_over_the_workers(tmp_path: Path, monkeypatch: pytest
             scorer.poll(0.05)
         scorer.submit(0, a_prompt(), completions_of("a", "b", "c"))
         assert [len(worker.in_flight) for worker in scorer._pool._workers] == [1, 1, 1]
-        scorer.drain()
+        drain(scorer)
 
 
 def test_polling_without_work_returns_at_once_with_nothing() -> None:
     with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
-        assert scorer.poll(600) == [] and scorer.drain() == []
+        assert scorer.poll(600) == [] and drain(scorer) == []
 
 
 def test_score_leaves_other_submissions_for_poll() -> None:
@@ -469,7 +477,7 @@ def test_score_leaves_other_submissions_for_poll() -> None:
         scorer.submit(11, a_prompt(), completions_of("45"))
         (score,) = scorer.score(a_prompt(), completions_of("46"))
         assert score.value == 1
-        ((key, (other,)),) = scorer.drain()
+        ((key, (other,)),) = drain(scorer)
         assert (key, other.value) == (11, 0.0)
 
 

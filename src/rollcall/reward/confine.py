@@ -91,17 +91,13 @@ def environment(confinement: Confinement, *, folder: str, environ: Mapping[str, 
     return found | {name: environ[name] for name in confinement.env}
 
 
-def missing_variables(confinement: Confinement, *, environ: Mapping[str, str]) -> list[str]:
-    return [name for name in confinement.env if name not in environ]
-
-
 def make_folder() -> str:
     """A private folder, which names the process that removes it."""
     return tempfile.mkdtemp(prefix=f"rollcall-reward-{os.getpid()}-")
 
 
 def remove_folder(folder: str) -> None:
-    """Whatever a reward has made of it: a warning names what cannot be removed."""
+    """Remove it, whatever a reward has put there. A warning names what cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -128,7 +124,7 @@ def sweep_folders() -> None:
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
     """Restrict this process; returns what is in force, by name. ``readable``: where code is."""
-    # Of a function: what it writes to. Address space would count what GPU libraries reserve and never touch.
+    # For a user's function the memory that it writes to: address space includes what GPU libraries reserve and never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
         "memory": _limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",

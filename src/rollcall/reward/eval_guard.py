@@ -69,7 +69,7 @@ def _check(source: object) -> None:
 
 def _is_importing() -> bool:
     """Whether this is a module's own source, or what its code evaluates while it is loaded, as named tuples do. Libraries load
-    some modules when they are first needed, and compile them where nobody has before."""
+    some modules on first use, and Python then compiles those that were never compiled."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_code.co_name == "_find_and_load":

@@ -1,5 +1,7 @@
-"""The reward functions of the run file: ``f(prompt, completion, answer, metadata) -> float``, and the user's own, which take
-some of these by name, may take ``completions`` (a whole group) instead of ``completion``, and may be ``async``.
+"""The reward functions of the run file: ``f(prompt, completion, answer, metadata) -> float``.
+
+A user's own function takes some of these arguments by name. It may take ``completions`` (a whole group) instead of
+``completion``, and it may be ``async``.
 
 ``build_function`` turns a reward's plain fields into such a function and refuses at once what could never score (a
 missing module, a bad pattern). Only the standard library is imported here; math-verify and reasoning-gym come in when
@@ -55,11 +57,16 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
     if kind == "countdown":
         return _countdown(spec["format_score"])
     if kind == "math":
-        _import_extra("math_verify", "math-verify", kind)
+        importlib.import_module("math_verify")
         # It warns at every process start that its own time limits are off; the pool brings the limit.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     if kind == "reasoning_gym":
-        _import_extra("reasoning_gym", "reasoning-gym", kind)
+        try:
+            importlib.import_module("reasoning_gym")
+        except ModuleNotFoundError:
+            raise RewardLoadError(
+                "type='reasoning_gym' needs reasoning-gym, which is not installed; pip install reasoning-gym"
+            ) from None
     return {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": reasoning_gym_score}[kind]
 
 
@@ -123,8 +130,8 @@ def _countdown(format_score: float) -> RewardFunction:
 def extract_expression(completion: str) -> str | None:
     """The arithmetic a countdown completion proposes, or None.
 
-    It is looked for in the last ``<answer>`` tag, else in the last line; of the sides of an equation the one with most
-    operators is meant: ``24 = (3+5)*3`` and ``(3+5)*3 = 24`` both give ``(3+5)*3``.
+    It is in the last ``<answer>`` tag, else in the last line. Of an equation it is the side with the most operators:
+    ``24 = (3+5)*3`` and ``(3+5)*3 = 24`` both give ``(3+5)*3``.
     """
     tagged = last_tagged(completion)
     lines = [line for line in (completion if tagged is None else tagged).splitlines() if line.strip()]
@@ -184,8 +191,8 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
         with guarded(trusted=_texts_of(entry)):
             value = float(score(answer=given, entry=entry))
     except Exception:  # noqa: BLE001
-        # Some scorers raise on text they cannot read, which is a wrong answer; one that cannot score its own
-        # reference either has a broken row, and then the error goes on.
+        # Some scorers raise on text that they cannot read: that is a wrong answer. A scorer that also fails on its own
+        # reference has a broken row: this raises its error.
         score(answer=entry["answer"], entry=entry)
         return 0.0
     return min(max(value, 0.0), 1.0)
@@ -231,10 +238,3 @@ def _required(answer: str) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _import_extra(module: str, package: str, kind: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise RewardLoadError(f"type={kind!r} needs {package}, which is not installed; pip install {package}") from None

@@ -5,7 +5,7 @@ in ``<answer>...</answer>``. Where there is no mark it follows the last "answer 
 of a sentence, what follows its last word. math-verify reads LaTeX inside ``\boxed{}`` alone as a whole, so the answer is
 boxed before it is parsed; a sentence that ends in a word ("72 apples") is left to math-verify's own search for numbers.
 
-math-verify reads words as products of letters, of which any order is as good: words are compared as text.
+math-verify reads a word as a product of its letters, in any order. So words are compared as text.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
 
 
 def is_word(answer: str) -> bool:
-    """Whether an answer is a word or some ("even", "no solution"), and not a formula of letters."""
+    """Whether an answer is one word or several ("even", "no solution"), and not a formula of letters."""
     words = plain_words(answer)
     letters = sum(map(str.isalpha, words))
     return _LETTERS.fullmatch(words) is not None and letters >= _SHORTEST_WORD and not words.startswith("sqrt")

@@ -24,9 +24,10 @@ import sys
 import tempfile
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -36,7 +37,6 @@ from rollcall.reward.confine import (
     confinement_of,
     environment,
     make_folder,
-    missing_variables,
     remove_folder,
     sweep_folders,
 )
@@ -96,7 +96,7 @@ class _Crew:
     num_starts_lost: int = 0
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Worker processes for the rewards in ``specs`` (place in the run file's list -> fields).
 
     Making it waits for a worker of each crew, so a reward that cannot be loaded is refused here.
@@ -124,9 +124,6 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -437,7 +434,7 @@ def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
     crews: dict[Confinement, _Crew] = {}
     for index, spec in specs.items():
         confinement = confinement_of(spec)
-        if missing := missing_variables(confinement, environ=os.environ):
+        if missing := [name for name in confinement.env if name not in os.environ]:
             raise RewardLoadError(
                 f"reward.{index}.env names {', '.join(missing)}, which is not set where rewards run (here); export it, or "
                 f"take it out of reward.{index}.env"

@@ -11,8 +11,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from rollcall.errors import WorkerLostError
 from rollcall.redact import redact, remember
@@ -67,7 +68,7 @@ class _Job:
     scores: tuple[Score, ...] | None = field(default=None)
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Scores completions by ``rewards``, the run file's list.
 
     ``model_rewards`` holds, by place in that list, what to call for rewards that run in this process.
@@ -96,9 +97,6 @@ class Scorer:
         self._num_unfinished = 0
         self._finished: list[_Job] = []
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -113,7 +111,7 @@ class Scorer:
 
     @property
     def num_unfinished(self) -> int:
-        """Submissions not yet returned by ``poll`` or ``drain``."""
+        """Submissions not yet returned by ``poll``."""
         return self._num_unfinished
 
     @property
@@ -135,13 +133,6 @@ class Scorer:
         finished, self._finished = self._finished, []
         self._num_unfinished -= len(finished)
         return [(job.key, job.scores) for job in finished if job.key is not None and job.scores is not None]
-
-    def drain(self) -> list[tuple[int, tuple[Score, ...]]]:
-        """Wait for all submissions; bounded, because every item has a limit."""
-        results = self.poll()
-        while self._num_unfinished:
-            results += self.poll(_WAIT_S)
-        return results
 
     def score(self, prompt: Prompt, completions: tuple[Completion, ...]) -> tuple[Score, ...]:
         """Submit and wait for these scores; other submissions go on and stay for ``poll``."""

@@ -21,7 +21,7 @@ _SENDING = {
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendto": (44, 206),
     "sendmsg": (46, 211), "sendmmsg": (307, 269),
 }  # fmt: skip
-# A ring of calls that the kernel makes by itself would pass by this filter.
+# The kernel makes the calls of a ring by itself, past this filter.
 _RINGS = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)}
 _STARTING = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
 _CLONE, _CLONE3 = (56, 220), (435, 435)
@@ -33,7 +33,7 @@ _REACHING = {
     "ioprio_set": (251, 30), "msgget": (68, 186), "msgctl": (71, 187), "semget": (64, 190), "semctl": (66, 191),
     "mq_open": (240, 180), "mq_unlink": (241, 181),
 }  # fmt: skip
-# For this process alone (a first argument of 0) and for no other.
+# Allowed for this process (a first argument of 0), refused for others.
 _OWN_ALONE = {
     "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
