@@ -25,9 +25,10 @@ from rollcall.config import (
     RegexReward,
     SelfCertaintyReward,
 )
+from rollcall.reward.ending import plain_stack
 from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_number
 from rollcall.reward.math_answer import last_boxed
-from rollcall.reward.pool import RewardPool, Task, plain_stack
+from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Answer, Item
 from rollcall.types import Completion, FinishReason, Prompt, Score, Segment

@@ -16,7 +16,6 @@ includes a worker's start, which has a limit of its own.
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -40,6 +39,7 @@ from rollcall.reward.confine import (
     remove_folder,
     sweep_folders,
 )
+from rollcall.reward.ending import how_it_ended, plain_stack
 from rollcall.reward.functions import check_score
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import (
@@ -64,9 +64,6 @@ _READ_BYTES = 1 << 16
 _STACK_WAIT_S = 0.5
 _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 4000
-_THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
-_FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
-_OWN_FRAMES = ("rollcall/reward/worker", "rollcall/reward/user_function", "runpy", "/asyncio/")
 _ROOT = Path(__file__).resolve().parents[2]
 _SAID: TypeAdapter[Said] = TypeAdapter(Said, config=ConfigDict(extra="forbid", strict=True))
 
@@ -382,7 +379,7 @@ class _Worker:
         except PermissionError:
             pass  # macOS says so of a group whose only member has died
         try:
-            how = _how_it_ended(self.process.wait(_KILL_WAIT_S))
+            how = how_it_ended(self.process.wait(_KILL_WAIT_S))
         except subprocess.TimeoutExpired:  # stuck in the kernel (a dead network disk); it ends when the kernel lets go
             how = f"process {self.process.pid} is still there {_KILL_WAIT_S:g} s after SIGKILL"
         stack = os.pread(self._crash_file.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
@@ -401,33 +398,6 @@ def read_said(body: bytes) -> Said:
     if isinstance(said, Ready):
         return said
     return [replace(one, value=0.0 if one.kind else check_score(one.value), why=visible(one.why)) for one in said]
-
-
-def plain_stack(dump: str) -> str:
-    """What faulthandler dumps, as Python shows a traceback: newest call last, without the worker's own frames and threads."""
-    said: list[str] = []
-    threads: list[tuple[bool, list[str]]] = []
-    for line in dump.splitlines():
-        if header := _THREAD.match(line):
-            threads.append((bool(header[1]), []))
-        elif call := _FRAME.match(line):
-            is_own = any(name in call[1] for name in _OWN_FRAMES)
-            if threads and not is_own:
-                threads[-1][1].insert(0, f"  File {call[1]}, line {call[2]}, in {call[3]}")
-        elif line.startswith("Fatal Python error"):
-            said.append(line)
-    threads = [thread for thread in threads if thread[1]]
-    for is_current, frames in sorted(threads, key=lambda thread: thread[0]):  # the one that was asked comes last
-        which = "in the main thread:" if is_current else "in another thread:"
-        said += frames if len(threads) == 1 else [which, *frames]
-    return visible("\n".join(said))
-
-
-def _how_it_ended(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit status {returncode}"
-    hint = ", perhaps for lack of memory" if returncode == -signal.SIGKILL else ""
-    return f"{signal.Signals(-returncode).name}{hint}"
 
 
 def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
