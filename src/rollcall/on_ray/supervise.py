@@ -1,7 +1,7 @@
 """The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a stopped or stuck worker
-go to stderr under its name. So does a call that has become slow, with the traffic of the nodes' links. The thread tells
+go to stderr under its name. So does a call that has become slow, with the slow links of its node. The thread tells
 ``on_loss`` every loss, with the reason by rank and a slow link to its node; then it kills the stopped or stuck worker.
 
 If the process on a node is asked nothing for ``ALONE_S``, the node is cut off or the controller is gone. The process then
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -26,9 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.links import Links
-from rollcall.groups.pulse import dump_stacks, look
-from rollcall.groups.slow import NodeLook, SlowCalls, read_traffic
-from rollcall.groups.sockets import FlowCounter, read_connections
+from rollcall.groups.pulse import Seen, dump_stacks, look
+from rollcall.groups.slow import SlowCalls
+from rollcall.groups.sockets import FlowCounter, Flows, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 from rollcall.on_ray.members import suspect
 from rollcall.wait import warn
@@ -36,6 +36,14 @@ from rollcall.wait import warn
 STACKS_S = 10.0
 ALONE_S = 60.0
 ENDED_S = 10.0  # for killed workers to be gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLook:
+    """What a node answers at a look."""
+
+    workers: Mapping[int, Seen]  # by rank
+    flows: Flows
 
 
 class Eyes:
@@ -53,7 +61,6 @@ class Eyes:
         self._asked_s = time.monotonic()
         return NodeLook(
             workers={rank: look(pid) for rank, pid in pids.items()},
-            traffic=read_traffic(),
             flows=self._counter.count(read_connections(), peers=peers),
         )
 
@@ -185,7 +192,8 @@ class Supervisor:
             self._silent_nodes = {node_id for node_id in by_node if node_id in gone or looks.get(node_id) is None}
             self._links.note({ranks[node_id]: answer.flows for node_id, answer in answered.items()}, now_s=now_s)
         specs = {rank: spec for rank, (spec, _) in seats.items()}
-        if (text := self._slow.note(answered, specs, now_s=now_s)) is not None:
+        workers = {rank: seen for answer in answered.values() for rank, seen in answer.workers.items() if rank in specs}
+        if (text := self._slow.note(workers, specs, now_s=now_s)) is not None:
             warn(text)
         losses = self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
