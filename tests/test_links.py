@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rollcall.groups.links import RECENT_S, Link, Links
 from rollcall.groups.sockets import Flow, Flows
-from rollcall.groups.waits import waits_words
 
 ADDRESSES = {rank: f"10.0.0.{rank + 1}" for rank in range(9)}
 
@@ -122,12 +121,3 @@ def test_many_short_slow_transfers_are_told_once_and_again_after_twice_the_time(
 
 def test_an_address_that_two_nodes_have_leads_to_none() -> None:
     assert Cluster().links.addresses == {"10.0.0.1", "10.0.0.2"}
-
-
-def test_who_is_waited_for_is_told_by_what_for() -> None:
-    where = [f"rollout rank {rank} on node 1 (10.0.0.2)" for rank in range(5)]
-    assert waits_words({"to send weights of version 4": ["actor rank 0"], "to take weights of version 4": where}) == (
-        "the run waited for actor rank 0 to send weights of version 4, and for "
-        f"{', '.join(where[:3])} and 2 more to take weights of version 4"
-    )
-    assert waits_words({}) == ""

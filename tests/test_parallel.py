@@ -24,7 +24,7 @@ from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.mesh import ModelSplit, is_split, split_of
 from rollcall.plan.placement import Plan, Role, plan_placement, roles_in_parts
-from rollcall.roles.worker import RoleWorker
+from rollcall.roles.worker import PURPOSES, RoleWorker
 from rollcall.types import Sample
 
 ALONE: dict[str, Any] = {}
@@ -623,3 +623,7 @@ def test_names_of_other_systems_are_taken() -> None:
     )  # fmt: skip
     assert (config.actor.lr, config.actor.weight_decay, config.actor.betas) == (5e-6, 0.01, (0.9, 0.95))
     assert config.actor.optimizer.kwargs == {"foreach": False}
+
+
+def test_each_purpose_is_that_of_a_method() -> None:
+    assert all(callable(getattr(RoleWorker, method)) for method in PURPOSES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollcall.groups.backend import NodeSeats, WorkerSpec
+from rollcall.groups.failures import waits_words
 from rollcall.groups.links import Links
 from rollcall.groups.pulse import Seen
 from rollcall.groups.slow import SlowCalls
@@ -95,3 +96,14 @@ def test_a_call_on_one_node_is_told_without_the_other() -> None:
             assert "actor rank 0 on node 0" in text and "node 1" not in text
             return
     raise AssertionError("nothing was told")
+
+
+def test_who_is_waited_for_is_told_by_purpose() -> None:
+    specs = [make_spec("", rank=rank, node="b", address="10.0.0.2") for rank in range(5)]
+    actor = make_spec("actor rank 0", rank=0, node="a", address="10.0.0.1")
+    where = ", ".join(f"run rank {rank} on node {rank} (10.0.0.2)" for rank in range(3))
+    assert waits_words({"to send weights of version 4": [actor], "to take weights of version 4": specs}) == (
+        "the run waited for actor rank 0 on node 0 (10.0.0.1) to send weights of version 4, and for "
+        f"{where} and 2 more to take weights of version 4"
+    )
+    assert waits_words({}) == ""

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollcall.groups.dispatch import Drop
+from rollcall.wait import Wait
 
 STOP_DEADLINE_S = 30.0
-
-# Set for every worker by its group; a user's env_vars may not name them.
-GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +109,13 @@ class Recipe:
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    purposes: Mapping[str, str]  # what a call of a method is waited for, in words; {0} is its first argument
 
 
 class Crew(Protocol):
     """The running workers of one group."""
 
     pids: Sequence[int]
-    master_address: str
-    master_port: int
 
     def start(self, *, timeout_s: float) -> None:
         """Make every worker."""
@@ -130,7 +127,9 @@ class Crew(Protocol):
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
-    def gather(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]: ...
+    def gather(self, futures: Sequence[Any], *, wait: Wait) -> list[Any]:
+        """The results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
+        ...
 
     def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
         """Those that have an answer or have failed; waits for the first, at most ``timeout_s``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollcall.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import WorkerSpec, whom
@@ -64,9 +64,19 @@ class RemoteFailureError(Exception):
             return None
 
 
-def listed(specs: Sequence[WorkerSpec]) -> str:
-    more = f" and {len(specs) - 8} more" if len(specs) > 8 else ""
-    return ", ".join(spec.where for spec in specs[:8]) + more
+def listed(specs: Sequence[WorkerSpec], *, most: int = 8) -> str:
+    more = f" and {len(specs) - most} more" if len(specs) > most else ""
+    return ", ".join(spec.where for spec in specs[:most]) + more
+
+
+def waits_words(waits: Mapping[str, Sequence[WorkerSpec]]) -> str:
+    """Who is waited for, by purpose."""
+    parts = [f"{listed(specs, most=3)} {purpose}" for purpose, specs in waits.items()]
+    return f"the run waited for {', and for '.join(parts)}" if parts else ""
+
+
+def died(specs: Sequence[WorkerSpec], why: str) -> WorkerDiedError:
+    return WorkerDiedError(f"{specs[0].where} is dead: {why}", **whom(specs))
 
 
 def unanswered(missing: Sequence[WorkerSpec], *, total: int, timeout_s: float, more: str = "") -> WorkerTimeoutError:
@@ -81,10 +91,9 @@ def failure_of(failed: Sequence[tuple[WorkerSpec, Exception]]) -> WorkerError:
     spec, error = next(((spec, error) for spec, error in failed if isinstance(error, WorkerDiedError)), failed[0])
     others = [other for other, _ in failed if other is not spec]
     also = f"\nAlso failed: {listed(others)}" if others else ""
-    named = whom([spec, *others])
     if isinstance(error, WorkerDiedError):
-        return WorkerDiedError(f"{spec.where} is dead: {error}{also}", **named)
+        return died([spec, *others], f"{error}{also}")
     told = error if isinstance(error, RemoteFailureError) else RemoteFailureError.of(error)
-    found = WorkerError(f"{spec.where} raised\n{told}{also}", **named)
+    found = WorkerError(f"{spec.where} raised\n{told}{also}", **whom([spec, *others]))
     found.__cause__ = told.original if told is error else error
     return found

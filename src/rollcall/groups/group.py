@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from rollcall.errors import ClusterError, WorkerError
-from rollcall.groups.backend import GROUP_VARIABLES, STOP_DEADLINE_S, Crew, Recipe, Seat, WorkerSpec
+from rollcall.groups.backend import STOP_DEADLINE_S, Crew, Recipe, Seat, WorkerSpec
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
 from rollcall.groups.sharding import NamedSharding
-from rollcall.wait import Wait
+from rollcall.wait import Wait, say
+from rollcall.worker_env.declared import GROUP_VARIABLES
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0
@@ -47,7 +48,7 @@ class WorkerBuilder:
             parts = ray_actor_class_fqn.split(".")
             if len(parts) < 2 or not all(part.isidentifier() for part in parts):
                 raise ValueError(f"{ray_actor_class_fqn!r} does not name a worker class; write 'module.Class'")
-        self.recipe = Recipe(target=ray_actor_class_fqn, args=args, kwargs=kwargs)
+        self.recipe = Recipe(target=ray_actor_class_fqn, args=args, kwargs=kwargs, purposes={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class WorkerGroup:
     the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
     the accelerators of all those slots. ``seats`` is the same by node rank. Without any of these, each slot has a worker.
     ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
-    names in messages, by rank, instead of the prefix and the rank.
+    names in messages, by rank, instead of the prefix and the rank; ``purposes`` says what a call is waited for, by method.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class WorkerGroup:
         env_vars: Mapping[str, str] | None = None,
         node_env_vars: Mapping[int, Mapping[str, str]] | None = None,
         titles: Sequence[str] | None = None,
+        purposes: Mapping[str, str] | None = None,
         timeout_s: float = START_DEADLINE_S,
     ) -> None:
         given = [value for value in (workers_per_node, bundle_indices_list, seats) if value is not None]
@@ -140,7 +142,8 @@ class WorkerGroup:
             titles=titles or [""] * len(seats),
         )
         self._one_call = threading.Lock()
-        self._crew: Crew | None = cluster.launch(self, self.specs, remote_worker_builder.recipe, timeout_s=timeout_s)
+        recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
+        self._crew: Crew | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
         self.workers = [Worker(self._crew, self._metadata(spec)) for spec in self.specs]
 
     @property
@@ -169,21 +172,18 @@ class WorkerGroup:
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call all workers with the same arguments; along ``run_rank_0_only_axes`` only the first."""
-        crew, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
-        if len(ranks) > 1:
-            args = tuple(crew.share(value) for value in args)
-            kwargs = {name: crew.share(value) for name, value in kwargs.items()}
-        return [crew.call(rank, method_name, (), args, kwargs) for rank in ranks]
+        ranks = leaders(self.sharding, run_rank_0_only_axes or ())
+        return self.run_some_workers_single_data(method_name, ranks, *args, **kwargs)
 
-    def run_some_workers_single_data(self, method_name: str, workers: Sequence[int], *args: Any) -> list[Any]:
+    def run_some_workers_single_data(
+        self, method_name: str, workers: Sequence[int], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         """Call these workers with the same arguments."""
-        crew = self._running
         if len(workers) > 1:
-            args = tuple(crew.share(value) for value in args)
-        with (
-            self._one_call
-        ):  # calls of two threads reach all workers in the same order: workers may have to meet in them
-            return [crew.call(rank, method_name, (), args, {}) for rank in workers]
+            args, kwargs = self._shared(args, kwargs)
+        # Calls of two threads reach all workers in the same order: workers may have to meet in them.
+        with self._one_call:
+            return [self._running.call(rank, method_name, (), args, kwargs) for rank in workers]
 
     def run_all_workers_multiple_data(
         self,
@@ -198,7 +198,7 @@ class WorkerGroup:
         for name, values in [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]:
             if len(values) != len(ranks):
                 raise ValueError(f"{name} has {len(values)} elements for {len(ranks)} workers; give one for each")
-        shared = {name: crew.share(value) for name, value in (common_kwargs or {}).items()}
+        _, shared = self._shared((), common_kwargs or {})
         return [
             crew.call(
                 rank,
@@ -241,14 +241,9 @@ class WorkerGroup:
             raise ValueError(f"{both[0]} is an argument to split and also in common_kwargs; give it once")
         parts = split_arguments(args, kwargs, num_parts=self.sharding.num_shards(axes))
         readers = Counter(route.shard for route in called)
-        parts = [
-            ([crew.share(value) for value in part], {name: crew.share(value) for name, value in named.items()})
-            if readers[index] > 1
-            else (part, named)
-            for index, (part, named) in enumerate(parts)
-        ]
-        shared = {name: crew.share(value) for name, value in (common_kwargs or {}).items()}
-        nothing = ([None] * len(args), dict.fromkeys(kwargs))
+        parts = [self._shared(*part) if readers[index] > 1 else part for index, part in enumerate(parts)]
+        _, shared = self._shared((), common_kwargs or {})
+        nothing = ((None,) * len(args), dict.fromkeys(kwargs))
         futures = []
         for route in called:
             part, named = nothing if route.shard is None else parts[route.shard]
@@ -267,7 +262,7 @@ class WorkerGroup:
         """
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
-        results = iter(self._running.gather(flat, timeout_s=timeout_s))
+        results = iter(self._running.gather(flat, wait=Wait(timeout_s, first_s=30, every_s=30)))
         found = [self._arrange(entry, [next(results) for _ in _futures(entry)]) for entry in entries]
         return found[0] if isinstance(futures, MultiWorkerFuture) else found
 
@@ -304,17 +299,20 @@ class WorkerGroup:
         if cleanup_method is not None and not force:
             calls = [crew.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
             try:
-                crew.gather(calls, timeout_s=timeout_s)
+                crew.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30))
             except WorkerError as error:
-                Wait(first_s=0).tell(
-                    f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}"
-                )
+                say(f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}")
                 clean = False
         try:
             crew.stop(timeout_s=timeout_s)
         finally:
             self.cluster.forget(self)
         return clean
+
+    def _shared(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in a form that is cheap to give to several workers."""
+        share = self._running.share
+        return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
 
     @property
     def _running(self) -> Crew:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcall.errors import WorkerDiedError
-from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec
+from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import failure_of
 from rollcall.groups.host import call_method, lease_port, load_class
+from rollcall.wait import Wait
 
 ADDRESS = "127.0.0.1"
 
@@ -47,15 +48,13 @@ class InProcessCrew:
     def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
         self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
-        self.master_address = ADDRESS
-        self.master_port = self._lease.getsockname()[1]
         self.pids: Sequence[int] = [os.getpid()] * len(specs)
         self._specs = list(specs)
         self._workers: list[Any] = []
         self._recipe = recipe
 
     def start(self, *, timeout_s: float) -> None:
-        self._workers = self.gather([self._make(spec) for spec in self._specs], timeout_s=timeout_s)
+        self._workers = self.gather([self._make(spec) for spec in self._specs], wait=Wait(timeout_s))
 
     def share(self, value: Any) -> Any:
         return value
@@ -63,9 +62,7 @@ class InProcessCrew:
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Done:
         spec = self._specs[rank]
         if not self.is_alive(rank):
-            return Done(
-                spec=spec, result=None, error=WorkerDiedError("shut down", role=spec.role, ranks=[], node_ranks=[])
-            )
+            return Done(spec=spec, result=None, error=WorkerDiedError("shut down", **whom([spec])))
         worker = self._workers[rank]
         return self._run(spec, lambda: trim(call_method(worker, method, args, kwargs, loop=self._loop), drop))
 
@@ -74,14 +71,14 @@ class InProcessCrew:
         return self._run(spec, lambda: load_class(recipe.target)(*recipe.args, **recipe.kwargs))
 
     def _run(self, spec: WorkerSpec, function: Any) -> Done:
-        env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
+        env = spec.group_env(master_address=ADDRESS, master_port=self._lease.getsockname()[1])
         with _environment({**spec.env, **env}):
             try:
                 return Done(spec=spec, result=function(), error=None)
             except Exception as error:
                 return Done(spec=spec, result=None, error=error)
 
-    def gather(self, futures: Sequence[Done], *, timeout_s: float) -> list[Any]:
+    def gather(self, futures: Sequence[Done], *, wait: Wait) -> list[Any]:
         if failed := [(done.spec, done.error) for done in futures if done.error is not None]:
             raise failure_of(failed)
         return [done.result for done in futures]
@@ -96,7 +93,7 @@ class InProcessCrew:
         return None  # they live and die together
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        (self._workers[rank],) = self.gather([self._make(self._specs[rank])], timeout_s=timeout_s)
+        (self._workers[rank],) = self.gather([self._make(self._specs[rank])], wait=Wait(timeout_s))
         return self._specs[rank]
 
     def stop(self, *, timeout_s: float) -> None:

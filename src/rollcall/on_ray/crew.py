@@ -25,9 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
-from rollcall.groups.failures import RemoteFailureError, is_about_a_peer, listed, unanswered
+from rollcall.groups.failures import RemoteFailureError, died, is_about_a_peer, listed, unanswered, waits_words
 from rollcall.groups.host import GROUP_MARK, Host, end_group
-from rollcall.groups.waits import call_words, waits_words
 from rollcall.groups.watch import SILENT_S
 from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
@@ -51,8 +50,7 @@ class RayCrew:
         self._calls = [host.call for host in self._hosts]
         self._rank_of = {host._actor_id.hex(): rank for rank, host in enumerate(self._hosts)}
         self.pids: Sequence[int] = []
-        self.master_address = specs[0].node.address
-        self.master_port = 0
+        self._master_port = 0
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
         self._lost: dict[int, str] = {}  # why, by rank
         self._end: WorkerDiedError | None = None  # what every wait raises
@@ -82,23 +80,20 @@ class RayCrew:
         )
 
     def start(self, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        progress = Wait()
+        wait = Wait(timeout_s)
         self._supervisor.start({spec.node.node_id for spec in self._specs})
-        (self.master_port,) = self.gather([self._hosts[0].lease_port.remote()], timeout_s=timeout_s, progress=progress)
-        pids = [host.find_pid.remote() for host in self._hosts]
-        self.pids = self.gather(pids, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        (self._master_port,) = self.gather([self._hosts[0].lease_port.remote()], wait=wait)
+        self.pids = self.gather([host.find_pid.remote() for host in self._hosts], wait=wait)
         for spec, pid in zip(self._specs, self.pids, strict=True):
             self._supervisor.add(spec, pid=pid)  # before they start, which may be what they get stuck in
-        started = [self._start(spec) for spec in self._specs]
-        self.gather(started, timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        self.gather([self._start(spec) for spec in self._specs], wait=wait)
 
     def _start(self, spec: WorkerSpec) -> Any:
         recipe = self._recipe
         target = recipe.target if isinstance(recipe.target, str) else ray.put(recipe.target)
         args = [self.share(value) for value in recipe.args]
         kwargs = {name: self.share(value) for name, value in recipe.kwargs.items()}
-        env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
+        env = spec.group_env(master_address=self._specs[0].node.address, master_port=self._master_port)
         return self._hosts[spec.rank].start.remote(env, target, *args, **kwargs)
 
     def tolerate(self, ranks: Collection[int]) -> None:
@@ -116,9 +111,8 @@ class RayCrew:
         self._calls[rank] = host.call
         self._rank_of[host._actor_id.hex()] = rank
         self._lost.pop(rank, None)
-        deadline = time.monotonic() + timeout_s
-        progress = Wait(first_s=30, every_s=300)
-        (pid,) = self.gather([host.find_pid.remote()], timeout_s=timeout_s, progress=progress)
+        wait = Wait(timeout_s, first_s=30, every_s=300)
+        (pid,) = self.gather([host.find_pid.remote()], wait=wait)
         node_id = self._actor(rank)["Address"]["NodeID"]
         if node_id != spec.node.node_id:  # another node has taken over the rank
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -126,7 +120,7 @@ class RayCrew:
             spec = self._specs[rank] = replace(spec, node=node)
         self.pids = [*self.pids[:rank], pid, *self.pids[rank + 1 :]]
         self._supervisor.add(spec, pid=pid)
-        self.gather([self._start(spec)], timeout_s=max(deadline - time.monotonic(), 0), progress=progress)
+        self.gather([self._start(spec)], wait=wait)
         return spec
 
     def _lose(self, losses: Mapping[int, str]) -> None:
@@ -139,20 +133,18 @@ class RayCrew:
     def _died(self, ranks: Sequence[int]) -> WorkerDiedError:
         specs = [self._specs[rank] for rank in ranks]
         others = f"\nAlso lost: {listed(specs[1:])}" if len(specs) > 1 else ""
-        return WorkerDiedError(
-            f"{specs[0].where} is dead: {self._lost[ranks[0]]}{self._waits()}{others}", **whom(specs)
-        )
+        return died(specs, f"{self._lost[ranks[0]]}{self._waits()}{others}")
 
     def _waits(self) -> str:
         """What is waited for in any thread, as the end of a sentence."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, list[WorkerSpec]] = {}
         for future in [one for futures in list(self._waited_for.values()) for one in futures]:
             spec = self._spec_of(future)
             if spec is None or (spec.rank not in self._lost and self._is_done(future)):
                 continue
             task = future.task_id().hex()
             if what := next((words for number, words in list(self._asked[spec.rank]) if number == task), ""):
-                found.setdefault(what, []).append(spec.where)
+                found.setdefault(what, []).append(spec)
         words = waits_words(found)
         return f"; {words}" if words else ""
 
@@ -188,7 +180,8 @@ class RayCrew:
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         future = self._calls[rank].remote(method, drop, *args, **kwargs)
-        self._asked[rank].append((future.task_id().hex(), call_words(method, args)))
+        purpose = self._recipe.purposes.get(method, f"to return from {method}").format(*args)
+        self._asked[rank].append((future.task_id().hex(), purpose))
         return future
 
     def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
@@ -205,29 +198,27 @@ class RayCrew:
             return []
         return [one for one in futures if (spec := self._spec_of(one)) is not None and spec.rank in self._lost]
 
-    def gather(self, futures: Sequence[Any], *, timeout_s: float, progress: Wait | None = None) -> list[Any]:
+    def gather(self, futures: Sequence[Any], *, wait: Wait) -> list[Any]:
         futures = list(futures)
         with self._waiting_for(futures):
-            return self._gather(futures, timeout_s=timeout_s, progress=progress or Wait(first_s=30, every_s=30))
+            return self._gather(futures, wait=wait)
 
-    def _gather(self, futures: list[Any], *, timeout_s: float, progress: Wait) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
+    def _gather(self, futures: list[Any], *, wait: Wait) -> list[Any]:
         while True:
             self._check(futures)
-            left = deadline - time.monotonic()
             try:
-                return ray.get(futures, timeout=max(min(left, progress.until_word_s, TURN_S), 0.001))
-            except RayTaskError as error:
+                return ray.get(futures, timeout=min(wait.until_word_s, TURN_S))
+            except RayTaskError as error:  # first: Ray lets it also be an instance of what the worker raised
                 self._explain(futures, error)
             except GetTimeoutError:
-                if not progress.is_word_due and time.monotonic() < deadline:
+                if not wait.is_word_due and not wait.is_over:
                     continue
                 missing = self._missing(futures)
-                if missing and time.monotonic() >= deadline:
+                if missing and wait.is_over:
                     slow = self._slow_links(missing)
-                    raise unanswered(missing, total=len(futures), timeout_s=timeout_s, more=slow) from None
+                    raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s, more=slow) from None
                 if missing:
-                    progress.tell(f"waiting for {listed(missing)}{self._slow_links(missing)}")
+                    wait.tell(f"waiting for {listed(missing)}{self._slow_links(missing)}")
             except RayError as error:
                 self._explain(futures, error)
 
@@ -258,11 +249,11 @@ class RayCrew:
         spec, found = (dead or failed)[0]
         others = [other for other, _ in failed if other is not spec]
         also = f"\nAlso failed: {listed(others)}" if others else ""
-        named = whom([spec, *others])
         if dead:
             # Ray knows that it ended, the watch knows why.
             why = self._lost.get(spec.rank) or f"{_death(found)}{self._slow_links([spec])}"
-            raise WorkerDiedError(f"{spec.where} is dead: {why}{self._waits()}{also}", **named) from found
+            raise died([spec, *others], f"{why}{self._waits()}{also}") from found
+        named = whom([spec, *others])
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
         if isinstance(cause, RemoteFailureError):
             if is_about_a_peer(cause.original, cause.text):
@@ -281,8 +272,7 @@ class RayCrew:
             if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
                 spec = self._specs[dead[0]]
                 why = self._lost.get(spec.rank) or f"its process is gone{self._slow_links([spec])}"
-                named = whom([self._specs[rank] for rank in dead])
-                raise WorkerDiedError(f"{spec.where} is dead: {why}{self._waits()}\n{complaint}", **named)
+                raise died([self._specs[rank] for rank in dead], f"{why}{self._waits()}\n{complaint}")
             time.sleep(LOOK_S)
 
     def is_alive(self, rank: int) -> bool:

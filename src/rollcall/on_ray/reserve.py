@@ -35,45 +35,43 @@ class RayBackend:
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         if not ray.is_initialized():
             raise ClusterError("this process is not connected to a cluster; call init_ray() first")
-        deadline = time.monotonic() + timeout_s
-        progress = Wait()
+        wait = Wait(timeout_s)
         while True:
             nodes = ranked_nodes()
             chosen = choose_nodes(ask, nodes)
             if chosen is not None:
-                group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(deadline - time.monotonic(), 0.1)))
+                group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(wait.left_s, 0.1)))
                 if group is not None:
                     settle_ranks(nodes)
                     return Reservation(
-                        nodes=_seats(ask, chosen, group, deadline=deadline),
+                        nodes=_seats(ask, chosen, group, wait=wait),
                         crew=partial(RayCrew, group=group),
                         release=partial(remove_placement_group, group),
                     )
-            if time.monotonic() >= deadline:
+            if wait.is_over:
                 raise NoRoomError(_cannot_place(ask, nodes, timeout_s=timeout_s))
-            progress.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}")
+            wait.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}")
             time.sleep(POLL_S)
 
 
 def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
     """The ranks of the nodes that have joined: all, or after ``wait_s`` at least ``fewest``."""
-    started, progress = time.monotonic(), Wait()
+    wait = Wait()
     while True:
         here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
         missing = sorted(set(range(num_nodes)) - set(here))
-        waited_s = time.monotonic() - started
         if not missing:
             return here
         names = f"node {', '.join(map(str, missing))} of {num_nodes}"
-        if waited_s >= wait_s and len(here) >= fewest:
+        if wait.waited_s >= wait_s and len(here) >= fewest:
             say(f"{names} is missing after {wait_s:g} s; the run continues with {len(here)}")
             return here
-        if waited_s >= max(wait_s, NODES_DEADLINE_S):
+        if wait.waited_s >= max(wait_s, NODES_DEADLINE_S):
             raise NoRoomError(
-                f"{names} is missing after {waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} is more than the "
+                f"{names} is missing after {wait.waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} is more than the "
                 f"{len(here)} that joined; start them (`rollcall node`, or `ray start` on a Ray of your own)"
             )
-        progress.tell(f"waiting for {names}")
+        wait.tell(f"waiting for {names}")
         time.sleep(POLL_S)
 
 
@@ -159,13 +157,13 @@ def _look() -> tuple[int, str, str | None]:
     return place, device, None if manager is None else manager.get_visible_accelerator_ids_env_var()
 
 
-def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, deadline: float) -> list[NodeSeats]:
+def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, wait: Wait) -> list[NodeSeats]:
     starts = [sum(ask.slots_per_node[:entry]) for entry in range(len(chosen))]
     bundles = [range(start, start + count) for start, count in zip(starts, ask.slots_per_node, strict=True)]
     looks: dict[int, tuple[int, str, str | None]] = {}
     if ask.use_gpus:
         try:
-            looks = _look_around(bundles, group, deadline=deadline)
+            looks = _look_around(bundles, group, wait=wait)
         except (RayError, ClusterError):
             remove_placement_group(group)
             raise
@@ -188,7 +186,7 @@ def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, deadli
 
 
 def _look_around(
-    bundles: Sequence[range], group: PlacementGroup, *, deadline: float
+    bundles: Sequence[range], group: PlacementGroup, *, wait: Wait
 ) -> dict[int, tuple[int, str, str | None]]:
     """All nodes at once, the bundles of a node one after the other, so that each node starts one process for it."""
     found: dict[int, tuple[int, str, str | None]] = {}
@@ -202,7 +200,7 @@ def _look_around(
             if turn < len(own)
         }
         try:
-            answers = ray.get(list(asked.values()), timeout=max(deadline - time.monotonic(), 30))
+            answers = ray.get(list(asked.values()), timeout=max(wait.left_s, 30))
         except GetTimeoutError:
             raise NoRoomError(
                 "Ray reserved slots on a node but started no process there; see the node's Ray logs"

@@ -35,7 +35,7 @@ from rollcall.plan.placement import TRAINED, Plan, Process, Role, roles_in_parts
 from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.team import Team
-from rollcall.roles.worker import Facts
+from rollcall.roles.worker import PURPOSES, Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.wait import say, warn
 from rollcall.words import counted
@@ -296,6 +296,7 @@ def _start(
             for process in plan.all_processes
         ],
         titles=list(map(str, plan.all_processes)),
+        purposes=PURPOSES,
         node_env_vars={
             kept[rank]: worker_env(section, submitted=submitted, node_rank=rank) for rank in range(plan.num_nodes)
         },

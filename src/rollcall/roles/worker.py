@@ -50,6 +50,24 @@ from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights.protocol import Invitation
 
 POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the policy's weights
+# What the controller waits for when it calls a method; {0} is the call's first argument.
+PURPOSES = {
+    "build": "to load its model",
+    "listen": "to listen for the others",
+    "advance": "to sample completions",
+    "invite": "to invite those that get new weights",
+    "send_weights": "to send weights of version {0}",
+    "use_weights": "to take weights of version {0}",
+    "update": "to update the policy",
+    "update_critic": "to update the critic",
+    "score": "to score samples",
+    "score_reference": "to score samples by the reference",
+    "values": "to value samples",
+    "reward": "to score completions",
+    "export": "to write the model",
+    "write_checkpoint": "to write a checkpoint",
+    "read_checkpoint": "to read a checkpoint",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

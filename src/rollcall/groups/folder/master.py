@@ -6,17 +6,16 @@ Who waits for whom: ``reserve`` for a worker on every node; ``start`` for every 
 from __future__ import annotations
 
 import pickle
-import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollcall.errors import ClusterError, WorkerDiedError
-from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec, whom
+from rollcall.errors import ClusterError
+from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec
 from rollcall.groups.dispatch import Drop
-from rollcall.groups.failures import failure_of, listed, unanswered
+from rollcall.groups.failures import died, failure_of, listed, unanswered
 from rollcall.groups.folder.post import Call, Post
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.wait import Wait
@@ -41,8 +40,6 @@ class FolderBackend(Post):
 class FolderCrew:
     def __init__(self, post: Post, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
         self.pids: Sequence[int] = []
-        self.master_address = ""
-        self.master_port = 0
         self._post = post
         self._specs = list(specs)
         self._recipe = recipe
@@ -54,13 +51,12 @@ class FolderCrew:
         self._post.begin_epoch()
         for member in self._members:
             member.number = 0
-        started = [self._start(spec.rank) for spec in self._specs]
-        self.pids = self.gather(started, timeout_s=timeout_s, progress=Wait())
+        self.pids = self.gather([self._start(spec.rank) for spec in self._specs], wait=Wait(timeout_s))
 
     def _start(self, rank: int) -> Call:
         spec, recipe = self._specs[rank], self._recipe
-        group_env = spec.group_env(master_address=self.master_address, master_port=self.master_port)
-        env = {**spec.env, **group_env, GROUP_MARK: self._mark}
+        # The nodes have no network between them, so no process of the group listens.
+        env = {**spec.env, **spec.group_env(master_address="", master_port=0), GROUP_MARK: self._mark}
         return self._send(rank, ("start", env, recipe.target, recipe.args, dict(recipe.kwargs)))
 
     def tolerate(self, ranks: Collection[int]) -> None:
@@ -68,12 +64,11 @@ class FolderCrew:
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
         """Wait until its node has a worker again, and make it there; returns where that is."""
-        deadline, spec = time.monotonic() + timeout_s, self._specs[rank]
+        wait, spec = Wait(timeout_s), self._specs[rank]
         (member,) = self._post.await_workers([spec.node.node_rank], timeout_s=timeout_s)
         self._members[rank] = member
         self._specs[rank] = replace(spec, node=replace(spec.node, node_id=member.host))
-        left_s = max(deadline - time.monotonic(), 1.0)
-        new = self.gather([self._start(rank)], timeout_s=left_s, progress=Wait())
+        new = self.gather([self._start(rank)], wait=wait)
         self.pids = [*self.pids[:rank], *new, *self.pids[rank + 1 :]]
         return self._specs[rank]
 
@@ -96,9 +91,7 @@ class FolderCrew:
             self._post.changed.wait_for(lambda: self._check() or any(call.done for call in futures), timeout=timeout_s)
             return [call for call in futures if call.done]
 
-    def gather(self, futures: Sequence[Call], *, timeout_s: float, progress: Wait | None = None) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        progress = progress or Wait(first_s=30, every_s=30)
+    def gather(self, futures: Sequence[Call], *, wait: Wait) -> list[Any]:
         changed = self._post.changed
         with changed:
             while True:
@@ -109,17 +102,17 @@ class FolderCrew:
                 missing = [call.spec for call in futures if not call.done]
                 if not missing:
                     return [call.value for call in futures]
-                if time.monotonic() >= deadline:
-                    raise unanswered(missing, total=len(futures), timeout_s=timeout_s)
-                progress.tell(f"waiting for {listed(missing)}")
-                changed.wait(min(deadline - time.monotonic(), progress.until_word_s + 0.01))
+                if wait.is_over:
+                    raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s)
+                wait.tell(f"waiting for {listed(missing)}")
+                changed.wait(wait.until_word_s)
 
     def _check(self) -> None:
         """Raise if a worker is lost that the group cannot go on without."""
         self._post.check()
         for spec, member in zip(self._specs, self._members, strict=True):
             if member.death is not None and spec.rank not in self._tolerated:
-                raise WorkerDiedError(f"{spec.where} is dead: {member.death}", **whom([spec]))
+                raise died([spec], member.death)
 
     def is_alive(self, rank: int) -> bool:
         return self._members[rank].death is None
