@@ -466,8 +466,7 @@ def test_a_process_number_that_was_given_out_again_is_not_taken_for_the_old_proc
 
 
 SOME_START = Start(
-    arguments=[], env={}, cluster_id="mine", num_nodes=1, node_ip="10.0.0.1", head_address="10.0.0.1:1", token="t",
-    publish_token=True, tls=False, slots=1, accelerator="cpu", temp_dir=Path("/tmp/x"), ports={},
+    record=make_record(), arguments=[], env={}, token="t", publish_token=True, tls=False,
 )  # fmt: skip
 
 

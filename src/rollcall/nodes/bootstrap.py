@@ -12,6 +12,7 @@ import socket
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from rollcall.errors import ClusterError
@@ -63,7 +64,15 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
             "give the way in which nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
         )
     slots, accelerator = find_slots(request.slots)
-    temp_dir = choose_temp_dir(request)
+    known = partial(
+        NodeRecord,
+        cluster=request.cluster,
+        rank=request.rank,
+        slots=slots,
+        accelerator=accelerator,
+        temp_dir=str(choose_temp_dir(request)),
+        rendezvous=None if request.rendezvous is None else str(request.rendezvous.absolute()),
+    )
     if running := _running(request):
         return running, True
     given = os.environ.get(TOKEN, "").strip() or None
@@ -83,10 +92,10 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
         _stop(request.cluster)
         if found is None:
             _refuse_second_head(request, token=given)
-            start = plan_head(request, slots=slots, accelerator=accelerator, temp_dir=temp_dir, token=given)
+            start = plan_head(request, known=known, token=given)
         else:
             found = _wait_for_rank(request, found)
-            start = plan_worker(request, found, slots=slots, accelerator=accelerator, temp_dir=temp_dir)
+            start = plan_worker(request, found, known=known)
         return _launch(request, start), False
 
 
@@ -188,18 +197,18 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     """Start Ray, see that the head lists this node, remember it; or leave nothing behind."""
     deadline = time.monotonic() + START_S
-    folder = state_dir(request.cluster)
+    folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
-        shutil.rmtree(start.temp_dir, ignore_errors=True)  # sessions of earlier bring-ups
-    start.temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier bring-ups
+    temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_token(request.cluster, start.token)
     if start.tls:
-        write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.node_ip])
+        write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
     try:
         ray_start(request, start, log=folder / "start.log", deadline=deadline)
         # Ray opens its folders to everyone, and sockets of raylet and object store are in this one.
-        (start.temp_dir / "session_latest").resolve().chmod(0o700)
-        record = _joined(request, start, deadline=deadline)
+        (temp_dir / "session_latest").resolve().chmod(0o700)
+        record = _joined(start, deadline=deadline)
         write_record(record)
         if request.rank == 0 and request.rendezvous is not None:
             _refuse_second_head(request, token=start.token)  # one that came up meanwhile
@@ -210,32 +219,24 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     return record
 
 
-def _joined(request: NodeRequest, start: Start, *, deadline: float) -> NodeRecord:
+def _joined(start: Start, *, deadline: float) -> NodeRecord:
     """This node as its head lists it, with the rank as its own: two hosts of one rank may come at the same moment."""
+    record = start.record
     while True:
-        answer = ask_head(start.head_address, token=start.token, tls=start.tls, claim=(request.rank, start.mark))
+        answer = ask_head(record.head_address, token=start.token, tls=start.tls, claim=(record.rank, start.mark))
         mine = next((node for node in answer.alive if node.mark == start.mark), None)
         if mine is not None and answer.holder is not None:
             break
         if time.monotonic() > deadline:
-            raise ClusterError(f"the head at {start.head_address} does not list rank {request.rank} among its nodes")
+            raise ClusterError(f"the head at {record.head_address} does not list rank {record.rank} among its nodes")
         time.sleep(0.5)
     if answer.holder != start.mark:
         raise ClusterError(_taken(next(node for node in answer.alive if node.mark == answer.holder)))
-    return NodeRecord(
-        cluster=request.cluster,
-        cluster_id=start.cluster_id,
-        rank=request.rank,
-        num_nodes=start.num_nodes,
-        node_ip=start.node_ip,
-        slots=start.slots,
-        accelerator=start.accelerator,
-        head_address=start.head_address,
-        dashboard_url=dashboard_url(answer.dashboard, node_ip=start.node_ip, head_address=start.head_address),
-        temp_dir=str(start.temp_dir),
-        rendezvous=None if request.rendezvous is None else str(request.rendezvous.absolute()),
-        processes=tuple(entry.process for entry in find_processes(state_dir(request.cluster))),
-        ports={**start.ports, **mine.ports},
+    return replace(
+        record,
+        dashboard_url=dashboard_url(answer.dashboard, node_ip=record.node_ip, head_address=record.head_address),
+        processes=tuple(entry.process for entry in find_processes(state_dir(record.cluster))),
+        ports={**record.ports, **mine.ports},
     )
 
 

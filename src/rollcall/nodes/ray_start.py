@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import (
@@ -32,11 +32,9 @@ from rollcall.nodes.head import LABEL
 from rollcall.nodes.processes import MARK
 from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
-from rollcall.nodes.state import auth_env, state_dir, tls_env
+from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
 from rollcall.wait import Wait, say
 from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
-
-Accelerator = Literal["gpu", "cpu"]
 
 COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
 SOCKET_LIMIT = 107  # bytes of a Unix socket's path
@@ -89,24 +87,15 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One `ray start`: its arguments, and what is known of the cluster before it runs."""
+    """One `ray start`: its arguments, and this node's record as far as it is known before Ray runs."""
 
+    record: NodeRecord
     arguments: list[str]
     env: dict[str, str]
-    cluster_id: str
-    num_nodes: int
-    node_ip: str
-    head_address: str
     token: str
     publish_token: bool
     tls: bool
-    slots: int
-    accelerator: Accelerator
-    temp_dir: Path
-    ports: dict[str, int]
-    mark: str = field(
-        default_factory=lambda: secrets.token_hex(8)
-    )  # by which this node knows itself among those of the head
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # this node's own among those that the head lists
 
 
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:
@@ -135,9 +124,8 @@ def choose_temp_dir(request: NodeRequest) -> Path:
     return folder
 
 
-def plan_head(
-    request: NodeRequest, *, slots: int, accelerator: Accelerator, temp_dir: Path, token: str | None
-) -> Start:
+def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | None) -> Start:
+    """``known`` is this node's record without what its place in the cluster decides."""
     assert request.num_nodes is not None
     host, port = split_address(request.head_address) if request.head_address else (None, None)
     node_ip = _head_ip(host, request)
@@ -147,7 +135,6 @@ def plan_head(
         )
     gcs, client, dashboard = free_ports(3)
     ports = {"gcs": port or gcs, "client": client, "dashboard": dashboard}
-    cluster_id = secrets.token_hex(8)
     arguments = [
         "--head",
         f"--port={ports['gcs']}",
@@ -158,66 +145,60 @@ def plan_head(
         "--disable-usage-stats",
         "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
     ]
-    return Start(
-        arguments=arguments,
-        # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
-        env={"DASHBOARD_METRIC_PORT": "-1"},
-        cluster_id=cluster_id,
+    record = known(
+        cluster_id=secrets.token_hex(8),
         num_nodes=request.num_nodes,
         node_ip=node_ip,
         head_address=join_address(node_ip, ports["gcs"]),
+        ports=ports,
+    )
+    return Start(
+        record=record,
+        arguments=arguments,
+        # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
+        env={"DASHBOARD_METRIC_PORT": "-1"},
         token=token or secrets.token_hex(32),
         publish_token=token is None,
         tls=request.tls,
-        slots=slots,
-        accelerator=accelerator,
-        temp_dir=temp_dir,
-        ports=ports,
     )
 
 
-def plan_worker(request: NodeRequest, found: Found, *, slots: int, accelerator: Accelerator, temp_dir: Path) -> Start:
+def plan_worker(request: NodeRequest, found: Found, *, known: partial[NodeRecord]) -> Start:
     head = found.answer.head
     assert head is not None and head.cluster_id is not None
     host, port = split_address(found.address)
     address = join_address(resolve(host), port)
-    return Start(
-        arguments=[f"--address={address}"],
-        env={},
+    record = known(
         cluster_id=head.cluster_id,
         num_nodes=head.num_nodes or request.num_nodes or 0,
         node_ip=own_address(toward=host, node_ip=request.node_ip, interface=request.interface),
         head_address=address,
-        token=found.token,
-        publish_token=False,
-        tls=found.tls,
-        slots=slots,
-        accelerator=accelerator,
-        temp_dir=temp_dir,
-        ports={},
     )
+    arguments = [f"--address={address}"]
+    return Start(record=record, arguments=arguments, env={}, token=found.token, publish_token=False, tls=found.tls)
 
 
 def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float) -> None:
+    record = start.record
     labels = {
-        "rank": request.rank,
-        "cluster": request.cluster,
-        "cluster-id": start.cluster_id,
-        "num-nodes": start.num_nodes,
-        "accelerator": start.accelerator,
+        "rank": record.rank,
+        "cluster": record.cluster,
+        "cluster-id": record.cluster_id,
+        "num-nodes": record.num_nodes,
+        "accelerator": record.accelerator,
         "mark": start.mark,
     }
-    launcher = "rollcall.on_ray.loopback" if is_loopback(start.node_ip) else "ray.scripts.scripts"
+    launcher = "rollcall.on_ray.loopback" if is_loopback(record.node_ip) else "ray.scripts.scripts"
     cores = len(os.sched_getaffinity(0))
     command = [
         *(sys.executable, "-m", launcher, "start", *start.arguments),
-        f"--node-ip-address={start.node_ip}",
-        f"--num-gpus={start.slots}",
+        f"--node-ip-address={record.node_ip}",
+        f"--num-gpus={record.slots}",
         # There may be more logical slots than cores, and each worker on one takes a CPU in Ray's accounting.
-        f"--num-cpus={max(cores, start.slots) if start.accelerator == 'cpu' else cores}",
-        f"--temp-dir={start.temp_dir}",
+        f"--num-cpus={max(cores, record.slots) if record.accelerator == 'cpu' else cores}",
+        f"--temp-dir={record.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
-        f"--resources={json.dumps({f'{RANK_RESOURCE}{request.rank}': 1000})}",
+        f"--resources={json.dumps({f'{RANK_RESOURCE}{record.rank}': 1000})}",
         # 0: the kernel chooses when the port is bound, so nobody else can take it first; _joined() reads what it chose.
         *(f"--{name}-port=0" for name in CHOSEN_PORTS),
     ]
@@ -227,9 +208,9 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     if names := missed(os.environ):
         say(hint(names))
     # The interpreter is for the drivers of jobs: a shell on this node may find another one first.
-    ours = {**auth_env(request.cluster), MARK: str(state_dir(request.cluster)), "ROLLCALL_PYTHON": sys.executable}
-    if start.accelerator == "cpu":
-        kept |= _logical_ids(start.slots)
+    ours = {**auth_env(record.cluster), MARK: str(state_dir(record.cluster)), "ROLLCALL_PYTHON": sys.executable}
+    if record.accelerator == "cpu":
+        kept |= _logical_ids(record.slots)
     env = {**TUNED, **kept, **start.env, **ours}
     wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5)
     with log.open("w") as output:
@@ -241,10 +222,10 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
             raise ClusterError(
                 f"`ray start` is not done after {wait.waited_s:.0f} s (its whole output is in {log}):\n{_tail(log)}"
             )
-        wait.tell(f"starting Ray on {start.node_ip}")
+        wait.tell(f"starting Ray on {record.node_ip}")
         time.sleep(0.1)
     if child.returncode:
-        raise ClusterError(f"Ray did not start on {start.node_ip} (its whole output is in {log}):\n{_tail(log)}")
+        raise ClusterError(f"Ray did not start on {record.node_ip} (its whole output is in {log}):\n{_tail(log)}")
 
 
 def _head_ip(host: str | None, request: NodeRequest) -> str:

@@ -25,6 +25,7 @@ from rollcall.process import Process
 from rollcall.wait import Wait
 from rollcall.worker_env.node_shell import TOKEN
 
+Accelerator = Literal["gpu", "cpu"]
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
 CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
@@ -43,12 +44,12 @@ class NodeRecord:
     num_nodes: int
     node_ip: str
     slots: int
-    accelerator: Literal["gpu", "cpu"]
+    accelerator: Accelerator
     head_address: str  # HOST:PORT of Ray's GCS
-    dashboard_url: str | None  # as this node reaches it; None: it listens on the head's loopback only
+    dashboard_url: str | None = None  # as this node reaches it; None: it listens on the head's loopback only
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
-    processes: tuple[Process, ...]  # what `rollcall node` started here
+    processes: tuple[Process, ...] = ()  # what `rollcall node` started here
     ports: dict[str, int] = field(default_factory=dict)  # what Ray listens on here, by component
 
 
