@@ -30,8 +30,9 @@ from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, 
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
+from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, load_reward_model
+from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -229,12 +230,8 @@ def _scorer(config: Config, device: torch.device) -> Scorer:
     rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
     if all(reward.type == "model" for reward in rewards):
         rewards = [ExactReward()]
-    functions = {}
-    for index, reward in enumerate(rewards):
-        if reward.type == "model":
-            trust = config.model.trust_remote_code
-            functions[index] = load_reward_model(reward, device=device, trust_remote_code=trust)
-    return Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=functions)
+    models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
+    return Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models)
 
 
 async def _evaluate(

@@ -10,11 +10,13 @@ a token that none of them has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rollcall.config.rewards import Reward
 from rollcall.model.hub import hub_options
 from rollcall.model.load import loading, refuse_other_tensors
 from rollcall.types import Completion, Prompt
@@ -106,3 +108,16 @@ def _unused_id(rows: list[list[int]], *, vocab_size: int) -> int | None:
     """
     used = {token for row in rows for token in row}
     return next((token for token in range(vocab_size) if token not in used), None)
+
+
+def load_reward_models(
+    rewards: Sequence[Reward], *, device: torch.device, trust_remote_code: bool
+) -> dict[int, RewardModel]:
+    """Those that the run file names, by their place in it."""
+    return {
+        index: RewardModel(
+            reward.path, device=device, max_tokens=reward.max_tokens, trust_remote_code=trust_remote_code
+        )
+        for index, reward in enumerate(rewards)
+        if reward.type == "model"
+    }

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from rollcall.config import Config, ExactReward, ModelReward, Ppo, RolloutSection
+from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
+from rollcall.config import Config, ExactReward, Ppo, RolloutSection
 from rollcall.config.rewards import Reward
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
@@ -24,9 +26,7 @@ from rollcall.learner.learner import Critic, Learner, Reference, make_body, whol
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.decoder import has_compiler
 from rollcall.model.files import resolve_model
-from rollcall.model.load import (
-    load_tokenizer,
-)
+from rollcall.model.load import load_tokenizer
 from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
@@ -65,6 +65,31 @@ class Held(Generic[EngineT]):
         self.scorer.close()
         if self.eval_scorer is not self.scorer:
             self.eval_scorer.close()
+
+
+class Trained:
+    """What a process trains, on disk. Where a model is in parts all processes of its gang are called, and the first writes."""
+
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    learner: Learner | None
+    critic: Critic | None
+
+    def write_checkpoint(self, directory: Path) -> None:
+        if self.learner is not None:
+            write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
+        if self.critic is not None:
+            write_critic(self.critic, directory)
+
+    def read_checkpoint(self, directory: Path) -> None:
+        if self.learner is not None:
+            read_learner(self.learner, directory)
+        if self.critic is not None:
+            read_critic(self.critic, directory)
+
+    def export(self, directory: Path) -> None:
+        assert self.learner is not None
+        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,30 +225,20 @@ def build_reference(
 
 
 def build_scorers(
-    rewards: Sequence[Reward], *, score: ScoreSamples, model_reward: Callable[[int], ModelRewardFunction]
+    rewards: Sequence[Reward], *, score: ScoreSamples, models: Mapping[int, ModelRewardFunction]
 ) -> tuple[Scorer, Scorer]:
     """For training, and for evaluation: the same, or where a model alone gives the rewards, whether the answer is right.
 
-    ``score`` is the policy's; ``model_reward`` gives the reward model at this place of the run file.
+    ``score`` is the policy's; ``models`` has the reward models by their place in the run file.
     """
-    functions: dict[int, ModelRewardFunction] = {}
+    functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
             functions[index] = partial(_self_certainty, score)
-        elif reward.type == "model":
-            functions[index] = model_reward(index)
     scorer = Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=functions)
     if len(functions) < len(rewards):
         return scorer, scorer
     return scorer, Scorer([ExactReward()], num_workers=NUM_REWARD_WORKERS, model_rewards={})
-
-
-def load_reward_model(
-    reward: ModelReward, *, device: torch.device, trust_remote_code: bool = False
-) -> ModelRewardFunction:
-    from rollcall.reward.model import RewardModel
-
-    return RewardModel(reward.path, device=device, max_tokens=reward.max_tokens, trust_remote_code=trust_remote_code)
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
-from rollcall.config import Config, ModelReward, Ppo
+from rollcall.config import Config, Ppo
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
-from rollcall.reward.scorer import ModelRewardFunction
+from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
     Held,
     LocalEngine,
+    Trained,
     build_critic,
     build_engine,
     build_learner,
@@ -25,14 +24,13 @@ from rollcall.roles.build import (
     build_scorers,
     check_engine,
     load_inputs,
-    load_reward_model,
     set_threads,
 )
 from rollcall.wait import say
 
 
 @dataclass(slots=True, kw_only=True)
-class LocalWorkers(Held[LocalEngine]):
+class LocalWorkers(Trained, Held[LocalEngine]):
     learner: Learner
     critic: Critic | None
     reference: ScoreSamples | None  # log-probs of the frozen reference
@@ -53,19 +51,6 @@ class LocalWorkers(Held[LocalEngine]):
     def max_positions(self) -> int:
         return self.engine.max_positions
 
-    def write_checkpoint(self, directory: Path) -> None:
-        write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-        if self.critic:
-            write_critic(self.critic, directory)
-
-    def read_checkpoint(self, directory: Path) -> None:
-        read_learner(self.learner, directory)
-        if self.critic:
-            read_critic(self.critic, directory)
-
-    def export(self, directory: Path) -> None:
-        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-
     def close(self) -> None:
         self.engine.close()
         Held.close(self)
@@ -85,14 +70,9 @@ def build_workers(config: Config) -> LocalWorkers:
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
     engine = build_engine(config.rollout, model, inputs.tokenizer)
-
-    def model_reward(index: int) -> ModelRewardFunction:
-        reward = config.reward[index]
-        assert isinstance(reward, ModelReward)
-        return load_reward_model(reward, device=device, trust_remote_code=trust)
-
     say("starting the reward processes")
-    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, model_reward=model_reward)
+    models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
+    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models)
     return LocalWorkers(
         tokenizer=inputs.tokenizer,
         engine=engine,

@@ -114,9 +114,7 @@ class RemoteWorkers(Held[RemoteEngine]):
         return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
 
     def write_checkpoint(self, directory: Path) -> None:
-        self.team.call_role(Role.ACTOR, "write_checkpoint", Role.ACTOR, directory.resolve())
-        if self.critic:
-            self.team.call_role(Role.CRITIC, "write_checkpoint", Role.CRITIC, directory.resolve())
+        self.team.call(self._trained, "write_checkpoint", directory.resolve())
         if not (directory / "model" / "config.json").exists():
             raise CheckpointError(
                 f"the actor wrote {directory} on its node, and that folder does not exist on this node; put run.dir on a folder "
@@ -124,9 +122,12 @@ class RemoteWorkers(Held[RemoteEngine]):
             )
 
     def read_checkpoint(self, directory: Path) -> None:
-        roles = [role for role in TRAINED if role in self.team.members]
-        workers = sorted({worker for role in roles for worker in self.team.members[role]})
-        self.team.call(workers, "read_checkpoint", directory.resolve())
+        self.team.call(self._trained, "read_checkpoint", directory.resolve())
+
+    @property
+    def _trained(self) -> list[int]:
+        """The processes that hold an actor or a critic."""
+        return sorted({worker for role in TRAINED for worker in self.team.members.get(role, ())})
 
     def export(self, directory: Path) -> None:
         self.team.call_role(Role.ACTOR, "export", directory.resolve())
@@ -171,9 +172,8 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
         cluster.shutdown()
         raise
     learner = RemoteLearner(team, rescores=config.rescores)
-    scorer, eval_scorer = build_scorers(
-        config.reward, score=learner.score, model_reward=lambda index: partial(_reward, team, index)
-    )
+    models = {index: partial(_reward, team, index) for index, one in enumerate(config.reward) if one.type == "model"}
+    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models)
     return RemoteWorkers(
         tokenizer=inputs.tokenizer,
         engine=engine,

@@ -16,7 +16,7 @@ import numpy as np
 
 from rollcall.config import Config
 from rollcall.reward.functions import decode_entry
-from rollcall.reward.scorer import Failure, ModelRewardFunction, Scorer
+from rollcall.reward.scorer import Failure, Scorer
 from rollcall.types import Completion, FinishReason, Prompt, Segment
 
 SAMPLE_TEXT = "Let me think about it. I do not know the answer."
@@ -84,16 +84,11 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     left_out = [reward.type for reward in config.reward if reward.type == "self_certainty"]
     if not rewards:
         return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
-    models: dict[int, ModelRewardFunction] = {}
-    for index, reward in enumerate(rewards):
-        if reward.type == "model":
-            from rollcall.model.load import resolve_device
-            from rollcall.roles.build import load_reward_model
+    from rollcall.model.load import resolve_device
+    from rollcall.reward.model import load_reward_models
 
-            trust = config.model.trust_remote_code
-            models[index] = load_reward_model(
-                reward, device=resolve_device(config.model.device), trust_remote_code=trust
-            )
+    device, trust = resolve_device(config.model.device), config.model.trust_remote_code
+    models = load_reward_models(rewards, device=device, trust_remote_code=trust)
     with Scorer(rewards, num_workers=1, model_rewards=models) as scorer:
         scored = [
             _score(scorer, prompt, kind=kind, text=text) for prompt in prompts for kind, text in completions_for(prompt)

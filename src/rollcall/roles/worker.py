@@ -10,15 +10,13 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
-from rollcall.config import Config, ModelReward
+from rollcall.config import Config
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.learner.gang import Gang
@@ -36,12 +34,13 @@ from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
 from rollcall.nodes.address import own_address
 from rollcall.plan.placement import TRAINED, Role
+from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
+    Trained,
     build_critic,
     build_engine,
     build_learner,
     build_reference,
-    load_reward_model,
     set_threads,
 )
 from rollcall.roles.engine_seat import Advance, EngineSeat
@@ -79,7 +78,7 @@ class Facts:
     tokenizer: str  # its mark
 
 
-class RoleWorker:
+class RoleWorker(Trained):
     """``sizes`` has the number of processes of each role; those of roles ``in_parts`` hold parts of one model, and run every
     forward together."""
 
@@ -135,11 +134,8 @@ class RoleWorker:
             self.reference = build_reference(
                 self.config, self._load(gang, in_parts=in_parts), gang=gang if in_parts else None, device=self.device
             )
-        self.reward_models = {
-            index: load_reward_model(reward, device=self.device, trust_remote_code=self.trust)
-            for index, reward in enumerate(self.config.reward)
-            if Role.REWARD in roles and isinstance(reward, ModelReward)
-        }
+        rewards = self.config.reward if Role.REWARD in roles else ()
+        self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
         self.model = model
         self.stop_token_ids = stop_token_ids(
             self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
@@ -231,10 +227,6 @@ class RoleWorker:
         scores = score_samples(self.body, samples, self.config.actor, temperature=self.config.rollout.temperature)
         return self._once(scores, self.body)
 
-    def export(self, directory: Path) -> None:
-        assert self.learner is not None
-        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-
     def _once(self, results: list[Any], body: Body) -> list[Any]:
         """Where a model is in parts, every process has all results; only the first returns them."""
         return results if not body.in_parts or body.gang.rank == 0 else []
@@ -255,19 +247,3 @@ class RoleWorker:
 
     def reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
         return list(self.reward_models[index](prompt, completions))
-
-    # Checkpoints: all processes of a role are called; the first one writes, all of them read
-
-    def write_checkpoint(self, role: Role, directory: Path) -> None:
-        if role is Role.ACTOR:
-            assert self.learner is not None
-            write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-        else:
-            assert self.critic is not None
-            write_critic(self.critic, directory)
-
-    def read_checkpoint(self, directory: Path) -> None:
-        if self.learner is not None:
-            read_learner(self.learner, directory)
-        if self.critic is not None:
-            read_critic(self.critic, directory)
