@@ -19,6 +19,7 @@ from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.protocols import Workers
+from rollcall.loop.record import Record
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
 from rollcall.observe.progress import Progress
@@ -117,15 +118,15 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
     """The training loop, journal and rewards included."""
     recorder = Recorder()
     run_dir = config.run.dir
+    store = CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
+    console = Console(Progress(name=config.run.name, num_steps=config.trainer.steps))
     with Journal(run_dir / "journal") as journal, closing(Events(run_dir)) as events:
         controller = Controller(
             config,
             workers,
-            run_dir=run_dir,
             journal=journal,
-            store=CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0),
-            sinks=[recorder],
-            console=Console(Progress(name=config.run.name, num_steps=config.trainer.steps)),
+            record=Record(config, workers, store=store, sinks=[recorder], console=console),
+            console=console,
             resume=None,
             events=events,
         )

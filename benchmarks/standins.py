@@ -27,6 +27,7 @@ from rollcall.config import Config
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
+from rollcall.loop.record import Record
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
 from rollcall.observe.progress import Progress
@@ -164,16 +165,15 @@ def controller_of(
     run_dir = config.run.dir
     run_dir.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
+    console = Console(Progress(name=config.run.name, num_steps=config.trainer.steps))
     with Journal(run_dir / "journal") as journal, closing(Events(run_dir)) as events:
         yield (
             Controller(
                 config,
                 workers,
-                run_dir=run_dir,
                 journal=journal,
-                store=store,
-                sinks=[recorder],
-                console=Console(Progress(name=config.run.name, num_steps=config.trainer.steps)),
+                record=Record(config, workers, store=store, sinks=[recorder], console=console),
+                console=console,
                 resume=store.latest() if resume is None else resume,
                 events=events,
             ),

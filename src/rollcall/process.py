@@ -6,6 +6,7 @@ of day, which moves when somebody sets the clock; records on disk need one that 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +69,17 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def process_ids() -> list[int]:
+    """Of all processes on this node."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def environment_of(pid: int) -> dict[str, str] | None:
+    """The variables that it was started with; None: it has ended, or is another user's."""
+    try:
+        lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+    except OSError:
+        return None
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}

@@ -8,10 +8,9 @@ whatever happened. Slots are logical: nothing here needs a GPU.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from rollcall.on_ray.connect import disconnect
 from rollcall.plan.judge import workable_plan
 from rollcall.plan.placement import Plan
 from rollcall.wait import in_silence, say, speaking
+from rollcall.worker_env.declared import environment
 
 STEPS, PROMPTS = 2, 16
 NAME = "rehearsal"
@@ -36,8 +36,6 @@ SHAPE = dict(
 )  # fmt: skip
 OBJECT_STORE_GIB = 0.25
 PROCESS_GIB, NODE_GIB = 0.4, 0.3  # resident, measured: a worker with torch and the tiny model; a node's own processes
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,44 +136,47 @@ def _run(config: Config, root: Path) -> dict[str, Any]:
 @contextmanager
 def _nodes(plan: Plan, root: Path) -> Iterator[None]:
     """The nodes one after the other: two cores start Ray no faster side by side."""
-    before = {name: os.environ.get(name) for name in (STATE_DIR, CLUSTER)}
     up: list[int] = []
-    os.environ[CLUSTER] = NAME
-    try:
-        for rank, slots in enumerate(plan.slots_per_node):
-            say(f"starting node {rank} of {plan.num_nodes} with {slots} slots")
-            os.environ[STATE_DIR] = str(root / f"node{rank}")
-            up.append(rank)
-            request = NodeRequest(
-                cluster=NAME,
-                rank=rank,
-                num_nodes=plan.num_nodes,
-                rendezvous=root / "rendezvous",
-                slots=slots,
-                object_store_gib=OBJECT_STORE_GIB,
-            )
-            with speaking(in_silence):
-                start_node(request)
-        os.environ[STATE_DIR] = str(root / "node0")
-        yield
-    finally:
-        say("stopping the nodes")
-        for rank in reversed(up):
-            os.environ[STATE_DIR] = str(root / f"node{rank}")
-            stop_node(NAME)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with environment({CLUSTER: NAME, STATE_DIR: str(root / "node0")}):
+        try:
+            for rank, slots in enumerate(plan.slots_per_node):
+                say(f"starting node {rank} of {plan.num_nodes} with {slots} slots")
+                request = NodeRequest(
+                    cluster=NAME,
+                    rank=rank,
+                    num_nodes=plan.num_nodes,
+                    rendezvous=root / "rendezvous",
+                    slots=slots,
+                    object_store_gib=OBJECT_STORE_GIB,
+                )
+                up.append(rank)
+                with environment({STATE_DIR: str(root / f"node{rank}")}), speaking(in_silence):
+                    start_node(request)
+            yield
+        finally:
+            say("stopping the nodes")
+            for rank in reversed(up):
+                with environment({STATE_DIR: str(root / f"node{rank}")}):
+                    stop_node(NAME)
 
 
 def make_tiny_model(directory: Path) -> Path:
+    from transformers import LlamaForCausalLM
+
+    return _save_tiny(LlamaForCausalLM, directory)
+
+
+def make_tiny_reward_model(directory: Path) -> Path:
+    from transformers import LlamaForSequenceClassification
+
+    return _save_tiny(LlamaForSequenceClassification, directory, num_labels=1)
+
+
+def _save_tiny(kind: Any, directory: Path, **options: Any) -> Path:
     """Random weights and a character tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    from rollcall.checkpoint.export import export_model
     from rollcall.model.tiny import ALPHABET, char_tokenizer
 
     tokenizer = char_tokenizer(ALPHABET)
@@ -184,21 +185,7 @@ def make_tiny_model(directory: Path) -> Path:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids))  # type: ignore[arg-type]
-    return export_model(model, tokenizer, directory)
-
-
-def make_tiny_reward_model(directory: Path) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    from rollcall.model.tiny import ALPHABET, char_tokenizer
-
-    tokenizer = char_tokenizer(ALPHABET)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **SHAPE)  # type: ignore[arg-type]
-        model: Any = LlamaForSequenceClassification(config)
+        model = kind(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids, **options))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

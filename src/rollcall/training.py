@@ -25,6 +25,7 @@ from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
 from rollcall.loop.protocols import Workers
+from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, notes_on
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.console import Console, make_console
@@ -152,17 +153,14 @@ class _Training:
             controller = Controller(
                 config,
                 workers,
-                run_dir=run_dir,
                 journal=journal,
-                store=store,
-                sinks=sinks,
+                record=Record(config, workers, store=store, sinks=sinks, console=console, callbacks=self.callbacks),
                 console=console,
                 resume=resume,
                 events=events,
                 bounds=self.bounds,
                 lease=self.lease,
                 stop=heeded(),
-                callbacks=self.callbacks,
             )
             _drive(controller, grace_s=config.trainer.stop_grace_s)
         return controller

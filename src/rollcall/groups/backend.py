@@ -161,15 +161,6 @@ class Reservation:
     crew: Callable[[Sequence[WorkerSpec], Recipe], Crew]
     release: Callable[[], None] = lambda: None
 
-    def launch(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
-        crew = self.crew(specs, recipe)
-        try:
-            crew.start(timeout_s=timeout_s)
-        except BaseException:  # an interrupt too: nothing may be left behind
-            crew.stop(timeout_s=STOP_DEADLINE_S)
-            raise
-        return crew
-
 
 class Backend(Protocol):
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation: ...

@@ -11,7 +11,17 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rollcall.errors import ClusterError
-from rollcall.groups.backend import Ask, Backend, Crew, NodeSeats, Recipe, Reservation, Seat, WorkerSpec
+from rollcall.groups.backend import (
+    STOP_DEADLINE_S,
+    Ask,
+    Backend,
+    Crew,
+    NodeSeats,
+    Recipe,
+    Reservation,
+    Seat,
+    WorkerSpec,
+)
 
 PLACE_DEADLINE_S = 180.0
 _default: Backend | None = None
@@ -74,17 +84,14 @@ class VirtualCluster:
             raise ValueError(
                 f"node_ranks={list(node_ranks)} needs one node for each entry of {list(counts)}, each of them once"
             )
-        self._counts = counts
-        self._use_gpus = use_gpus
-        self._num_colocated = max_colocated_worker_groups
-        ask = Ask(
+        self._ask = Ask(
             name=name,
             slots_per_node=counts,
             use_gpus=use_gpus,
             num_colocated=max_colocated_worker_groups,
             node_ranks=None if node_ranks is None else tuple(node_ranks),
         )
-        self._reservation: Reservation | None = (backend or _default_backend()).reserve(ask, timeout_s=timeout_s)
+        self._reservation: Reservation | None = (backend or _default_backend()).reserve(self._ask, timeout_s=timeout_s)
         self._nodes = {node.node_rank: node for node in self._reservation.nodes}
         self._groups: list[Tenant] = []
 
@@ -95,7 +102,7 @@ class VirtualCluster:
 
     def world_size(self) -> int:
         """Slots."""
-        return sum(self._counts)
+        return sum(self._ask.slots_per_node)
 
     def node_count(self) -> int:
         """Nodes with slots."""
@@ -122,7 +129,7 @@ class VirtualCluster:
                         f"node {seat.node_rank} has slots 0 to {size - 1} in this cluster, and no slot {slot}"
                     )
                 holders = taken.get((seat.node_rank, slot), [])
-                if len(holders) >= self._num_colocated:
+                if len(holders) >= self._ask.num_colocated:
                     raise ClusterError(
                         f"slot {slot} of node {seat.node_rank} is taken by {', '.join(holders)}; shut that down, use other "
                         f"slots, or make the cluster with max_colocated_worker_groups={len(holders) + 1}"
@@ -130,14 +137,20 @@ class VirtualCluster:
 
     def share_of_slot(self, *, num_workers: int) -> float:
         """The part of a slot that each of a group's workers asks Ray for, so that the other groups fit on it too."""
-        whole = 1 if self._use_gpus else self._num_colocated
+        ask = self._ask
+        whole = 1 if ask.use_gpus else ask.num_colocated
         # Rounded down to what Ray counts in, or several shares would exceed the slot.
-        return int(10_000 * whole / (self._num_colocated * num_workers)) / 10_000
+        return int(10_000 * whole / (ask.num_colocated * num_workers)) / 10_000
 
     def launch(self, group: Tenant, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
         if self._reservation is None:
             raise ClusterError("this cluster has been shut down; make a new one")
-        crew = self._reservation.launch(specs, recipe, timeout_s=timeout_s)
+        crew = self._reservation.crew(specs, recipe)
+        try:
+            crew.start(timeout_s=timeout_s)
+        except BaseException:  # an interrupt too: nothing may be left behind
+            crew.stop(timeout_s=STOP_DEADLINE_S)
+            raise
         self._groups.append(group)
         return crew
 

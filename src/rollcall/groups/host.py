@@ -17,13 +17,13 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.pulse import Pulse, write_stacks_on_signal
 from rollcall.importing import uncollected
+from rollcall.process import environment_of, process_ids
 from rollcall.worker_env.declared import open_sealed
 
 GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and of all processes that they start
@@ -126,12 +126,4 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
 
 def marked_processes(mark: str) -> list[int]:
     """Processes of the group on this node, zombies left out (they have no environment)."""
-    needle = f"{GROUP_MARK}={mark}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if needle in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # gone meanwhile, or another user's
-    return found
+    return [pid for pid in process_ids() if (environment_of(pid) or {}).get(GROUP_MARK) == mark]

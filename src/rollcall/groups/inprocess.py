@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import failure_of
 from rollcall.groups.host import call_method, lease_port, load_class
 from rollcall.wait import Wait
+from rollcall.worker_env.declared import environment
 
 ADDRESS = "127.0.0.1"
 
@@ -72,7 +72,7 @@ class InProcessCrew:
 
     def _run(self, spec: WorkerSpec, function: Any) -> Done:
         env = spec.group_env(master_address=ADDRESS, master_port=self._lease.getsockname()[1])
-        with _environment({**spec.env, **env}):
+        with environment({**spec.env, **env}):
             try:
                 return Done(spec=spec, result=function(), error=None)
             except Exception as error:
@@ -100,18 +100,3 @@ class InProcessCrew:
         self._workers = []
         self._loop.close()
         self._lease.close()
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables, and restore the old values at the end."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

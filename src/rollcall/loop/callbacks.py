@@ -11,15 +11,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rollcall.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollcall.loop.evaluate import Evaluation
     from rollcall.types import Group
-
-T = TypeVar("T")
 
 
 class CallbackError(RuntimeError):
@@ -61,6 +59,9 @@ class CheckpointSaved:
     path: Path  # model/ in it opens with transformers
 
 
+_NAMES = {StepDone: "on_step", EvaluationDone: "on_evaluation", CheckpointSaved: "on_save"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
     on_step: Callable[[StepDone], None] | None = None
@@ -68,7 +69,7 @@ class Callbacks:
     on_save: Callable[[CheckpointSaved], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("on_step", "on_evaluation", "on_save"):
+        for name in _NAMES.values():
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise ConfigError(
@@ -79,25 +80,16 @@ class Callbacks:
                     f"{name}={getattr(given, '__qualname__', given)} is async, and the run cannot wait for it; give a plain function"
                 )
 
-    def step_done(self, done: StepDone) -> None:
-        _tell("on_step", self.on_step, done)
-
-    def evaluation_done(self, done: EvaluationDone) -> None:
-        _tell("on_evaluation", self.on_evaluation, done)
-
-    def checkpoint_saved(self, saved: CheckpointSaved) -> None:
-        _tell("on_save", self.on_save, saved)
-
-
-def _tell(name: str, callback: Callable[[T], None] | None, what: T) -> None:
-    if callback is None:
-        return
-    try:
-        callback(what)
-    except Exception as error:
-        given = getattr(callback, "__qualname__", repr(callback))
-        step = getattr(what, "step", None)
-        raise CallbackError(
-            f"{name}={given} raised at step {step}: {type(error).__name__}: {error}\nThe run has ended; put the function right, "
-            "then make the same call again: it goes on from the newest checkpoint"
-        ) from error
+    def tell(self, what: StepDone | EvaluationDone | CheckpointSaved) -> None:
+        name = _NAMES[type(what)]
+        callback = getattr(self, name)
+        if callback is None:
+            return
+        try:
+            callback(what)
+        except Exception as error:
+            given = getattr(callback, "__qualname__", repr(callback))
+            raise CallbackError(
+                f"{name}={given} raised at step {what.step}: {type(error).__name__}: {error}\nThe run has ended; put the function "
+                "right, then make the same call again: it goes on from the newest checkpoint"
+            ) from error

@@ -24,22 +24,19 @@ from there, so replayed steps train on what they trained on before. ``loop/recor
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from rollcall.checkpoint.store import Checkpoint, CheckpointStore
+from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
 from rollcall.errors import JournalError
 from rollcall.loop.aside import in_thread
 from rollcall.loop.attempts import Regrow, RunError
-from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
@@ -50,10 +47,8 @@ from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
-from rollcall.observe.sinks import Sink
 from rollcall.observe.summary import sample_rows
 from rollcall.stop import Stop
-from rollcall.types import Prompt
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -69,21 +64,18 @@ class Controller:
         config: Config,
         workers: Workers,
         *,
-        run_dir: Path,
         journal: Journal,
-        store: CheckpointStore,
-        sinks: list[Sink],
+        record: Record,
         console: Console,
         resume: Checkpoint | None,
         events: Events,
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
         lease: Lease | None = None,
         stop: Stop | None = None,
-        callbacks: Callbacks = Callbacks(),  # noqa: B008 - frozen
     ):
         self.config = config
         self.workers = workers
-        self.run_dir = run_dir
+        self.record = record
         self.journal = journal
         self.console = console
         self.events = events
@@ -92,25 +84,14 @@ class Controller:
         self.stop = stop or Stop()
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
-        self.cursor = Cursor.of(state, where=str(resume.path if resume else run_dir))
+        self.cursor = Cursor.of(state, where=str(resume.path if resume else config.run.dir))
         self.steps_ahead = range(self.start_step + 1, bounds.last_step(config.trainer, start_step=self.start_step) + 1)
         self.version = self.start_step
-        data_mark = _fingerprint(workers.train.prompts)
-        if state.get("data", data_mark) != data_mark:
+        if state.get("data", record.data_mark) != record.data_mark:
             raise JournalError(
                 f"{workers.train.source} has changed since this run began (rows, answers or tokenizer differ), so the data "
                 f"order of step {self.start_step} is lost; restore it, or start over with --fresh"
             )
-        self.record = Record(
-            config,
-            workers,
-            run_dir=run_dir,
-            store=store,
-            sinks=sinks,
-            console=console,
-            data_mark=data_mark,
-            callbacks=callbacks,
-        )
         self.rollouts: Rollouts
         self.maker: GroupMaker
         self.supply: Supply
@@ -187,7 +168,7 @@ class Controller:
                     raise Regrow(news)
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
-                f"the journal of {self.run_dir} has no complete step after step {self.start_step}, so there is nothing to "
+                f"the journal of {self.config.run.dir} has no complete step after step {self.start_step}, so there is nothing to "
                 "update with; fill it with --phase rollout, or run --phase both"
             )
         if self.record.unsaved is not None:  # the journal ended here
@@ -348,14 +329,6 @@ def _last_worker(batch: StepBatch) -> str | None:
     if batch.num_from_journal >= len(batch.groups):
         return None
     return max(batch.groups, key=lambda group: group.finished_s).worker
-
-
-def _fingerprint(prompts: Iterable[Prompt]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for prompt in prompts:
-        digest.update(f"{prompt.id}\0{prompt.answer}\0".encode("utf-8", "surrogatepass"))
-        digest.update(prompt.token_ids.tobytes())
-    return digest.hexdigest()
 
 
 async def _together(*work: Coroutine[Any, Any, None], background: Sequence[Coroutine[Any, Any, None]] = ()) -> None:

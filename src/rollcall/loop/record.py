@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointStore
@@ -26,7 +26,7 @@ from rollcall.observe.console import Console
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.summary import peak_memory_gib, write_samples
-from rollcall.types import Group, Sample
+from rollcall.types import Group, Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +41,23 @@ class Update:
 
 
 class Record:
-    """``data_mark`` identifies the prompts of the run; a checkpoint keeps it."""
-
     def __init__(
         self,
         config: Config,
         workers: Workers,
         *,
-        run_dir: Path,
         store: CheckpointStore,
         sinks: Sequence[Sink],
         console: Console,
-        data_mark: str,
-        callbacks: Callbacks,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - frozen
     ) -> None:
         self._config = config
         self._workers = workers
-        self._run_dir = run_dir
+        self._run_dir = config.run.dir
         self._store = store
         self._sinks = sinks
         self._console = console
-        self._data_mark = data_mark
+        self.data_mark = _fingerprint(workers.train.prompts)  # a checkpoint keeps it
         self._callbacks = callbacks
         self._num_steps = config.trainer.steps
         self.unsaved: StepBatch | None = None  # trained since the newest checkpoint
@@ -90,8 +86,8 @@ class Record:
             batch, metrics = self.unsaved, self._row()
             self.log(batch.step, metrics)
             self._row = None
-            done = StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=tuple(batch.groups))
-            self._callbacks.step_done(done)
+            groups = tuple(batch.groups)
+            self._callbacks.tell(StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=groups))
 
     def log_evaluation(self, step: int, result: Evaluation, *, seconds: float) -> None:
         metrics = {**result.metrics(), "time/eval_s": seconds}
@@ -99,8 +95,7 @@ class Record:
         self.write_samples(step, "val", result.groups[:64])
         self._evaluated_step = step
         self._scores = {headline.metric: metrics[headline.metric] for headline in (ACCURACY, REWARD)}
-        done = EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result)
-        self._callbacks.evaluation_done(done)
+        self._callbacks.tell(EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result))
 
     def write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
         directory = self._run_dir / "samples"
@@ -118,14 +113,14 @@ class Record:
             "next_draw": batch.cursor.next_draw,
             "pending": list(batch.cursor.pending),
             "version": step,
-            "data": self._data_mark,
+            "data": self.data_mark,
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
             score = ranking["scores"].get(ranking["best_by"])
             path = self._store.save(step, write=self._workers.write_checkpoint, state=state, score=score, **ranking)
         self.unsaved = None
-        self._callbacks.checkpoint_saved(CheckpointSaved(step=step, num_steps=self._num_steps, path=path))
+        self._callbacks.tell(CheckpointSaved(step=step, num_steps=self._num_steps, path=path))
 
     def add_scores(self, step: int) -> None:
         """Of a checkpoint that was saved before its evaluation."""
@@ -173,3 +168,11 @@ class Record:
             "perf/train_tokens_per_s": update.num_tokens / (update.score_s + update.update_s),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
+
+
+def _fingerprint(prompts: Iterable[Prompt]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for prompt in prompts:
+        digest.update(f"{prompt.id}\0{prompt.answer}\0".encode("utf-8", "surrogatepass"))
+        digest.update(prompt.token_ids.tobytes())
+    return digest.hexdigest()

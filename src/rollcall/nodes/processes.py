@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR
-from rollcall.process import Process, Row, command_of, read_row
+from rollcall.process import Process, Row, command_of, environment_of, process_ids, read_row
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
@@ -88,17 +88,11 @@ def raylets_here() -> dict[str, str]:
 def is_coming_up(cluster: str) -> bool:
     """Whether a `rollcall node` of this user, for this cluster, is running on this node."""
     root = os.environ.get(STATE_DIR, "")
-    for path in Path("/proc").glob("[0-9]*"):
-        if int(path.name) == os.getpid():
-            continue
-        try:
-            words = os.fsdecode((path / "cmdline").read_bytes()).split("\0")
-            environment = os.fsdecode((path / "environ").read_bytes()).split("\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended meanwhile, or someone else's
-        variables = {name: value for name, _, value in (line.partition("=") for line in environment)}
-        if _node_cluster(words, variables) == cluster and variables.get(STATE_DIR, "") == root:
-            return True
+    for pid in set(process_ids()) - {os.getpid()}:
+        variables = environment_of(pid)
+        if variables is not None and _node_cluster(command_of(pid).split(), variables) == cluster:
+            if variables.get(STATE_DIR, "") == root:
+                return True
     return False
 
 
@@ -141,18 +135,17 @@ def _wait(remaining: Callable[[], list[Process]], *, seconds: float) -> None:
 
 def _table(folder: Path) -> tuple[dict[int, Row], set[int]]:
     """This user's living processes by number, and the numbers of those that carry the folder's mark."""
-    mark = os.fsencode(f"{MARK}={folder}")
     table: dict[int, Row] = {}
     marked: set[int] = set()
-    for path in Path("/proc").glob("[0-9]*"):
+    for pid in process_ids():
         try:
-            if path.stat().st_uid != os.getuid():
-                continue
-            row, environment = read_row(int(path.name)), (path / "environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended meanwhile, or runs as someone else in part
-        if row is not None and row.state != "Z":
-            table[row.process.pid] = row
-            if mark in environment.split(b"\0"):
-                marked.add(row.process.pid)
+            is_ours = os.stat(f"/proc/{pid}").st_uid == os.getuid()
+        except FileNotFoundError:
+            continue  # ended meanwhile
+        variables, row = environment_of(pid), read_row(pid)
+        # None: ended meanwhile, or runs as someone else in part.
+        if is_ours and variables is not None and row is not None and row.state != "Z":
+            table[pid] = row
+            if variables.get(MARK) == str(folder):
+                marked.add(pid)
     return table, marked

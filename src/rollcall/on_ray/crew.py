@@ -152,11 +152,6 @@ class RayCrew:
     def _is_done(future: Any) -> bool:
         return bool(ray.wait([future], timeout=0, fetch_local=False)[0])
 
-    def _slow_links(self, specs: Sequence[WorkerSpec]) -> str:
-        """Of the nodes of these workers, as the end of a sentence."""
-        words = self._supervisor.slow_links(specs)
-        return f"; {words}" if words else ""
-
     @contextmanager
     def _waiting_for(self, futures: Sequence[Any]) -> Iterator[None]:
         thread = threading.get_ident()
@@ -171,9 +166,8 @@ class RayCrew:
         if self._end is not None:
             raise self._end
         if owed := self._owed_by_lost(futures):
-            _, pending = ray.wait(owed, num_returns=len(owed), timeout=0, fetch_local=False)
-            if lost := [spec.rank for spec in map(self._spec_of, pending) if spec is not None]:
-                raise self._died(lost)
+            if lost := self._missing(owed):
+                raise self._died([spec.rank for spec in lost])
 
     def share(self, value: Any) -> Any:
         return ray.put(value) if is_large(value) else value
@@ -215,10 +209,10 @@ class RayCrew:
                     continue
                 missing = self._missing(futures)
                 if missing and wait.is_over:
-                    slow = self._slow_links(missing)
+                    slow = self._supervisor.slow_links(missing)
                     raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s, more=slow) from None
                 if missing:
-                    wait.tell(f"waiting for {listed(missing)}{self._slow_links(missing)}")
+                    wait.tell(f"waiting for {listed(missing)}{self._supervisor.slow_links(missing)}")
             except RayError as error:
                 self._explain(futures, error)
 
@@ -251,14 +245,14 @@ class RayCrew:
         also = f"\nAlso failed: {listed(others)}" if others else ""
         if dead:
             # Ray knows that it ended, the watch knows why.
-            why = self._lost.get(spec.rank) or f"{_death(found)}{self._slow_links([spec])}"
+            why = self._lost.get(spec.rank) or f"{_death(found)}{self._supervisor.slow_links([spec])}"
             raise died([spec, *others], f"{why}{self._waits()}{also}") from found
         named = whom([spec, *others])
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
         if isinstance(cause, RemoteFailureError):
             if is_about_a_peer(cause.original, cause.text):
                 self._blame(futures, f"{spec.where} raised\n{cause}{also}")
-                slow = self._slow_links([spec])
+                slow = self._supervisor.slow_links([spec])
                 raise PeerLostError(f"{spec.where} lost its peer{slow}:\n{cause}{also}", **named) from cause.original
             raise WorkerError(f"{spec.where} raised\n{cause}{also}", **named) from cause.original
         raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
@@ -271,7 +265,7 @@ class RayCrew:
             self._check(futures)
             if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
                 spec = self._specs[dead[0]]
-                why = self._lost.get(spec.rank) or f"its process is gone{self._slow_links([spec])}"
+                why = self._lost.get(spec.rank) or f"its process is gone{self._supervisor.slow_links([spec])}"
                 raise died([self._specs[rank] for rank in dead], f"{why}{self._waits()}\n{complaint}")
             time.sleep(LOOK_S)
 

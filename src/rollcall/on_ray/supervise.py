@@ -120,12 +120,13 @@ class Supervisor:
             return {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id not in self._silent_nodes}
 
     def slow_links(self, specs: Collection[WorkerSpec]) -> str:
-        """Those of the nodes of these workers, in words; empty: none is known to be slow. Of a node that does not answer, all
-        for which bytes wait."""
+        """Those of the nodes of these workers, as the end of a sentence; empty: none is known to be slow. Of a node that does
+        not answer, all links for which bytes wait."""
         with self._lock:
             silent = any(spec.node.node_id in self._silent_nodes for spec in specs)
             nodes = {spec.node.node_rank for spec in specs}
-            return self._links.words(nodes, now_s=time.monotonic(), if_slow=not silent)
+            words = self._links.words(nodes, now_s=time.monotonic(), if_slow=not silent)
+        return f"; {words}" if words else ""
 
     def stop(self) -> None:
         self._ended.set()
@@ -200,11 +201,7 @@ class Supervisor:
             seats={node: list(pids) for node, pids in by_node.items()},
             gone=gone,
         )
-        return [replace(loss, why=self._with_link(loss.why, seats[loss.rank][0])) for loss in losses]
-
-    def _with_link(self, why: str, spec: WorkerSpec) -> str:
-        words = self.slow_links([spec])
-        return f"{why}; {words}" if words else why
+        return [replace(loss, why=f"{loss.why}{self.slow_links([specs[loss.rank]])}") for loss in losses]
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """The answers within the time of a look; the other questions stay open until the next look."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,6 +202,21 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
     home = f"{environ.get('HOME', '')}/.ray/auth_token" if mode == "token" else None
     path = environ.get("RAY_AUTH_TOKEN_PATH") or home
     return Path(path).read_text().strip() if path and Path(path).exists() else None
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables of this process, and restore the old values at the end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def seen_here() -> dict[str, tuple[str, str]]:

@@ -8,10 +8,9 @@ its run file declares (declared.py). Raylets are started with these variables, s
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
+from rollcall.process import environment_of
 from rollcall.redact import hides
 
 TOKEN = "ROLLCALL_TOKEN"  # the variable of a token that the user chooses; a secret, so no worker sees it
@@ -91,12 +90,7 @@ def hint(names: Collection[str]) -> str:
 
 def origins(environ: Mapping[str, str]) -> dict[str, str]:
     """Of this worker's variables: where each comes from, if no run file declares it."""
-    try:
-        block = Path(f"/proc/{environ['RAY_RAYLET_PID']}/environ").read_bytes()
-    except (KeyError, OSError):
-        inherited = None
-    else:
-        inherited = {line.partition("=")[0] for line in os.fsdecode(block).split("\0")}
+    inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:
         if _matches(name, OF_ROLLCALL):
