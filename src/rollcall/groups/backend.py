@@ -41,9 +41,7 @@ class NodeSeats:
     address: str  # empty: it has none, and messages use its node_id
     bundles: tuple[int, ...]  # the placement group's bundle of each slot
     devices: tuple[str, ...] = ()  # the accelerator of each slot; empty: slots are CPUs
-    visible_variable: str | None = (
-        None  # the variable that names a process's accelerators, such as CUDA_VISIBLE_DEVICES
-    )
+    visible_variable: str | None = None  # what names a process's accelerators, such as CUDA_VISIBLE_DEVICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,12 +96,7 @@ def look(pid: int) -> Seen:
         data = pulse.read_bytes()
         method, since_s, num_done, again = BEAT.unpack_from(data)
         longest_s = json.loads(data[BEAT.size :].rstrip(b"\0") or b"{}")
-    except (
-        FileNotFoundError,
-        ProcessLookupError,
-        ValueError,
-        struct.error,
-    ):  # it has just ended, or is being written this moment
+    except (FileNotFoundError, ProcessLookupError, ValueError, struct.error):  # it has just ended, or is being written
         return Seen(is_alive=True, state=state)
     if int(since_s * 1e6) != again:
         return Seen(is_alive=True, state=state)

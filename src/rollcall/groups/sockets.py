@@ -28,9 +28,8 @@ _BY_FAMILY, _DONE, _ERROR = 20, 3, 2
 _REQUEST_ALL = 0x301  # a request, for the whole table
 _INFO = 2  # the attribute with struct tcp_info
 _ESTABLISHED, _FIN_WAIT1, _CLOSE_WAIT, _LAST_ACK = 1, 4, 8, 9
-_STATES = sum(
-    1 << state for state in (_ESTABLISHED, _FIN_WAIT1, _CLOSE_WAIT, _LAST_ACK)
-)  # which may have bytes to send
+# States that may have bytes to send.
+_STATES = sum(1 << state for state in (_ESTABLISHED, _FIN_WAIT1, _CLOSE_WAIT, _LAST_ACK))
 _HEADER = struct.Struct("=IHHII")
 _ASK = struct.Struct("=BBBBI48x")
 _MESSAGE = struct.Struct("=4x2x2x16s16s4xQ4x4xI8x")  # both addresses, cookie, bytes not confirmed

@@ -181,9 +181,7 @@ class Begun:
     """A group that no step has yet."""
 
     draw: int
-    version: (
-        int  # no token is older: the engines' version when it began; once finished, the version of its oldest token
-    )
+    version: int  # the engines' when it began; once it has finished, that of its oldest token
     made: SuppliedGroup | None = None
     place: int = 0  # among all that finished
     missing: bool = False  # it will not finish

@@ -82,10 +82,8 @@ def token_path(cluster: str) -> Path:
     return state_dir(cluster) / "token"
 
 
-def write_token(cluster: str, token: str) -> Path:
-    path = token_path(cluster)
-    write_atomic(path, token, private=True)
-    return path
+def write_token(cluster: str, token: str) -> None:
+    write_atomic(token_path(cluster), token, private=True)
 
 
 def read_token(cluster: str) -> str:

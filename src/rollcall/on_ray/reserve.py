@@ -49,7 +49,10 @@ class RayBackend:
                         release=partial(remove_placement_group, group),
                     )
             if wait.is_over:
-                raise NoRoomError(_cannot_place(ask, nodes, timeout_s=timeout_s))
+                raise NoRoomError(
+                    f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for "
+                    f"fewer, stop what uses the others, or add nodes (`rollcall status` lists them){_logical(ask, nodes)}"
+                )
             wait.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}")
             time.sleep(POLL_S)
 
@@ -124,13 +127,6 @@ def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
         for node in nodes
     ]
     return "; ".join(found) or "no node has joined"
-
-
-def _cannot_place(ask: Ask, nodes: Sequence[RayNode], *, timeout_s: float) -> str:
-    return (
-        f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for "
-        f"fewer, stop what uses the others, or add nodes (`rollcall status` lists them){_logical(ask, nodes)}"
-    )
 
 
 def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:

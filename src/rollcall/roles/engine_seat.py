@@ -43,14 +43,17 @@ class EngineSeat:
         self._begun: dict[str, int] = {}  # request -> its completions
         self._preemptions_seen = 0
         self._held_at: int | None = None
+        self.served: int | None = None  # the version that the engine was last given
 
     def hold(self) -> None:
         """The parameters are about to change: decode nothing until the engine is told their version."""
         self._held_at = self.engine.version
 
-    def release(self) -> None:
-        """The parameters are whole, and the engine knows their version."""
-        self._held_at = None
+    def serve(self, version: int) -> None:
+        """The parameters are whole: sample from this version. An engine that does already keeps its cache."""
+        if version != self.served:
+            self.engine.update_weights(version)
+        self._held_at, self.served = None, version
 
     def advance(self, requests: Sequence[Request], aborted: Sequence[str], *, give_back: int, look_s: float) -> Advance:
         """Take requests in, and decode until one is finished or ``look_s`` has passed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from rollcall.config import Config, Ppo
@@ -34,14 +34,8 @@ class LocalWorkers(Trained, Held[LocalEngine]):
     learner: Learner
     critic: Critic | None
     reference: ScoreSamples | None  # log-probs of the frozen reference
-
-    @property
-    def is_remote(self) -> bool:
-        return False
-
-    @property
-    def repairs(self) -> None:
-        return None  # all of it is this process
+    is_remote: bool = field(default=False, init=False)
+    repairs: None = field(default=None, init=False)  # all of it is this process
 
     @property
     def shares_policy(self) -> bool:

@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -83,6 +83,7 @@ class RemoteWorkers(Held[RemoteEngine]):
     team: Team
     cluster: VirtualCluster
     missing_nodes: frozenset[int]  # ranks that this attempt goes without
+    is_remote: bool = field(default=True, init=False)
 
     @property
     def repairs(self) -> RemoteWorkers:
@@ -104,10 +105,6 @@ class RemoteWorkers(Held[RemoteEngine]):
     def admit(self, version: int) -> None:
         if self.is_due:  # an update in the meantime may have brought the new ones in
             self.engine.update_weights(version)
-
-    @property
-    def is_remote(self) -> bool:
-        return True
 
     @property
     def shares_policy(self) -> bool:

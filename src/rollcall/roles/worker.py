@@ -99,7 +99,6 @@ class RoleWorker(Trained):
         )
         self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
-        self._served: int | None = None  # the version that the engine was last given
         self._weights = WorkerWeights(
             config.rollout.weights, folder=config.run.dir.resolve() / "weights", on_gpu=self.device.type == "cuda"
         )
@@ -123,8 +122,9 @@ class RoleWorker(Trained):
             self.learner = build_learner(self.config, model, gang=gang, device=self.device)
             if self.learner.body.in_parts and Role.ROLLOUT not in roles:
                 model.to("meta")
-        self.engine = build_engine(self.config.rollout, model, self.tokenizer) if Role.ROLLOUT in roles else None
-        self.seat = EngineSeat(self.engine, room=self.config.rollout.max_running) if self.engine is not None else None
+        if Role.ROLLOUT in roles:
+            engine = build_engine(self.config.rollout, model, self.tokenizer)
+            self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
         self.critic = self.reference = None
         if Role.CRITIC in roles:
             critic = self._load(gang, in_parts=Role.CRITIC in self._in_parts)
@@ -181,10 +181,11 @@ class RoleWorker(Trained):
 
     def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
         """Receive this version from the actor's process, which invited this one by that name, and sample from it."""
-        if self.seat is not None and version != self._served:
+        if self.seat is not None and version != self.seat.served:
             self.seat.hold()  # a failed update leaves a mix of old and new weights
         self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
-        self._serve(version)
+        if self.seat is not None:
+            self.seat.serve(version)
 
     # The policy
 
@@ -196,21 +197,14 @@ class RoleWorker(Trained):
         """The learner holds this version: send it to the invited receivers and to the engine in this process."""
         self._weights.send(self._whole_policy(), version=version)
         self._weights.share(version)
-        self._serve(version)
-
-    def _serve(self, version: int) -> None:
-        """The engine samples from this version. If it does already, it keeps its cache."""
-        if self.engine is not None and version != self._served:
-            self.engine.update_weights(version)
         if self.seat is not None:
-            self.seat.release()
-        self._served = version
+            self.seat.serve(version)
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
         """All weights. An engine in this process gets a copy where the learner holds only parts."""
         assert self.learner is not None
         in_parts = self.learner.body.in_parts
-        own = whole_body(self.model).named if in_parts and self.engine is not None else {}
+        own = whole_body(self.model).named if in_parts and self.seat is not None else {}
         for name, tensor in self.learner.body.whole_tensors():
             if name in own:
                 own[name].copy_(tensor)

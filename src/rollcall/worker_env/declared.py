@@ -35,9 +35,8 @@ _OURS = frozenset({
 })  # fmt: skip
 SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
-SETUP_HOOK = (
-    "rollcall.worker_env.declared.open_sealed"  # runtime_env["worker_process_setup_hook"], for ray.init or a job
-)
+# runtime_env["worker_process_setup_hook"], for ray.init or a job
+SETUP_HOOK = "rollcall.worker_env.declared.open_sealed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dic
         names = sorted(fnmatch.filter(environ, pattern)) if _is_pattern(pattern) else [pattern]
         for name in names:
             _check_name(name, f"cluster.env_pass {pattern}" if name != pattern else "cluster.env_pass")
-            found[name] = _value(name, environ, asks="cluster.env_pass", where="cluster.env_pass")
+            found[name] = _value(name, environ, where="cluster.env_pass")
     return found
 
 
@@ -138,13 +137,13 @@ def _named_by_rewards(
         if section is not None and name in section.env:
             continue  # the run file has its value
         _check_name(name, "reward.*.env")
-        found[name] = _value(name, environ, asks="a reward function's env", where="reward.*.env")
+        found[name] = _value(name, environ, where="reward.*.env")
     return found
 
 
-def _value(name: str, environ: Mapping[str, str], *, asks: str, where: str) -> str:
+def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:
     if name not in environ:
-        raise ClusterError(f"{asks} names {name}, which is not set here; export {name}, or take it out of {where}")
+        raise ClusterError(f"{where} names {name}, which is not set here; export {name}, or take it out of {where}")
     return environ[name]
 
 

@@ -173,14 +173,17 @@ class Presence:
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], *, beside: Callable[[], None] | None = None) -> None:
-        self.incarnation = new_id()
         self._path = folder / PRESENCE
-        self._facts = dict(facts)
+        self._facts = {**facts, "incarnation": new_id()}
         self._beside = beside
         self._counter = 0
         self._one_writes = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"presence in {folder.name}", daemon=True)
+
+    @property
+    def incarnation(self) -> str:
+        return self._facts["incarnation"]
 
     def begin(self) -> None:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -193,12 +196,6 @@ class Presence:
             self._facts |= facts
         self._write(durable=True)
 
-    def renew(self, incarnation: str) -> None:
-        """Come back as a new process would."""
-        with self._one_writes:
-            self.incarnation = incarnation
-        self._write(durable=True)
-
     def end(self, **facts: Any) -> None:
         """Stop the counter and leave these facts."""
         self._ended.set()
@@ -209,8 +206,7 @@ class Presence:
     def _write(self, *, durable: bool) -> None:
         with self._one_writes:
             self._counter += 1
-            words = {**self._facts, "incarnation": self.incarnation, "counter": self._counter}
-            put(self._path, json.dumps(words).encode(), durable=durable)
+            put(self._path, json.dumps({**self._facts, "counter": self._counter}).encode(), durable=durable)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -218,9 +214,7 @@ class Presence:
                 self._write(durable=False)
                 if self._beside is not None:
                     self._beside()
-            except (
-                OSError
-            ) as error:  # others see that the counter does not move, and wait; it goes on when the folder is back
+            except OSError as error:  # others see that the counter stands still, and wait until the folder is back
                 warn(f"{self._path} cannot be written: {error}")
 
 

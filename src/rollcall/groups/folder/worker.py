@@ -191,7 +191,7 @@ class FolderWorker:
                 f"the master gave up worker {self.rank}, which did not move for a while; it comes back as a new worker"
             )
             self._drop()
-            self._presence.renew(new_id())
+            self._presence.say(incarnation=new_id())  # as a new process would
         label = self._current_label()
         if label == self._label:
             return
