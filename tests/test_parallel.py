@@ -476,7 +476,7 @@ def seat(
 ) -> dict[str, Any]:
     """A process of the cluster, its gang given: two updates, the weights handed on, and what is then where."""
     os.environ["LOCAL_WORLD_SIZE"] = "4"
-    worker = RoleWorker(config, model_path, sizes={}, in_parts=in_parts)
+    worker = RoleWorker(config, model_path, in_parts=in_parts)
     worker._join = lambda ranks, meeting: gang  # type: ignore[method-assign]
     worker.build(dict.fromkeys(roles[gang.rank], gang.rank), {})
     samples = make_samples(make_model())

@@ -100,7 +100,6 @@ class RayCrew:
         self._tolerated = frozenset(ranks)
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        """A new process in the seat of a lost one, once Ray has that seat again; returns where it is."""
         spec = self._specs[rank]
         self._supervisor.remove(rank)
         with self._changing:

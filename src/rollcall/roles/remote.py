@@ -272,12 +272,10 @@ def _start(
 ) -> WorkerGroup:
     """The plan's processes, on nodes with the ``kept`` ranks."""
     starts = [sum(plan.slots_per_node[:rank]) for rank in range(plan.num_nodes)]
-    sizes = {role: plan.world_size(role) for role in plan.roles}
     builder = WorkerBuilder(
         "rollcall.roles.worker.RoleWorker",
         config,
         _seen_by_all(inputs.model_path, config.model.path, run_dir=config.run.dir),
-        sizes=sizes,
         in_parts=in_parts,
     )
     submitted = submitted_env(section)
@@ -306,11 +304,11 @@ def _load(team: Team, processes: Sequence[Process], *, inputs: Inputs) -> Facts:
     """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
     group, meeting = team.group, {}
     for role in TRAINED:
-        if len(team.members.get(role, ())) > 1:
+        if (size := len(team.members.get(role, ()))) > 1:
             first = team.members[role][0]
             address = group.worker_metadata[first]["address"]
             (port,) = team.call([first], "listen", address)
-            meeting[role] = Place(address=address, port=port, secret=new_secret())
+            meeting[role] = (Place(address=address, port=port, secret=new_secret()), size)
     built = group.run_all_workers_multiple_data(
         "build", [process.ranks for process in processes], common_kwargs={"meeting": meeting}
     )

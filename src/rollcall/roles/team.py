@@ -25,13 +25,10 @@ class Team:
         return self.call(self.members[role], method, *args)
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
-        """One result per sample. Processes that hold parts of a model divide the samples among themselves."""
+        """One result per sample. Each process of the role computes a fair share of the tokens; processes that hold parts of a
+        model divide the samples among themselves."""
         if role in self.in_parts:
             return self.call_role(role, method, list(samples))[0]
-        return self._spread(role, method, samples)
-
-    def _spread(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
-        """One result per sample; each process of the role computes a fair share of the tokens."""
         workers = self.members[role]
         costs = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         shares = balance([[index] for index in range(len(samples))], costs, size=len(workers))

@@ -79,16 +79,12 @@ class Facts:
 
 
 class RoleWorker(Trained):
-    """``sizes`` has the number of processes of each role; those of roles ``in_parts`` hold parts of one model, and run every
-    forward together."""
+    """The processes of roles ``in_parts`` hold parts of one model, and run every forward together."""
 
-    def __init__(
-        self, config: Config, model_path: str, *, sizes: Mapping[Role, int], in_parts: frozenset[Role]
-    ) -> None:
+    def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
         transformers_logging.disable_progress_bar()  # every process would draw its own
         self.config = config
         self.model_path = model_path
-        self._sizes = sizes
         self._in_parts = in_parts
         set_threads(config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
         self.device = resolve_device(config.model.device)
@@ -108,8 +104,9 @@ class RoleWorker(Trained):
         self._listener = listen_at(address)
         return self._listener.getsockname()[1]
 
-    def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, Place]) -> Facts:
-        """Load what this process's roles need: its rank in each, and where rank 0 of those that several train listens."""
+    def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
+        """Load what this process's roles need. ``ranks`` has its rank in each role; ``meeting`` has, for each role that several
+        processes train, where rank 0 listens and how many they are."""
         roles = set(ranks)
         gang = self._join(ranks, meeting)
         if roles.isdisjoint(POLICY):
@@ -157,16 +154,16 @@ class RoleWorker(Trained):
     def _outline(self) -> Any:
         return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
 
-    def _join(self, ranks: Mapping[Role, int], meeting: Mapping[Role, Place]) -> Gang:
+    def _join(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Gang:
         # Collocated actor and critic sit in the same processes, and make one gang.
         role = next((role for role in TRAINED if role in ranks), None)
         if role is None or role not in meeting:
             return Gang.alone()
-        place = meeting[role]
+        place, size = meeting[role]
         return Gang.join(
             place,
             rank=ranks[role],
-            size=self._sizes[role],
+            size=size,
             device=self.device,
             listener=self._listener,
             interface=interface_of(own_address(toward=place.address, node_ip=None, interface=None)),
