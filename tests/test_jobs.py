@@ -710,3 +710,9 @@ def in_folder(cmdline: Path, node: OneNode) -> bool:
 def files_with(text: str, folder: Path) -> list[Path]:
     found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     return sorted(path for path in found if path.is_file() and not path.is_symlink() and text.encode() in read(path))
+
+
+def test_a_cluster_that_cannot_run_jobs_says_so_before_anything_is_sent(tmp_path: Path) -> None:
+    jobs = Jobs(MagicMock(spec=HttpChannel, where="here"), token="t" * 32, refusal="it listens on loopback alone")
+    with pytest.raises(ClusterError, match="loopback alone"):
+        jobs.submit(parse_config({}), folder=tmp_path, environ={})

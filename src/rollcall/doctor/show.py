@@ -9,6 +9,7 @@ from rollcall.doctor.checks import Finding, NodeFacts
 from rollcall.doctor.examine import Report
 from rollcall.plan.draw import make_console
 from rollcall.plan.memory import GIB
+from rollcall.words import counted
 
 MAX_NODES = 16  # a longer table shows only nodes that have findings
 
@@ -80,7 +81,7 @@ def _verdict(report: Report) -> Text:
     broken = sum(finding.severity == "breaks" for finding in report.findings)
     warned = len(report.findings) - broken
     if broken:
-        return Text(f"{broken} of these would break a run, {warned} are warnings", style="bold red")
+        return Text(f"{broken} of these would break a run; {counted(warned, 'warning')}", style="bold red")
     if warned:
-        return Text(f"a run can start; {warned} warnings", style="yellow")
+        return Text(f"a run can start; {counted(warned, 'warning')}", style="yellow")
     return Text("all is well", style="bold green")

@@ -27,7 +27,7 @@ from rollcall.errors import ClusterError
 from rollcall.jobs.channel import Channel, HttpChannel, Question, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import RUN_FILE, build_package
 from rollcall.jobs.paths import Shared, resolve_paths
-from rollcall.nodes.address import is_loopback, is_wildcard, join_address, split_address
+from rollcall.nodes.address import is_loopback, is_wildcard, join_address, leaves_loopback, split_address
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
 from rollcall.nodes.which import wished_cluster, wished_dashboard
@@ -79,9 +79,13 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one cluster. ``shared``: its files as this node of it sees them; None when this machine is not a node."""
+    """The jobs of one cluster. ``shared``: its files as this node of it sees them; None when this machine is not a node.
+    ``refusal``: why it cannot run jobs."""
 
-    def __init__(self, channel: Channel, *, token: str | None, shared: Shared | None = None) -> None:
+    def __init__(
+        self, channel: Channel, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
+    ) -> None:
+        self._refusal = refusal
         self.where = channel.where
         self.shared = shared
         self._channel = channel
@@ -90,6 +94,8 @@ class Jobs:
 
     def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str], job_id: str | None = None) -> Job:
         """Send the run's code and start its driver; returns as soon as Ray has it. ``job_id``: one that ``new_id`` has made."""
+        if self._refusal is not None:
+            raise ClusterError(self._refusal)
         named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
@@ -264,6 +270,12 @@ def reach(
         if desk.url is None
         else HttpChannel(_url(desk.url), token=desk.token, token_source=source)
     )
+    if leaves_loopback(split_address(cluster.head_address)[0]):
+        loopback = (
+            f"{cluster.title} listens on loopback alone, and the part of Ray that runs jobs looks for it at this machine's outer "
+            "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
+        )
+        return Jobs(channel, token=desk.token, shared=shared, refusal=loopback)
     return Jobs(channel, token=desk.token, shared=shared)
 
 

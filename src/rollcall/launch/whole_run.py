@@ -26,8 +26,8 @@ from rollcall.jobs.submit import Job, Jobs, reach
 from rollcall.nodes.bootstrap import NodeRequest
 from rollcall.nodes.check import wait_for_slots
 from rollcall.nodes.foreground import hold
-from rollcall.nodes.head import ask_own_head
-from rollcall.nodes.state import NodeRecord, require_record
+from rollcall.nodes.ours import OurCluster
+from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, run_on
 from rollcall.stop import INTERRUPTED, STOPPED
@@ -107,9 +107,10 @@ def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
 
 
 def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
-    wait_for_slots(cluster, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
+    ours = OurCluster(cluster)
+    wait_for_slots(ours, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
     prepare_once(config)
-    report = examine(cluster, config=config, quick=True)
+    report = examine(ours, config=config, quick=True)
     show(report)
     if report.breaks:
         raise ClusterError("the run was not started: doctor has found what would break it (above)")
@@ -142,11 +143,10 @@ def _print(text: str) -> None:
 def _tell_nodes(cluster: str, status: int) -> None:
     """Nodes that do not hear it end when Ray does, with an error: the run's own status is what this command returns."""
     try:
-        record = require_record(cluster)
-        answer = ask_own_head(cluster, head_address=record.head_address)
-        folders = {node.rank: node.temp_dir for node in answer.nodes if node.alive and node.rank}
-        connect(cluster, log_to_driver=False)
-        calls = {rank: run_on(rank, _leaver(folder, status), env={}) for rank, folder in folders.items()}
+        ours = OurCluster(cluster)
+        nodes = [node for node in ours.ask().nodes if node.alive and node.rank]
+        connect(ours, log_to_driver=False)
+        calls = {node.rank: run_on(node.node_id, _leaver(node.temp_dir, status), env={}) for node in nodes if node.rank}
         _, failures = answers_of(calls, wait=Wait(TELL_S), to="hear that the run is over")
         disconnect()
     except ClusterError as error:

@@ -113,6 +113,11 @@ def is_free(port: int) -> bool:
     return True
 
 
+def leaves_loopback(host: str) -> bool:
+    """Whether Ray's own processes look for this host elsewhere: they replace loopback by the address of the way outside."""
+    return is_loopback(host) and not is_loopback(_by_route("8.8.8.8") or host)
+
+
 def listens(address: str, *, timeout_s: float) -> bool:
     """Whether anyone accepts connections there."""
     try:
