@@ -98,6 +98,8 @@ def test_a_missing_tool_is_one_sentence(target: str, tmp_path: Path, monkeypatch
 
 def shell_of(target: str, rendered: Rendered) -> str | None:
     """The lines of shell that a node runs; None for a target without any."""
+    if target == "slurm":
+        return rendered.file("node.sh").text
     if target == "skypilot":
         return yaml.safe_load(rendered.file("task.yaml").text)["run"]
     if target == "dstack":
@@ -123,13 +125,14 @@ def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, v
     seen = tmp_path / "seen"
     env = {
         "PATH": f"{fake.parent}:/usr/bin:/bin", "HOME": "/home/a b", "SEEN": str(seen),
-        "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "DSTACK_MASTER_NODE_IP": "fd00::1",
+        "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "DSTACK_MASTER_NODE_IP": "fd00::1", "SLURM_PROCID": "0",
     }  # fmt: skip
     ended = subprocess.run(["sh", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, check=True)
     assert seen.read_bytes().decode() == value
     words = ended.stdout.splitlines()
     assert words[:2] == ["node", "--run"]
-    assert words[words.index("--head-address") + 1] == "[fd00::1]:6380"
+    if target != "slurm":  # its nodes find each other in a folder
+        assert words[words.index("--head-address") + 1] == "[fd00::1]:6380"
 
 
 # Each target with its own tool replaced by a script that writes down how it was called

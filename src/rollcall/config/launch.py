@@ -25,7 +25,9 @@ class PrepareSection(Section):
 
 
 class ContainerSection(Section):
-    runtime: Literal["docker", "podman", "apptainer"] = field("docker", "What runs the container.")
+    runtime: Literal["docker", "podman", "apptainer", "enroot"] = field(
+        "docker", "What runs the container; `enroot` is for slurm, through its pyxis plugin."
+    )
     image: str = Field(description="Image to run.")
     build: Path | None = field(None, "Folder with a Dockerfile. The image is built from it on a node that lacks it.")
     mounts: list[str] = field(
@@ -65,6 +67,9 @@ class SlurmSection(_OnNodes):
     mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
     constraint: str | None = field(None, "Constraint.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
+    interface: str | None = field(
+        None, "Network interface that the nodes use; `null`: the one that leads out of the head, and reaches it."
+    )
     modules: list[str] = field([], "Modules to load.")
     lines: list[str] = field([], "More lines for the script, before the nodes start.")
     options: list[str] = field([], "More options of sbatch, such as `--exclusive`.")

@@ -62,7 +62,9 @@ class Container:
 
     def exports(self, variables: Iterable[str]) -> list[str]:
         """Lines of shell that hand named variables to a runtime which takes them from the environment under another name."""
-        return [] if self.is_daemon else [f'export APPTAINERENV_{name}="${{{name}-}}"' for name in variables]
+        if self.is_daemon:
+            return []
+        return [f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in variables]
 
     def stop(self) -> list[str] | None:
         """Words that end it; None: it ends with its command."""
@@ -103,10 +105,18 @@ def container_of(
     section = launch.container
     if section is None:
         return None
+    if section.runtime == "enroot":
+        raise LaunchError(
+            "launch.container.runtime=enroot needs Slurm with pyxis; use docker, podman or apptainer here"
+        )
+    check_mounts(section)
+    gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
+    return Container(section=section, name=f"{PREFIX}{name}", gpu=gpu, folders=tuple(map(str, folders)))
+
+
+def check_mounts(section: ContainerSection) -> None:
     for mount in section.mounts:
         if not mount.startswith("/") or mount.count(":") > 2:
             raise LaunchError(
                 f"launch.container.mounts has {mount!r}; write /folder, /folder:/inside or /folder:/inside:ro"
             )
-    gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
-    return Container(section=section, name=f"{PREFIX}{name}", gpu=gpu, folders=tuple(map(str, folders)))

@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollcall.launch.rendered import exports
+from rollcall.launch.container import Container
+from rollcall.launch.rendered import exports, shell_path
 
 PORT = 6380  # where rank 0 listens
 
@@ -23,16 +24,27 @@ def node_lines(
     env: Mapping[str, str] | None = None,
     before: Sequence[str] = (),
     options: Sequence[str] = (),
+    more: str = "",
+    container: Container | None = None,
+    variables: Sequence[str] = (),
 ) -> list[str]:
-    """``run_file`` and ``head`` (the address of rank 0) are shell, such as ``"$HOME"/run.yaml``; ``before``: the user's own lines."""
-    lines = ["set -eu"]
-    if activate is not None:
-        lines.append(f". {shlex.quote(str(activate))}")
+    """``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before``: the
+    user's own lines; ``variables``: names that a container gets beside those of ``env``."""
+    # Activate scripts read variables that nobody has set.
+    activated = [] if activate is None else [f". {shell_path(activate)} || exit 1"]
+    lines = [*([] if container else activated), "set -eu"]
     lines += exports(env or {})
     lines += before
     command = f"exec rollcall node --run {run_file} {shlex.join(['--cluster', cluster, *options])}"
+    if more:
+        command += f" {more}"
     if head is not None:
         lines.append(f"head={head}")
         lines.append('case $head in *:*) head="[$head]" ;; esac')  # IPv6
+        lines.append("export head")
         command += f' --head-address "$head:{PORT}"'
-    return [*lines, command]
+    if container is None:
+        return [*lines, command]
+    names = [*(env or {}), *variables, *(["head"] if head is not None else [])]
+    words = container.run(["sh", "-c", "\n".join([*activated, command])], variables=names)
+    return [*lines, *container.before(), *container.exports(names), f"exec {shlex.join(words)}"]

@@ -6,6 +6,7 @@ from rollcall.launch.dstack import Dstack
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.kuberay import Kuberay
 from rollcall.launch.skypilot import Skypilot
+from rollcall.launch.slurm import Slurm
 from rollcall.launch.ssh import Ssh
 from rollcall.launch.target import Target
 
@@ -22,5 +23,5 @@ def get_target(name: str) -> Target:
 
 
 def _all() -> dict[str, Target]:
-    targets: list[Target] = [Ssh(), Skypilot(), Dstack(), Kuberay()]
+    targets: list[Target] = [Ssh(), Slurm(), Skypilot(), Dstack(), Kuberay()]
     return {target.name: target for target in targets}

@@ -1,0 +1,209 @@
+"""A launch's job in Slurm's queue: submitted once, found again, followed, ended. By `squeue`, `sacct` and `scancel`.
+
+The launch's folder has the job's log, and the exit status once the job is over: Slurm itself forgets a job after some minutes
+where it keeps no accounts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.record import LaunchRecord, Part
+from rollcall.launch.rendered import Command
+from rollcall.launch.tool import ask
+from rollcall.stop import INTERRUPTED
+from rollcall.wait import Wait, say
+
+JOB, NODE, LOG, STATUS = "job.sh", "node.sh", "log", "status"  # in the launch's folder
+LOOK_EVERY_S = 1.0
+STEP_S = 60.0  # until a step that srun starts is listed
+SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
+GONE_S = 180.0  # Slurm waits KillWait, 30 s unless configured, before it kills
+FAILED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    id: str  # of a job, or JOB.STEP
+    state: str
+    why: str = ""
+    used: str = ""
+    nodes: str = ""
+
+
+def job_name(launch: str) -> str:
+    return f"rollcall-{launch}"
+
+
+def submit(record: LaunchRecord, command: Command) -> str:
+    (record.folder / STATUS).unlink(missing_ok=True)
+    job = ask(command).strip().partition(";")[0]
+    if not job.isdigit():
+        raise LaunchError(f"cannot {command.what}: sbatch answered {job!r} where the id of a job was expected")
+    say(f"submitted job {job}; its log is {record.folder / LOG}")
+    return job
+
+
+def find_job(record: LaunchRecord) -> str | None:
+    """The job of this launch that is in the queue: the recorded one, or one that was submitted just before a kill."""
+    words = ("squeue", "--noheader", "--me", f"--name={job_name(record.name)}", "--format=%i %o")
+    listed = ask(Command(words=words, what="look for the job in the queue"))
+    for line in listed.splitlines():
+        job, _, script = line.strip().partition(" ")
+        if script == str(record.folder / JOB):
+            say(f"job {job} is in the queue already; its log is {record.folder / LOG}")
+            return job
+    return None
+
+
+def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) -> LaunchRecord:
+    """Start the nodes as a step of a job that runs. The command that holds the step stays on this machine."""
+    words = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %D")
+    state, _, nodes = ask(Command(words=words, what=f"ask for job {job}"), may_fail=True).strip().partition(" ")
+    if state != "RUNNING" or int(nodes) < num_nodes:
+        have = f"is {state} on {nodes} nodes" if state else "is not in the queue"
+        raise LaunchError(
+            f"launch.slurm.attach={job}, and job {job} {have}; needed is one that is RUNNING on at least {num_nodes} nodes"
+        )
+    part = Part(kind="step", where="slurm", id=job)
+    record = record.with_part(part).save()
+    if find_step(record) is not None:
+        say(f"job {job} has the step of this launch already; its log is {record.folder / LOG}")
+        return record
+    (record.folder / STATUS).unlink(missing_ok=True)
+    with (record.folder / LOG).open("ab") as log:
+        holder = subprocess.Popen(
+            command.words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    wait = Wait(STEP_S)
+    while find_step(record) is None:
+        if holder.poll() is not None or wait.is_over:
+            last = "\n".join((record.folder / LOG).read_text(errors="replace").splitlines()[-15:])
+            raise LaunchError(f"the nodes did not start inside job {job}; the end of {record.folder / LOG}:\n{last}")
+        wait.tell(f"waiting for the nodes to start inside job {job}")
+        wait.sleep(LOOK_EVERY_S)
+    return record
+
+
+def find_step(record: LaunchRecord) -> str | None:
+    job = _part(record).id
+    words = ("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j")
+    listed = ask(Command(words=words, what=f"list the steps of job {job}"), may_fail=True)
+    rows = (line.split() for line in listed.splitlines())
+    return next((row[0] for row in rows if row[1:] == [job_name(record.name)]), None)
+
+
+def find(record: LaunchRecord) -> Queued | None:
+    """What Slurm's queue says of it; None: it is not there, or no more."""
+    part = _part(record)
+    if part.kind == "step":
+        step = find_step(record)
+        return None if step is None else Queued(id=step, state="RUNNING")
+    job = part.id or find_job(record)
+    if job is None:
+        return None
+    words = ("squeue", "--noheader", f"--jobs={job}", "--format=%i|%T|%r|%M|%N")
+    listed = ask(Command(words=words, what=f"ask for job {job}"), may_fail=True).strip()
+    return (
+        Queued(**dict(zip(("id", "state", "why", "used", "nodes"), listed.split("|"), strict=True))) if listed else None
+    )
+
+
+def status(record: LaunchRecord) -> str:
+    found = find(record)
+    if found is not None:
+        why = f" ({found.why})" if found.why not in ("", "None") else ""
+        where = f" on {found.nodes}, {found.used}" if found.nodes else ""
+        kind = "step" if "." in found.id else "job"
+        return f"{kind} {found.id} is {found.state}{why}{where}"
+    ended = _ended(record)
+    if ended is not None:
+        return f"it has ended with status {ended}"
+    part = _part(record)
+    words = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={part.id}", "--format=State,ExitCode")
+    accounted = ask(Command(words=words, what="ask for its account"), may_fail=True).strip() if part.id else ""
+    return f"job {part.id} is {accounted.replace('|', ', exit code ')}" if accounted else "it is not in Slurm's queue"
+
+
+def follow(record: LaunchRecord) -> int:
+    """Print the log as it grows until the job has left the queue. A requeued job is still in it."""
+    at, said = 0, ""
+    try:
+        while True:
+            found = find(record)
+            at = _print_from(record, at)
+            if found is None:
+                break
+            if found.state not in ("RUNNING", "COMPLETING") and (now := f"{found.state} ({found.why})") != said:
+                say(f"job {found.id} is {now}")
+                said = now
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        say(f"the run goes on; `rollcall launch logs --follow {record.name}` shows it again")
+        return INTERRUPTED
+    ended = _ended(record)
+    if ended is None:
+        say(f"{record.name!r} has left Slurm's queue without a status of its own: it was cancelled or killed")
+    return FAILED if ended is None else ended
+
+
+def print_log(record: LaunchRecord) -> None:
+    if not (record.folder / LOG).exists():
+        say(f"there is no log yet: {status(record)}")
+    _print_from(record, 0)
+
+
+def stop(record: LaunchRecord) -> None:
+    """End it, and return when Slurm has. The run saves: Slurm sends SIGTERM first, and a step gets it from here."""
+    if not record.parts or (found := find(record)) is None:
+        return
+    if _part(record).kind == "step":
+        _cancel(found.id, "--signal=TERM")
+        _wait_until_gone(record, timeout_s=SAVE_S)
+    if find(record) is not None:
+        _cancel(found.id)
+        if not _wait_until_gone(record, timeout_s=GONE_S):
+            raise LaunchError(
+                f"{found.id} is still in Slurm's queue {GONE_S:g} s after scancel; see `squeue`, then run this command again"
+            )
+
+
+def _cancel(id: str, *options: str) -> None:
+    ask(Command(words=("scancel", *options, id), what=f"end {id}"), may_fail=True)
+
+
+def _wait_until_gone(record: LaunchRecord, *, timeout_s: float) -> bool:
+    wait = Wait(timeout_s)
+    while (found := find(record)) is not None:
+        if wait.is_over:
+            return False
+        wait.tell(f"waiting for Slurm to end {found.id}")
+        wait.sleep(LOOK_EVERY_S)
+    return True
+
+
+def _part(record: LaunchRecord) -> Part:
+    return record.parts[0]
+
+
+def _ended(record: LaunchRecord) -> int | None:
+    try:
+        return int((record.folder / STATUS).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _print_from(record: LaunchRecord, at: int) -> int:
+    """Print the log from there on; returns where it ends."""
+    try:
+        with (record.folder / LOG).open("rb") as file:
+            file.seek(at)
+            sys.stdout.write(file.read().decode(errors="replace"))
+            sys.stdout.flush()
+            return file.tell()
+    except FileNotFoundError:
+        return at

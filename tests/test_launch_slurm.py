@@ -1,0 +1,363 @@
+"""`rollcall launch slurm` without Slurm: what is rendered, run by a real shell with small programs in place of Slurm's tools."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollcall.config import load_config
+from rollcall.launch import slurm_queue
+from rollcall.launch.errors import LaunchError
+from rollcall.launch.launch import make_request, start, stop
+from rollcall.launch.record import LaunchRecord, find_record, new_record
+from rollcall.launch.rendered import Rendered
+from rollcall.launch.slurm import Slurm
+from rollcall.launch.target import Request
+
+HOSTILE = "a b'c\"d$HOME`date` ü✓*;#%j"
+
+
+@pytest.fixture(autouse=True)
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / HOSTILE))
+    monkeypatch.setattr(slurm_queue, "LOOK_EVERY_S", 0.02)
+    return tmp_path / HOSTILE
+
+
+def request_for(
+    tmp_path: Path, *, cluster: dict[str, Any] | None = None, launch: dict[str, Any] | None = None, **section: Any
+) -> Request:
+    nodes = {"num_nodes": 3, "num_gpus_per_node": 2, **(cluster or {})}
+    raw = {"cluster": nodes, "launch": {**(launch or {}), "slurm": section}}
+    return make_request(load_config(raw), target="slurm", name="one", cwd=tmp_path)
+
+
+def rendered(tmp_path: Path, **section: Any) -> Rendered:
+    return Slurm().render(request_for(tmp_path, **section))
+
+
+def sbatch_lines(made: Rendered) -> list[str]:
+    return [
+        line.removeprefix("#SBATCH ") for line in made.file("job.sh").text.splitlines() if line.startswith("#SBATCH")
+    ]
+
+
+def test_the_section_becomes_lines_of_sbatch(tmp_path: Path) -> None:
+    made = rendered(
+        tmp_path, partition="main", account="mine", time="04:00:00", gpus_per_node="h100:8", cpus_per_task=16, mem="200G",
+        constraint="[rack1|rack2]&nvlink", nodelist="node[01-04]", options=["--exclusive", "--qos=high"], signal_s=300,
+    )  # fmt: skip
+    assert sbatch_lines(made) == [
+        "--job-name=rollcall-one", "--partition=main", "--account=mine", "--time=04:00:00", "--nodes=3", "--ntasks-per-node=1",
+        "--gpus-per-node=h100:8", "--cpus-per-task=16", "--mem=200G", "--constraint=[rack1|rack2]&nvlink",
+        "--nodelist=node[01-04]", "--signal=B:USR1@300", "--open-mode=append", "--exclusive", "--qos=high", "--requeue",
+    ]  # fmt: skip
+
+
+def test_gpus_are_those_of_the_run_file_and_logical_slots_need_none(tmp_path: Path) -> None:
+    assert "--gpus-per-node=2" in sbatch_lines(rendered(tmp_path))
+    on_cpus = Slurm().render(request_for(tmp_path, cluster={"accelerator": "cpu"}))
+    assert not [line for line in sbatch_lines(on_cpus) if "gpus" in line]
+    mixed = request_for(tmp_path, cluster={"num_nodes": 2, "num_gpus_per_node": 4, "nodes": [{"gpus": 4}, {"gpus": 2}]})
+    with pytest.raises(LaunchError, match="different sizes"):
+        Slurm().render(mixed)
+
+
+@pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a b", "it's", 'x"y', "a\\", "a#b", "ü", "\x1b[0m", ""])
+@pytest.mark.parametrize("key", ["partition", "account", "time", "gpus_per_node", "mem", "constraint", "nodelist"])
+def test_a_value_that_sbatch_would_read_otherwise_is_refused(tmp_path: Path, key: str, value: str) -> None:
+    with pytest.raises(LaunchError, match=f"launch.slurm.{key} has "):
+        rendered(tmp_path, **{key: value})
+
+
+def test_an_option_is_one_word_that_begins_with_a_dash(tmp_path: Path) -> None:
+    for option in ("exclusive", "--comment=two words", "--a\n--b"):
+        with pytest.raises(LaunchError, match="launch.slurm.options has"):
+            rendered(tmp_path, options=[option])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"attach": 7},
+        {"modules": ["cuda/12.8", "it's"], "lines": ["ulimit -n 4096 # mine"], "activate": "~/my venv/bin/activate"},
+    ],
+)
+def test_a_shell_can_read_the_scripts(tmp_path: Path, section: dict[str, Any]) -> None:
+    made = rendered(tmp_path, env={"X": HOSTILE}, **section)
+    for name in ("job.sh", "node.sh"):
+        subprocess.run(["bash", "-n"], input=made.file(name).text, text=True, check=True)
+
+
+def test_places_are_words_of_the_command_not_lines_of_the_script(tmp_path: Path, launches: Path) -> None:
+    words = rendered(tmp_path).commands[0].words
+    log = str(launches / "one/log").replace("%", "%%")
+    assert words == (
+        "sbatch", "--parsable", f"--output={log}", f"--chdir={tmp_path}", str(launches / "one/job.sh"),
+    )  # fmt: skip
+
+
+def test_a_log_that_slurm_could_not_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "a\\b"))
+    with pytest.raises(LaunchError, match="ROLLCALL_LAUNCHES"):
+        rendered(tmp_path)
+
+
+# With programs in place of Slurm's
+
+
+class Tools:
+    """Programs on PATH. The queue is a folder with a file for each job or step: its name, then its state."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.queue = folder / "queue"
+        self.queue.mkdir(parents=True)
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.calls = folder / "calls"
+        self.calls.touch()
+        self.program(
+            "sbatch",
+            'case $1 in --test-only) exit 0 ;; esac\nfor script; do :; done\necho "$script" > "$queue/41"; echo 41',
+        )
+        self.program(
+            "squeue",
+            'for file in "$queue"/*; do [ -e "$file" ] || continue; id=${file##*/}\n'
+            'case "$*" in *--steps*) printf "%s %s\\n" "$id" "$(cat "$file")" ;; *"%i %o"*) printf "%s %s\\n" "$id" "$(cat "$file")" ;;\n'
+            '*"%T %D"*) case $id in *.*) ;; *) echo "RUNNING 3" ;; esac ;; *) echo "$id|RUNNING|None|1:05|node[1-3]" ;; esac; done',
+        )
+        self.program("scancel", 'for id; do :; done\nrm -f "$queue/$id"')
+        self.program("sacct", 'echo "TIMEOUT|0:0"')
+        self.program("scontrol", "exit 0")
+
+    def program(self, name: str, text: str) -> None:
+        path = self.bin / name
+        queue = f"queue={shlex.quote(str(self.queue))}"
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {shlex.quote(str(self.calls))}\n{queue}\n{text}\n')
+        path.chmod(0o755)
+
+    def called(self, name: str) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if line.split()[0] == name]
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tools]:
+    made = Tools(tmp_path / "tools")
+    monkeypatch.setenv("PATH", f"{made.bin}:/usr/bin:/bin")
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    yield made
+
+
+def launched(tmp_path: Path, **section: Any) -> tuple[LaunchRecord, Request, Rendered]:
+    request = request_for(tmp_path, cluster={"accelerator": "cpu"}, **section)
+    made = Slurm().render(request)
+    return start(Slurm(), request, made), request, made
+
+
+def test_a_second_start_finds_the_job_of_the_first(tmp_path: Path, tools: Tools) -> None:
+    record, request, made = launched(tmp_path)
+    assert [part.id for part in record.parts] == ["41"]
+    assert "--test-only" in tools.called("sbatch")[0] and len(tools.called("sbatch")) == 2
+    start(Slurm(), request, made)
+    assert len([call for call in tools.called("sbatch") if "--test-only" not in call]) == 1
+
+
+def test_a_job_of_the_same_name_from_another_launch_is_not_taken(tmp_path: Path, tools: Tools) -> None:
+    (tools.queue / "7").write_text("/elsewhere/one/job.sh\n")
+    record, _, _ = launched(tmp_path)
+    assert [part.id for part in record.parts] == ["41"]
+
+
+def test_a_job_that_was_submitted_just_before_a_kill_is_found_and_ended(tmp_path: Path, tools: Tools) -> None:
+    record, _, _ = launched(tmp_path)
+    cut_off = new_record("one", target="slurm", run_dir="x").with_part(slurm_queue.Part(kind="job", where="slurm"))
+    cut_off.save()
+    assert "job 41 is RUNNING" in Slurm().status(record)
+    stop("one")
+    assert find_record("one") is None and not list(tools.queue.iterdir())
+    assert tools.called("scancel") == ["scancel 41"]
+
+
+def test_a_job_that_sbatch_refuses_is_not_submitted_and_nothing_is_kept(tmp_path: Path, tools: Tools) -> None:
+    tools.program("sbatch", 'echo "sbatch: error: invalid partition specified: nope" >&2; exit 1')
+    with pytest.raises(LaunchError, match="invalid partition"):
+        launched(tmp_path)
+    assert find_record("one") is None
+
+
+def test_the_state_after_the_end_is_the_jobs_own_status_or_slurms_account(tmp_path: Path, tools: Tools) -> None:
+    record, _, _ = launched(tmp_path)
+    (tools.queue / "41").unlink()
+    assert Slurm().status(record) == "job 41 is TIMEOUT, exit code 0:0"
+    (record.folder / "status").write_text("0\n")
+    assert Slurm().status(record) == "it has ended with status 0"
+    Slurm().stop(record)
+    assert not tools.called("scancel"), "it has ended already"
+
+
+def test_following_prints_the_log_to_its_end_and_returns_the_status(
+    tmp_path: Path, tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, _, _ = launched(tmp_path)
+    (record.folder / "log").write_text("first\n")
+
+    def go_on() -> None:
+        time.sleep(0.3)
+        with (record.folder / "log").open("a") as log:
+            log.write("last ü\n")
+        (record.folder / "status").write_text("3\n")
+        (tools.queue / "41").unlink()
+
+    threading.Thread(target=go_on).start()
+    assert Slurm().follow(record) == 3
+    assert capsys.readouterr().out == "first\nlast ü\n"
+    (record.folder / "status").unlink()
+    assert Slurm().follow(record) == 1, "cancelled"
+
+
+def test_the_nodes_start_inside_a_job_that_runs(tmp_path: Path, tools: Tools) -> None:
+    step = 'echo rollcall-one > "$queue/7.2"; echo "$*" > "$queue/../words"\nwhile [ -e "$queue/7.2" ]; do sleep 0.05; done; exit 143'
+    tools.program("srun", step)
+    (tools.queue / "7").write_text("salloc")
+    record, request, made = launched(tmp_path, attach=7)
+    assert [(part.kind, part.id) for part in record.parts] == [("step", "7")]
+    words = (tools.folder / "words").read_text()
+    assert "--jobid=7 --overlap" in words and "--nodes=3" in words
+    assert Slurm().status(record) == "step 7.2 is RUNNING"
+    start(Slurm(), request, made)
+    assert len(tools.called("srun")) == 1
+    stop("one")
+    assert tools.called("scancel") == ["scancel --signal=TERM 7.2"], "the run may save; the job is its owner's"
+
+
+def test_an_allocation_that_is_not_there_or_too_small_is_refused(tmp_path: Path, tools: Tools) -> None:
+    with pytest.raises(LaunchError, match="job 9 is not in the queue"):
+        launched(tmp_path, attach=9)
+    (tools.queue / "9").write_text("x")
+    tools.program("squeue", 'echo "RUNNING 2"')
+    with pytest.raises(LaunchError, match="RUNNING on 2 nodes.*at least 3"):
+        launched(tmp_path, attach=9)
+    assert find_record("one") is None
+
+
+# The scripts
+
+
+SRUN = """
+for rank in 0 1 2; do SLURM_PROCID=$rank SLURM_GPUS_ON_NODE=$GPUS "${@: -2}" & pids="$pids $!"; done
+trap 'kill -USR1 $pids' USR1
+status=0
+for pid in $pids; do wait $pid; wait $pid; code=$?; [ $code -gt $status ] && status=$code; done
+exit $status
+"""
+NODE = """
+printf "%s\\n" "$@" > "$SEEN.$SLURM_PROCID"; printf %s "$MINE" > "$SEEN.env.$SLURM_PROCID"
+trap 'told=75' USR1
+for _ in $(seq $LAST); do [ -n "$told" ] && exit $told; sleep 0.05; done
+exit ${ENDS:-0}
+"""
+
+
+def run_job(
+    tmp_path: Path, tools: Tools, *, signal_it: bool = False, ends: int = 0, last: int = 1, **section: Any
+) -> tuple[int, Path]:
+    request = request_for(tmp_path, **section)
+    Slurm().render(request).write(request.folder)
+    tools.program("srun", SRUN)
+    tools.program("rollcall", NODE)
+    env = {
+        **os.environ, "SEEN": str(tmp_path / "seen"), "LAST": str(last), "ENDS": str(ends), "GPUS": "2", "SLURM_JOB_ID": "41",
+    }  # fmt: skip
+    job = subprocess.Popen(["bash", str(request.folder / "job.sh")], env=env, cwd=tmp_path)
+    if signal_it:
+        give_up = time.monotonic() + 60
+        while len(list(tmp_path.glob("seen.env.*"))) < 3 and time.monotonic() < give_up:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+    return job.wait(60), request.folder
+
+
+def test_every_node_gets_its_rank_the_slots_that_slurm_gave_it_and_the_same_words(tmp_path: Path, tools: Tools) -> None:
+    status, folder = run_job(tmp_path, tools, env={"MINE": HOSTILE + "\n!"}, interface="ib0")
+    assert status == 0 and (folder / "status").read_text() == "0\n"
+    for rank in range(3):
+        assert (tmp_path / f"seen.env.{rank}").read_text() == HOSTILE + "\n!"
+        assert (tmp_path / f"seen.{rank}").read_text().splitlines() == [
+            "node", "--run", str(folder / "run.yaml"), "--cluster", "one", "--interface", "ib0", "--rendezvous",
+            str(folder / "rendezvous"), "--rank", str(rank), "--slots", "2",
+        ]  # fmt: skip
+
+
+def test_logical_slots_are_the_run_files(tmp_path: Path, tools: Tools) -> None:
+    run_job(tmp_path, tools, cluster={"accelerator": "cpu"})
+    assert "--slots" not in (tmp_path / "seen.0").read_text()
+
+
+def test_the_lines_of_the_run_file_come_first_and_their_variables_reach_the_nodes(tmp_path: Path, tools: Tools) -> None:
+    status, _ = run_job(tmp_path, tools, lines=["export MINE='from a line'"])
+    assert status == 0 and (tmp_path / "seen.env.2").read_text() == "from a line"
+
+
+def test_told_before_the_limit_the_run_saves_and_the_job_requeues_itself(tmp_path: Path, tools: Tools) -> None:
+    status, folder = run_job(tmp_path, tools, signal_it=True, last=400)
+    assert status == 75 and not (folder / "status").exists(), "it is not over"
+    assert tools.called("scontrol") == ["scontrol requeue 41"]
+
+
+def test_a_run_that_was_stopped_by_its_user_or_has_failed_is_not_requeued(tmp_path: Path, tools: Tools) -> None:
+    for ends in (75, 1):
+        status, folder = run_job(tmp_path, tools, ends=ends)
+        assert status == ends and (folder / "status").read_text() == f"{ends}\n"
+    assert not tools.called("scontrol")
+
+
+def test_a_folder_that_nodes_do_not_see_is_said(tmp_path: Path, tools: Tools) -> None:
+    made = rendered(tmp_path)
+    done = subprocess.run(["bash"], input=made.file("job.sh").text, capture_output=True, text=True)
+    assert done.returncode == 1 and "set ROLLCALL_LAUNCHES to a folder that all nodes share" in done.stderr
+
+
+# Containers
+
+
+def test_a_container_runs_the_nodes_command_with_the_variables_that_it_needs(tmp_path: Path, tools: Tools) -> None:
+    tools.program("docker", 'case $1 in run) for word; do printf "%s\\n" "$word"; done > "$SEEN.docker" ;; esac')
+    container = {"image": "my/image", "mounts": ["/data"]}
+    status, folder = run_job(tmp_path, tools, launch={"container": container}, env={"MINE": "x"})
+    assert status == 0
+    words = (tmp_path / "seen.docker").read_text().split("\n")
+    given = [value for option, value in zip(words, words[1:], strict=False) if option == "--env"]
+    assert given[0] == "MINE" and {"SLURM_PROCID", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"} <= set(given)
+    assert f"{folder}:{folder}" in words and "/data:/data" in words
+    image = words.index("my/image")
+    assert words[image + 1 : image + 3] == ["sh", "-c"]
+    inside = words[image + 3]
+    assert inside.startswith("exec rollcall node --run ") and '--rank "$SLURM_PROCID"' in inside
+
+
+def test_enroot_is_an_option_of_srun(tmp_path: Path) -> None:
+    request = request_for(
+        tmp_path, launch={"container": {"runtime": "enroot", "image": "nvcr.io#a/b:1", "mounts": ["/data"]}}
+    )
+    made = Slurm().render(request)
+    (line,) = [line for line in made.file("job.sh").text.splitlines() if line.startswith("srun")]
+    words = shlex.split(line.removesuffix(" &").replace('"$folder/node.sh"', "node.sh"))
+    assert "--container-image=nvcr.io#a/b:1" in words and f"--container-workdir={tmp_path}" in words
+    (mounts,) = [word for word in words if word.startswith("--container-mounts=")]
+    assert "/data:/data" in mounts and f"{request.folder}:{request.folder}" in mounts
+    assert "rollcall node" in made.file("node.sh").text
+    broken = request_for(tmp_path, launch={"container": {"runtime": "enroot", "image": "a", "mounts": ["/a,b"]}})
+    with pytest.raises(LaunchError, match="commas"):
+        Slurm().render(broken)
