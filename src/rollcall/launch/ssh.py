@@ -70,11 +70,13 @@ class Ssh:
             raise LaunchError(
                 "launch.container does not work with ssh; leave it out, or start the nodes by hand in containers"
             )
+        named = ("--cluster", request.name)
         interface = ("--interface", section.interface) if section.interface else ()
-        look = shlex.join(("rollcall", "here", *interface))
+        look = shlex.join(("rollcall", "here", *named, *interface))
         joined = shlex.join(
-            ("rollcall", "check", str(request.cluster.num_slots), "--timeout", f"{CHECK_S:g}", "--json")
+            ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
         )
+        doctor = f'rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
         files = [
             request.run_file,
             RenderedFile(name=LOOK, text=site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1")),
@@ -85,7 +87,7 @@ class Ssh:
                 for rank in range(len(site.hosts))
             ),
             RenderedFile(name=JOINED, text=site.script(f"exec {joined} </dev/null")),
-            RenderedFile(name=DOCTOR, text=_with_run_file(request, 'rollcall doctor "$run" --quick </dev/null')),
+            RenderedFile(name=DOCTOR, text=_with_run_file(request, doctor)),
         ]
         steps = [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
         steps += [(host, f"prepare {host}", _prepare_file(rank)) for rank, host in enumerate(site.hosts)]
@@ -140,7 +142,9 @@ class Ssh:
 
     def status(self, record: LaunchRecord) -> str:
         site = Site.of_record(record)
-        [asked] = site.run("rollcall", "status", "--json", hosts=[site.head], timeout_s=LOOK_S)
+        [asked] = site.run(
+            "rollcall", "status", "--cluster", record.name, "--json", hosts=[site.head], timeout_s=LOOK_S
+        )
         found = _last_object(asked)
         if found is None:
             return asked.problem
@@ -173,7 +177,8 @@ def _node_line(request: Request, rank: int) -> str:
     """`rollcall node` as a line of shell. ``$head`` and the token come before the script."""
     section, cluster = request.launch.ssh, request.cluster
     assert section is not None
-    words = ["rollcall", "node", "--tied", "--rank", str(rank), "--num-nodes", str(cluster.num_nodes)]
+    words = ["rollcall", "node", "--tied", "--cluster", request.name]
+    words += ["--rank", str(rank), "--num-nodes", str(cluster.num_nodes)]
     if cluster.accelerator == "cpu" or cluster.nodes is not None:
         words += ["--slots", str(cluster.slots_per_node[rank])]
     if section.interface is not None:
@@ -411,7 +416,9 @@ def _take_down(record: LaunchRecord) -> list[str]:
     """`rollcall down` on every host that has a node, or was about to have one; the problems. What is down leaves the record."""
     site = Site.of_record(record)
     hosts = [part.where for part in record.parts if part.kind == NODE]
-    outcomes = site.run("rollcall", "down", hosts=hosts, timeout_s=DOWN_S, tell=prefixed(hosts))
+    outcomes = site.run(
+        "rollcall", "down", "--cluster", record.name, hosts=hosts, timeout_s=DOWN_S, tell=prefixed(hosts)
+    )
     down = {each.host for each in outcomes if each.is_good}
     replace(record, parts=tuple(p for p in record.parts if p.kind != NODE or p.where not in down)).save()
     return [each.problem for each in outcomes if not each.is_good]
