@@ -214,6 +214,18 @@ def test_its_token_is_used_where_it_wants_one_and_not_where_it_does_not(monkeypa
     assert cluster.environment(answer()) == {"RAY_AUTH_MODE": "k8s"}
 
 
+def test_its_token_is_where_ray_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert PlainRay("127.0.0.1:6379").token is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("of-the-home\n")
+    assert PlainRay("127.0.0.1:6379").token == "of-the-home"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-shell")
+    assert PlainRay("127.0.0.1:6379").token == "of-the-shell"
+
+
 def test_a_refusal_says_which_token_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollcall.nodes.head import _refusal
 

@@ -95,7 +95,7 @@ class OurCluster:
         record = self.record
         return Desk(url=record.dashboard_url, token=self.token, num_nodes=record.num_nodes, is_node=True)
 
-    def environment(self, answer: Answer | None) -> dict[str, str | None]:
+    def environment(self, answer: Answer) -> dict[str, str | None]:
         return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # the token itself would win over its file
 
     def note_driver(self) -> None:

@@ -52,7 +52,7 @@ class PlainRay:
 
     @property
     def token(self) -> str | None:
-        return process_token()
+        return process_token({**os.environ, MODE: _mode()})
 
     @property
     def has_tls(self) -> bool:
@@ -110,12 +110,8 @@ class PlainRay:
             is_node=_own(answer) is not None,
         )
 
-    def environment(self, answer: Answer | None) -> dict[str, str | None]:
-        if answer is None:
-            return {}
-        if answer.is_open:
-            return {MODE: "disabled"}
-        return {MODE: os.environ.get(MODE) if os.environ.get(MODE) not in (None, "", "disabled") else "token"}
+    def environment(self, answer: Answer) -> dict[str, str | None]:
+        return {MODE: "disabled" if answer.is_open else _mode()}
 
     def note_driver(self) -> None:
         """Nobody asks: what started this Ray knows nothing of its drivers."""
@@ -125,6 +121,12 @@ class PlainRay:
 
     def more_slots(self, num_slots: int | str) -> str:
         return f"ray start ... --num-gpus {num_slots}"
+
+
+def _mode() -> str:
+    """How to speak with a Ray that wants a token. Ray has other ways to get one, which a user names."""
+    wished = os.environ.get(MODE)
+    return wished if wished and wished != "disabled" else "token"
 
 
 def _own(answer: Answer) -> NodeInfo | None:

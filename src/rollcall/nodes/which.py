@@ -25,7 +25,7 @@ from rollcall.nodes.head import ASK_S, Answer, Desk, NodeInfo
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
 from rollcall.nodes.processes import raylets_here
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, read_record
+from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, NodeRecord, read_record
 from rollcall.wait import Wait, say
 
 RAY_ADDRESS = "RAY_ADDRESS"
@@ -94,7 +94,7 @@ class Cluster(Protocol):
         """Where it takes jobs."""
         ...
 
-    def environment(self, answer: Answer | None) -> dict[str, str | None]:
+    def environment(self, answer: Answer) -> dict[str, str | None]:
         """What Ray needs in the environment to speak with it; None: that variable must not be there."""
         ...
 
@@ -145,8 +145,8 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
     own = read_record(named or DEFAULT_CLUSTER)
     if wish is None:
         return None if own is None else OurCluster(own.cluster)
-    if own is not None and wish.text == own.dashboard_url:
-        return OurCluster(own.cluster)  # as Ray's own job commands name it
+    if own is not None and _names(wish, own):
+        return OurCluster(own.cluster)
     plain = _plain(wish)
     if own is not None and is_same_address(plain.head_address, own.head_address):
         return OurCluster(own.cluster)  # the same, and its token is known here
@@ -185,9 +185,14 @@ def _wish(ray_address: str | None) -> _Wish | None:
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 
+def _names(wish: _Wish, own: NodeRecord) -> bool:
+    """By its head, or by its dashboard as for Ray's own job commands."""
+    return wish.text in (own.head_address, own.dashboard_url)
+
+
 def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
     own = read_record(name)
-    if instead_of is not None and (own is None or not instead_of.text.endswith(own.head_address)):
+    if instead_of is not None and (own is None or not _names(instead_of, own)):
         say_once(f"note: cluster {name!r} is used, because {why}; {instead_of} is not used")
     return OurCluster(name)
 
