@@ -245,7 +245,8 @@ def _show(found: Roster) -> None:
         table.add_row(str(rank), "-", "-", "-", "-", "not joined")
     console = Console(highlight=False, soft_wrap=True)
     ours = f"cluster {found.cluster} (id {found.cluster_id}), head {found.head_address}"
-    console.print(ours if found.cluster_id else found.title, markup=False)
+    plain = found.title if found.has_token else f"{found.title}, which has no token"
+    console.print(ours if found.cluster_id else plain, markup=False)
     console.print(table)
     console.print(
         f"{counted(found.num_slots, 'slot')} on {len(found.alive)} of {counted(found.num_nodes, 'node')}", markup=False

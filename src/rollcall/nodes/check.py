@@ -106,7 +106,5 @@ def _advice(cluster: Cluster, found: Roster | None) -> str:
         return f"; run `rollcall status` on {split_address(cluster.head_address)[0]} to see whether it is up"
     if found.missing:
         return f"; on each of those run `{cluster.join_command('R', num_nodes=found.num_nodes)}`"
-    return (
-        f"; all {found.num_nodes} nodes are there, so ask for {found.num_slots}, or give them more slots "
-        f"(`{cluster.more_slots('N')}`)"
-    )
+    fewer = f"ask for {found.num_slots}, or " if found.num_slots else ""
+    return f"; all {found.num_nodes} nodes are there, so {fewer}give them more slots (`{cluster.more_slots('N')}`)"
