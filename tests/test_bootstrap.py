@@ -56,7 +56,8 @@ class Node:
         self.state = folder
         kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         extra = {"ROLLCALL_STATE_DIR": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        self.env = {**kept, **extra, "RAY_ADDRESS": "203.0.113.9:6379"}  # somebody else's; nothing may follow it
+        # Somebody else's Ray, which nothing may follow: the cluster is named.
+        self.env = {**kept, **extra, "RAY_ADDRESS": "203.0.113.9:6379", "ROLLCALL_CLUSTER": "default"}
 
     def rollcall(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rollcall", *arguments]
