@@ -12,9 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
-from rollcall.jobs.channel import ANSWER_S, HttpChannel, Reply, Unreachable
+from rollcall.jobs.channel import HttpChannel, Question, Reply, Unreachable
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.remote_shell import CONNECT_S, NO_SSH, Login
 
@@ -122,11 +122,9 @@ class TunnelChannel(HttpChannel):
         super().__init__(tunnel.url, token=token, token_source=token_source)
         self._tunnel = tunnel
 
-    def ask(
-        self, method: str, path: str, *, json: Any = None, data: bytes | None = None, timeout_s: float = ANSWER_S
-    ) -> Reply:
+    def ask(self, question: Question) -> Reply:
         self._open()
-        return super().ask(method, path, json=json, data=data, timeout_s=timeout_s)
+        return super().ask(question)
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         try:
