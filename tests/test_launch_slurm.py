@@ -133,9 +133,9 @@ class Tools:
         )
         self.program(
             "squeue",
-            'for file in "$queue"/*; do [ -e "$file" ] || continue; id=${file##*/}\n'
-            'case "$*" in *--steps*) printf "%s %s\\n" "$id" "$(cat "$file")" ;; *"%i %o"*) printf "%s %s\\n" "$id" "$(cat "$file")" ;;\n'
-            '*"%T %D"*) case $id in *.*) ;; *) echo "RUNNING 3" ;; esac ;; *) echo "$id|RUNNING|None|1:05|node[1-3]" ;; esac; done',
+            'for file in "$queue"/*; do [ -e "$file" ] || continue; id=${file##*/}; text=$(cat "$file")\n'
+            'case "$* $id" in *--steps*.*) echo "$id|$text" ;; *--steps* | *.[0-9]) ;; *"%T %D"*) echo "RUNNING 3" ;;\n'
+            '*) echo "$id|RUNNING|None|1:05|node[1-3]|$text" ;; esac; done',
         )
         self.program("scancel", 'for id; do :; done\nrm -f "$queue/$id"')
         self.program("sacct", 'echo "TIMEOUT|0:0"')
@@ -225,6 +225,22 @@ def test_following_prints_the_log_to_its_end_and_returns_the_status(
     assert capsys.readouterr().out == "first\nlast ü\n"
     (record.folder / "status").unlink()
     assert Slurm().follow(record) == 1, "cancelled"
+
+
+def test_a_controller_that_does_not_answer_is_not_the_end_of_a_job(
+    tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, _, _ = launched(tmp_path)
+    (record.folder / "status").write_text("0\n")
+    tools.program("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
+    with pytest.raises(LaunchError, match="Unable to contact"):
+        Slurm().stop(record)
+    threading.Timer(0.5, lambda: tools.program("squeue", "exit 0")).start()
+    assert Slurm().follow(record) == 0
+    monkeypatch.setattr(slurm_queue, "AWAY_S", 0.1)
+    tools.program("squeue", "exit 1")
+    with pytest.raises(LaunchError, match="squeue"):
+        Slurm().follow(record)
 
 
 def test_the_nodes_start_inside_a_job_that_runs(tmp_path: Path, tools: Tools) -> None:

@@ -22,6 +22,7 @@ from rollcall.launch.slurm_queue import JOB, LOG, NODE, STATUS, job_name
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.tool import ask, need_tool
 from rollcall.stop import STOPPED
+from rollcall.wait import say
 
 INSTALL = "it comes with Slurm's client tools"
 PLAIN = re.compile(r"[!-~]+")  # printable, without spaces
@@ -64,8 +65,11 @@ class Slurm:
             return slurm_queue.attach(
                 record, rendered.commands[0], job=str(attach), num_nodes=request.cluster.num_nodes
             )
-        record = record.with_part(Part(kind="job", where="slurm", id=_known(record))).save()
-        job = slurm_queue.find_job(record) or slurm_queue.submit(record, rendered.commands[0])
+        found = slurm_queue.find(record)
+        if found is not None:
+            say(f"job {found.id} is in the queue already; its log is {record.folder / LOG}")
+        record = record.with_part(Part(kind="job", where="slurm")).save()
+        job = slurm_queue.submit(record, rendered.commands[0]) if found is None else found.id
         return record.with_part(Part(kind="job", where="slurm", id=job)).save()
 
     def follow(self, record: LaunchRecord) -> int:
@@ -84,10 +88,6 @@ class Slurm:
 def _section(request: Request) -> SlurmSection:
     assert request.launch.slurm is not None  # make_request refuses a run file without it
     return request.launch.slurm
-
-
-def _known(record: LaunchRecord) -> str:
-    return next((part.id for part in record.parts if part.kind == "job"), "")
 
 
 # job.sh

@@ -23,6 +23,7 @@ LOOK_EVERY_S = 1.0
 STEP_S = 60.0  # until a step that srun starts is listed
 SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
 GONE_S = 180.0  # Slurm waits KillWait, 30 s unless configured, before it kills
+AWAY_S = 1800.0  # that Slurm's controller may not answer
 FAILED = 1
 
 
@@ -48,18 +49,6 @@ def submit(record: LaunchRecord, command: Command) -> str:
     return job
 
 
-def find_job(record: LaunchRecord) -> str | None:
-    """The job of this launch that is in the queue: the recorded one, or one that was submitted just before a kill."""
-    words = ("squeue", "--noheader", "--me", f"--name={job_name(record.name)}", "--format=%i %o")
-    listed = ask(Command(words=words, what="look for the job in the queue"))
-    for line in listed.splitlines():
-        job, _, script = line.strip().partition(" ")
-        if script == str(record.folder / JOB):
-            say(f"job {job} is in the queue already; its log is {record.folder / LOG}")
-            return job
-    return None
-
-
 def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) -> LaunchRecord:
     """Start the nodes as a step of a job that runs. The command that holds the step stays on this machine."""
     words = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %D")
@@ -69,9 +58,8 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
         raise LaunchError(
             f"launch.slurm.attach={job}, and job {job} {have}; needed is one that is RUNNING on at least {num_nodes} nodes"
         )
-    part = Part(kind="step", where="slurm", id=job)
-    record = record.with_part(part).save()
-    if find_step(record) is not None:
+    record = record.with_part(Part(kind="step", where="slurm", id=job)).save()
+    if find(record) is not None:
         say(f"job {job} has the step of this launch already; its log is {record.folder / LOG}")
         return record
     (record.folder / STATUS).unlink(missing_ok=True)
@@ -80,7 +68,7 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
             command.words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     wait = Wait(STEP_S)
-    while find_step(record) is None:
+    while find(record) is None:
         if holder.poll() is not None or wait.is_over:
             last = "\n".join((record.folder / LOG).read_text(errors="replace").splitlines()[-15:])
             raise LaunchError(f"the nodes did not start inside job {job}; the end of {record.folder / LOG}:\n{last}")
@@ -89,28 +77,23 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
     return record
 
 
-def find_step(record: LaunchRecord) -> str | None:
-    job = _part(record).id
-    words = ("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j")
-    listed = ask(Command(words=words, what=f"list the steps of job {job}"), may_fail=True)
-    rows = (line.split() for line in listed.splitlines())
-    return next((row[0] for row in rows if row[1:] == [job_name(record.name)]), None)
-
-
 def find(record: LaunchRecord) -> Queued | None:
-    """What Slurm's queue says of it; None: it is not there, or no more."""
-    part = _part(record)
-    if part.kind == "step":
-        step = find_step(record)
-        return None if step is None else Queued(id=step, state="RUNNING")
-    job = part.id or find_job(record)
-    if job is None:
-        return None
-    words = ("squeue", "--noheader", f"--jobs={job}", "--format=%i|%T|%r|%M|%N")
-    listed = ask(Command(words=words, what=f"ask for job {job}"), may_fail=True).strip()
-    return (
-        Queued(**dict(zip(("id", "state", "why", "used", "nodes"), listed.split("|"), strict=True))) if listed else None
-    )
+    """The job or step of this launch that is in Slurm's queue, by its name: also one that was submitted just before a kill."""
+    name = job_name(record.name)
+    if record.parts and record.parts[0].kind == "step":
+        words = ("squeue", "--noheader", "--me", "--steps", "--format=%i|%j")
+        rows = [line.strip().split("|") for line in ask(Command(words=words, what="list the steps")).splitlines()]
+        ids = [id for id, step in rows if step == name and id.startswith(f"{record.parts[0].id}.")]
+        return Queued(id=ids[0], state="RUNNING") if ids else None
+    words = ("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%M|%N|%o")
+    listed = ask(Command(words=words, what="look for the job in the queue"))
+    rows = [line.strip().split("|", 5) for line in listed.splitlines()]
+    found = [
+        Queued(id=id, state=state, why=why, used=used, nodes=nodes)
+        for id, state, why, used, nodes, script in rows
+        if script == str(record.folder / JOB)  # a launch of the same name, in another folder, is another one
+    ]
+    return max(found, key=lambda job: job.state != "COMPLETING", default=None)
 
 
 def status(record: LaunchRecord) -> str:
@@ -123,10 +106,10 @@ def status(record: LaunchRecord) -> str:
     ended = _ended(record)
     if ended is not None:
         return f"it has ended with status {ended}"
-    part = _part(record)
-    words = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={part.id}", "--format=State,ExitCode")
-    accounted = ask(Command(words=words, what="ask for its account"), may_fail=True).strip() if part.id else ""
-    return f"job {part.id} is {accounted.replace('|', ', exit code ')}" if accounted else "it is not in Slurm's queue"
+    job = record.parts[0].id if record.parts and record.parts[0].kind == "job" else ""
+    words = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State,ExitCode")
+    accounted = ask(Command(words=words, what="ask for its account"), may_fail=True).strip() if job else ""
+    return f"job {job} is {accounted.replace('|', ', exit code ')}" if accounted else "it is not in Slurm's queue"
 
 
 def follow(record: LaunchRecord) -> int:
@@ -134,7 +117,7 @@ def follow(record: LaunchRecord) -> int:
     at, said = 0, ""
     try:
         while True:
-            found = find(record)
+            found = _find_again(record)
             at = _print_from(record, at)
             if found is None:
                 break
@@ -161,7 +144,7 @@ def stop(record: LaunchRecord) -> None:
     """End it, and return when Slurm has. The run saves: Slurm sends SIGTERM first, and a step gets it from here."""
     if not record.parts or (found := find(record)) is None:
         return
-    if _part(record).kind == "step":
+    if record.parts[0].kind == "step":
         _cancel(found.id, "--signal=TERM")
         _wait_until_gone(record, timeout_s=SAVE_S)
     if find(record) is not None:
@@ -186,8 +169,17 @@ def _wait_until_gone(record: LaunchRecord, *, timeout_s: float) -> bool:
     return True
 
 
-def _part(record: LaunchRecord) -> Part:
-    return record.parts[0]
+def _find_again(record: LaunchRecord) -> Queued | None:
+    """For a command that watches: Slurm's controller may be busy, or start again."""
+    wait = Wait(AWAY_S)
+    while True:
+        try:
+            return find(record)
+        except LaunchError as error:
+            if wait.is_over:
+                raise
+            wait.tell(f"Slurm does not answer: {str(error).splitlines()[-1].strip()}")
+            wait.sleep(10 * LOOK_EVERY_S)
 
 
 def _ended(record: LaunchRecord) -> int | None:
