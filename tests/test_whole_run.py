@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from rollcall.errors import ClusterError, ConfigError
 from rollcall.launch import whole_run
 from rollcall.launch.whole_run import ENDED, WholeRun
 from rollcall.nodes.bootstrap import NodeRequest
-from rollcall.stop import STOPPED
+from rollcall.stop import SIGNALS, STOPPED
 
 
 def request(*, rank: int = 0, num_nodes: int | None = None, slots: int | None = None) -> NodeRequest:
@@ -62,3 +65,39 @@ def test_a_node_ends_as_the_run_did(
     monkeypatch.setattr(whole_run, "hold", hold)
     record: Any = Record()
     assert WholeRun(run_file(tmp_path)).stay(record, timeout_s=1, save_s=1) == status
+
+
+def test_what_works_beside_rank_0_hears_no_signal_and_ends_with_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm signals every process of a task, from its first moment on; a command of prepare.once is a child of this one."""
+    child = tmp_path / "child"
+    text = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {child}; sleep 600'])"
+    popen = subprocess.Popen
+
+    class Record:
+        rank, cluster, temp_dir = 0, "one", str(tmp_path)
+
+    def hold(record: Any, *, save_s: float, until: Any) -> int | None:
+        give_up = time.monotonic() + 60
+        while not (child.exists() and child.read_text()) and time.monotonic() < give_up:
+            for number in SIGNALS:
+                os.killpg(started[0].pid, number)
+            time.sleep(0.01)
+        assert until() is None
+        return 7
+
+    started: list[Any] = []
+    monkeypatch.setattr(whole_run, "hold", hold)
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda words, **more: started.append(popen([words[0], "-S", "-c", text], **more)) or started[0],
+    )
+    record: Any = Record()
+    assert WholeRun(run_file(tmp_path)).stay(record, timeout_s=1, save_s=1) == 7
+    pid = int(child.read_text())
+    give_up = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()

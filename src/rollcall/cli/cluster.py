@@ -85,6 +85,7 @@ def node(
     from rollcall.nodes.rank import find_identity
     from rollcall.nodes.state import current_cluster
     from rollcall.nodes.tied import tied_to_stdin
+    from rollcall.stop import heed
 
     whole = None
     if run is not None:
@@ -113,16 +114,17 @@ def node(
         tls=tls,
         timeout_s=timeout,
     )
-    if whole is not None:
-        request = whole.complete(request)
-        whole.prepare()
-    with tied_to_stdin() if tied else nullcontext():
-        record, was_running = start_node(request)
-    _introduce(record, was_running=was_running)
-    if whole is not None:
-        raise typer.Exit(whole.stay(record, timeout_s=timeout, save_s=save_wait))
-    if block:
-        hold(record, save_s=save_wait)
+    with heed():  # a signal while it starts leaves nothing behind, and ends it with the status of a run that can go on
+        if whole is not None:
+            request = whole.complete(request)
+            whole.prepare()
+        with tied_to_stdin() if tied else nullcontext():
+            record, was_running = start_node(request)
+        _introduce(record, was_running=was_running)
+        if whole is not None:
+            raise typer.Exit(whole.stay(record, timeout_s=timeout, save_s=save_wait))
+        if block:
+            hold(record, save_s=save_wait)
 
 
 def check(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, run_on
-from rollcall.stop import INTERRUPTED, STOPPED
+from rollcall.stop import INTERRUPTED, SIGNALS, STOPPED
 from rollcall.wait import Wait, say
 
 ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
@@ -71,12 +72,14 @@ class WholeRun:
             status = hold(record, save_s=save_s, until=lambda: _status(ended))
             return STOPPED if status is None else status
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
-        beside = subprocess.Popen(words, start_new_session=True)  # a signal reaches it through the run, whose job ends
+        # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
+        beside = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
         try:
             status = hold(record, save_s=save_s, until=beside.poll)
             return (beside.poll() or STOPPED) if status is None else status
         finally:
-            beside.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(beside.pid, signal.SIGKILL)  # with a command of prepare.once that it may be waiting for
             beside.wait()
 
 
@@ -162,9 +165,13 @@ def _leaver(folder: str, status: int) -> Callable[[], None]:
     return leave
 
 
+def _ignore_signals() -> None:
+    """They are for the run: it saves, its job ends, and so does the process that follows it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the run: it saves, its job ends, and so does this
     try:
         cluster, run_file, timeout_s = sys.argv[1:]
         raise SystemExit(drive(cluster, Path(run_file), timeout_s=float(timeout_s)))
