@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import start
 
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.launch import whole_run
@@ -101,3 +103,21 @@ def test_what_works_beside_rank_0_hears_no_signal_and_ends_with_its_commands(
     while Path(f"/proc/{pid}").exists() and time.monotonic() < give_up:
         time.sleep(0.01)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_node_that_is_told_to_stop_while_it_waits_for_the_head_can_be_started_again(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    words = ["node", "--run", str(run_file(tmp_path)), "--rank", "1", "--rendezvous", str(tmp_path / "meet")]
+    words += ["--temp-dir", "/tmp/rollcall-unused"]  # short enough for sockets; Ray does not start
+    node = start(
+        *words, cwd=tmp_path, variables={"ROLLCALL_STATE_DIR": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
+    )
+    give_up = time.monotonic() + 120
+    while "waiting for rank 0" not in node.stderr and node.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert node.poll() is None, node.stderr
+    os.kill(node.pid, number)
+    assert node.wait() == STOPPED, node.stderr
+    assert f"stopped by {number.name}" in node.stderr
