@@ -109,5 +109,5 @@ def test_slots_are_tied_to_a_rank_else_to_an_address_else_to_the_node_itself(mon
 def test_where_no_node_declares_a_gpu_the_wait_says_how_to_declare_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Ask(name="x", slots_per_node=(1,), use_gpus=True, num_colocated=1, node_ranks=None)
     bare = {**listed("10.0.0.1"), "Resources": {"CPU": 2.0}}
-    assert "`ray start --num-gpus N`" in reserve._cannot_place(ask, look(monkeypatch, bare), timeout_s=1)
-    assert "--num-gpus" not in reserve._cannot_place(ask, look(monkeypatch, listed("10.0.0.1")), timeout_s=1)
+    assert "`ray start --num-gpus N`" in reserve._logical(ask, look(monkeypatch, bare))
+    assert reserve._logical(ask, look(monkeypatch, listed("10.0.0.1"))) == ""
