@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollcall.config import load_config
+from rollcall.jobs.package import Package
 from rollcall.launch import launch as verbs
 from rollcall.launch import remote_shell
 from rollcall.launch.errors import LaunchError
@@ -87,6 +88,8 @@ def dashboard() -> Iterator[Any]:
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Path:
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
     monkeypatch.setattr(remote_shell, "LET_GO_S", 20.0)
+    for module in ("launch.ssh", "jobs.submit"):  # compressing all of Rollcall is most of the work of a launch
+        monkeypatch.setattr(f"rollcall.{module}.build_package", lambda *args, **options: Package(data=b"code"))
     found = make_hosts(
         tmp_path / "fake", ["a", "b", "c", "d"], version=__version__, dashboard=dashboard.server_address[1]
     )
@@ -356,3 +359,63 @@ def test_what_a_dry_run_shows_is_what_is_sent(hosts: Path, tmp_path: Path) -> No
     assert all(command.words[0] == "ssh" and "BatchMode=yes" in command.words for command in rendered.commands)
     assert "--tied" in rendered.file("node-0.sh").text
     assert yaml.safe_load(rendered.file("run.yaml").text)["run"]["name"] == "one"
+
+
+DOCKER = r"""#!/bin/bash
+printf '%s\n' "$*" >> ~/docker
+case "$1 $2" in
+"image inspect") exit 1 ;;
+"run "*) touch ~/container ;;
+"container inspect") [ -e ~/container ] && echo true ;;
+"rm "*) rm -f ~/container ~/rank ;;
+"exec --interactive") [ -e ~/container ] && shift 3 && exec "$@" ;;
+esac
+"""
+
+
+def in_containers(folder: Path, **container: Any) -> Request:
+    raw = {
+        "run": {"name": "one", "dir": "/shared/one"},
+        "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu"},
+        "launch": {"container": {"image": "our/image", **container}, "ssh": {"hosts": HOSTS, "env": {"MINE": "a b"}}},
+    }
+    return make_request(load_config(raw), target="ssh", name="one", cwd=folder)
+
+
+def docker(hosts: Path, name: str) -> list[str]:
+    return [line.split()[0] for line in (hosts / name / "docker").read_text().splitlines()]
+
+
+@pytest.fixture
+def with_docker(hosts: Path) -> Path:
+    for name in HOSTS:
+        (hosts / name / "bin/docker").write_text(DOCKER)
+        (hosts / name / "bin/docker").chmod(0o755)
+    return hosts
+
+
+def test_nodes_run_in_containers_that_end_with_the_launch(with_docker: Path, tmp_path: Path) -> None:
+    request = in_containers(tmp_path, build="/build")
+    record = start(request)
+    assert docker(with_docker, "b")[:4] == ["image", "build", "rm", "run"]
+    token = (record.folder / "token").read_text()
+    assert (with_docker / "b/token-of-node").read_text() == token and (with_docker / "b/mine").read_text() == "a b"
+    assert token not in (with_docker / "b/docker").read_text()
+    assert start(request).state == "started" and docker(with_docker, "b").count("run") == 1, "it is kept"
+    verbs.stop("one")
+    assert find_record("one") is None and not list(with_docker.glob("*/container"))
+
+
+def test_containers_go_when_a_host_cannot_be_used(with_docker: Path, tmp_path: Path) -> None:
+    (with_docker / "b/fails-here").write_text("no torch in this image")
+    with pytest.raises(LaunchError, match="b: failed with status 1\n    no torch in this image"):
+        start(in_containers(tmp_path))
+    assert not list(with_docker.glob("*/container")) and find_record("one") is None
+
+
+def test_a_launcher_that_is_gone_gets_no_container(with_docker: Path, tmp_path: Path) -> None:
+    """While the image was built. The script's stdin has ended."""
+    script = TARGET.render(in_containers(tmp_path)).file("container.sh").text
+    environment = {"HOME": str(with_docker / "a"), "PATH": f"{with_docker}/a/bin:/usr/bin:/bin"}
+    assert subprocess.run(["bash", "-s"], input=script.encode(), env=environment).returncode == 1
+    assert "run" not in docker(with_docker, "a")

@@ -53,11 +53,12 @@ class Container:
             return [*self._start(), *options, *inside, self.section.image, *words]
         return [*self._apptainer(), self.section.image, *words]
 
-    def enter(self, words: Sequence[str], *, variables: Iterable[str] = ()) -> list[str]:
-        """``words`` beside what runs in the container already."""
+    def enter(self, words: Sequence[str], *, variables: Iterable[str] = (), interactive: bool = False) -> list[str]:
+        """``words`` beside what runs in the container already. ``interactive``: they read stdin."""
         if self.is_daemon:
             inside = [word for name in variables for word in ("--env", name)]
-            return [self.section.runtime, "exec", *inside, self.name, *words]
+            stdin = ["--interactive"] if interactive else []
+            return [self.section.runtime, "exec", *stdin, *inside, self.name, *words]
         return self.run(words, variables=variables)
 
     def exports(self, variables: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, all_records, get_record
-from rollcall.launch.remote_shell import prefixed, run_on_all
+from rollcall.launch.remote_shell import prefixed
 from rollcall.launch.site import Site
 from rollcall.wait import on_stdout
 
@@ -35,7 +35,7 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
     hosts = site.hosts if where == ALL else (where,)
     line = command[0] if len(command) == 1 else shlex.join(command)
     scripts = dict.fromkeys(hosts, site.script(f"{{ {line}\n}} </dev/null"))
-    outcomes = run_on_all(site.login, scripts, tell=prefixed(hosts, write=on_stdout))
+    outcomes = site.send(scripts, tell=prefixed(hosts, write=on_stdout))
     return [
         f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
         for each in outcomes

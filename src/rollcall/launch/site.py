@@ -1,16 +1,19 @@
 """The hosts of an ssh launch: how they are reached, and the scripts that run Rollcall's commands there.
 
-A record keeps it, so that `down` and the other verbs need no run file.
+A record keeps it, so that `down` and the other verbs need no run file. Where nodes run in containers, the script that a host gets
+begins with one line that hands the rest to a shell inside.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from rollcall.launch.container import Container, container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import hosts_of
 from rollcall.launch.record import LaunchRecord
@@ -31,11 +34,14 @@ class Site:
     key: str | None = None
     activate: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
+    inside: tuple[str, ...] = ()  # the shell in a node's container; empty: nodes run without one
+    container: str | None = None  # a line of shell that ends the container with all in it; None: there is none to end
 
     @classmethod
     def of_request(cls, request: Request) -> Site:
         section = request.launch.ssh
         assert section is not None
+        container = container_of(request.launch, request.cluster, name=request.name)
         return cls(
             cluster=request.name,
             hosts=request.hosts,
@@ -44,6 +50,8 @@ class Site:
             key=None if section.key is None else str(section.key),
             activate=None if section.activate is None else str(section.activate),
             variables={**request.node_env, **section.env},
+            inside=tuple(container.enter(["bash", "-s"], interactive=True)) if container else (),
+            container=_end_of(container),
         )
 
     @classmethod
@@ -52,7 +60,8 @@ class Site:
             raise LaunchError(
                 f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
             )
-        return cls(hosts=hosts_of(record), **json.loads(record.facts[FACT]))
+        values = json.loads(record.facts[FACT])
+        return cls(**{**values, "hosts": hosts_of(record), "inside": tuple(values["inside"])})
 
     def kept_in(self, record: LaunchRecord) -> LaunchRecord:
         values = {name: value for name, value in asdict(self).items() if name != "hosts"}
@@ -70,10 +79,19 @@ class Site:
         """Lines of shell in the environment of the nodes. They run once all of them have arrived; stdin may stay open."""
         return "\n".join([*("main() {", *self._environment(), *lines, "}", "main; exit"), ""])
 
+    def send(
+        self, scripts: Mapping[str, str], *, before: str = "", timeout_s: float = math.inf, tell: Tell | None = None,
+        together: bool = False,
+    ) -> list[Outcome]:  # fmt: skip
+        """Each host's script to that host, all at once. ``before``: lines that set what is in no file."""
+        entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
+        whole = {host: entry + before + script for host, script in scripts.items()}
+        return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
+
     def run(self, *words: str, hosts: Sequence[str], timeout_s: float, tell: Tell | None = None) -> list[Outcome]:
         """One command on some of the hosts at once."""
         script = self.script(f"exec {shlex.join(words)} </dev/null")
-        return run_on_all(self.login, dict.fromkeys(hosts, script), timeout_s=timeout_s, tell=tell)
+        return self.send(dict.fromkeys(hosts, script), timeout_s=timeout_s, tell=tell)
 
     def _environment(self) -> list[str]:
         lines = []
@@ -87,3 +105,11 @@ class Site:
             f"command -v rollcall >/dev/null || {{ echo 'rollcall was not found {where}; set launch.ssh.activate' >&2; exit 1; }}"
         )
         return lines
+
+
+def _end_of(container: Container | None) -> str | None:
+    words = container.stop() if container else None
+    if container is None or words is None:
+        return None
+    seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
+    return f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # one that is gone already is fine

@@ -28,9 +28,10 @@ from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import resolve_paths
 from rollcall.jobs.submit import Job, Jobs, new_id
+from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import claim
-from rollcall.launch.record import LaunchRecord, Part, forget
+from rollcall.launch.record import LaunchRecord, Part, forget, get_record
 from rollcall.launch.remote_shell import NO_FORWARDS, Outcome, prefixed, run_on_all
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
 from rollcall.launch.site import Site
@@ -55,7 +56,8 @@ DOWN_S = 300.0
 LOOK_AGAIN_S = 1.0  # after a tunnel
 LOOK, PREPARE, PREPARE_ONCE = "look.sh", "prepare.sh", "prepare-once.sh"  # rendered scripts
 JOINED, DOCTOR = "joined.sh", "doctor.sh"
-NODE, JOB = "node", "job"  # kinds of parts
+CONTAINER_FILE = "container.sh"
+CONTAINER, NODE, JOB = "container", "node", "job"  # kinds of parts
 DASHBOARD, HEAD = "dashboard", "head"  # facts: the port on the head's loopback, and where the head listens
 
 
@@ -66,10 +68,6 @@ class Ssh:
         site = Site.of_request(request)
         section = request.launch.ssh
         assert section is not None
-        if request.launch.container is not None:
-            raise LaunchError(
-                "launch.container does not work with ssh; leave it out, or start the nodes by hand in containers"
-            )
         named = ("--cluster", request.name)
         interface = ("--interface", section.interface) if section.interface else ()
         look = shlex.join(("rollcall", "here", *named, *interface))
@@ -89,7 +87,11 @@ class Ssh:
             RenderedFile(name=JOINED, text=site.script(f"exec {joined} </dev/null")),
             RenderedFile(name=DOCTOR, text=_with_run_file(request, doctor)),
         ]
-        steps = [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
+        steps = []
+        if (lines := _container_lines(request)) is not None:
+            files.append(RenderedFile(name=CONTAINER_FILE, text="\n".join(["main() {", *lines, "}", "main; exit", ""])))
+            steps += [(host, f"start the container on {host}", CONTAINER_FILE) for host in site.hosts]
+        steps += [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
         steps += [(host, f"prepare {host}", _prepare_file(rank)) for rank, host in enumerate(site.hosts)]
         steps += [(host, f"start rank {rank} on {host}", node_file(rank)) for rank, host in enumerate(site.hosts)]
         steps += [(site.head, f"ask {site.head} whether all nodes have joined", JOINED)]
@@ -98,6 +100,11 @@ class Ssh:
             Command(words=site.login.words(host, *NO_FORWARDS), what=what, stdin=file) for host, what, file in steps
         ]
         notes = [
+            *(
+                [f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`"]
+                if site.inside
+                else []
+            ),
             f"the token of the cluster ({TOKEN}) and the head's address ($head) are sent in front of a node's script, over stdin",
             f"then the run is submitted from here, through an ssh tunnel to the dashboard of {site.head}",
         ]
@@ -111,21 +118,20 @@ class Ssh:
         _refuse_what_cannot_be_sent(request)
         site = Site.of_request(request)
         record = site.kept_in(claim(record, site.hosts)).save()
-        head = _look(site, rendered, record)
-        _prepare(request, site, rendered, record)
-        record = replace(record, facts={**record.facts, HEAD: head})
-        for host in site.hosts:
-            record = record if _part(record, NODE, host) else record.with_part(Part(kind=NODE, where=host))
-        record = record.save()
+        is_fresh = record.state == "starting" and not _job_id(
+            record
+        )  # what has a run stays, for the next try or for `down`
         try:
+            record = _start_containers(site, rendered, record)
+            head = _look(site, rendered, record)
+            _prepare(request, site, rendered, record)
+            record = _about_to_start(NODE, site, replace(record, facts={**record.facts, HEAD: head}))
             record = _start_nodes(site, rendered, record)
             record = _see_all_joined(site, rendered, record)
             return _submit(request, rendered, record)
         except BaseException:
-            if record.state == "starting" and not _job_id(
-                record
-            ):  # what has a run stays, for the next try or for `down`
-                _undo(record)
+            if is_fresh:
+                _undo(get_record(record.name))
             raise
 
     def follow(self, record: LaunchRecord) -> int:
@@ -197,11 +203,49 @@ def _refuse_what_cannot_be_sent(request: Request) -> None:
     build_package(config, run_file="", folder=request.cwd)
 
 
+def _container_lines(request: Request) -> list[str] | None:
+    """Lines of shell that leave a container on the host for the node; None: there is none to start."""
+    container = container_of(request.launch, request.cluster, name=request.name)
+    if container is None:
+        return None
+    lines = [f"{{ {line}; }} || exit 1" for line in container.before()]
+    if not container.is_daemon:
+        return lines or None
+    seen = [container.section.runtime, "container", "inspect", "--format", "{{.State.Running}}", container.name]
+    holder = container.run(["sleep", "infinity"], variables=(), detach=True)
+    return [
+        f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
+        *lines,
+        # Building takes long: a launcher that is gone by now gets no container. 1: stdin has ended; more than 128: it is open.
+        "read -r -t 0.1 _; [ $? -gt 128 ] || exit 1",
+        f"{shlex.join(holder)} >/dev/null",
+    ]
+
+
+def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    """One on each host, which stays until it is taken down. One that an earlier command of this launch left is kept."""
+    if not any(file.name == CONTAINER_FILE for file in rendered.files):
+        return record
+    say(f"starting {counted(len(site.hosts), 'container')}")
+    before = "rollcall_again=yes\n" if _part(record, CONTAINER, site.head) else ""
+    record = _about_to_start(CONTAINER, site, record)
+    script = before + rendered.file(CONTAINER_FILE).text
+    outcomes = run_on_all(site.login, dict.fromkeys(site.hosts, script), tell=prefixed(site.hosts), together=True)
+    _raise_if_any("without a container", outcomes)
+    return record
+
+
+def _about_to_start(kind: str, site: Site, record: LaunchRecord) -> LaunchRecord:
+    for host in site.hosts:
+        record = record if _part(record, kind, host) else record.with_part(Part(kind=kind, where=host))
+    return record.save()
+
+
 def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     """Where the head will listen; raises with every host that cannot be used."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
     script = rendered.file(LOOK).text
-    outcomes = run_on_all(site.login, dict.fromkeys(site.hosts, script), timeout_s=LOOK_S)
+    outcomes = site.send(dict.fromkeys(site.hosts, script), timeout_s=LOOK_S)
     seen = {each.host: Here.of(each.out) if each.is_good else None for each in outcomes}
     problems = [
         problem
@@ -269,8 +313,8 @@ def _prepare(request: Request, site: Site, rendered: Rendered, record: LaunchRec
     # Where models are cached, and the key of the hub, are variables of the run.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     before = "".join(f"{line}\n" for line in exports(variables))
-    scripts = {host: before + rendered.file(_prepare_file(rank)).text for rank, host in enumerate(site.hosts)}
-    _raise_if_any("not prepared", run_on_all(site.login, scripts, tell=prefixed(site.hosts), together=True))
+    scripts = {host: rendered.file(_prepare_file(rank)).text for rank, host in enumerate(site.hosts)}
+    _raise_if_any("not prepared", site.send(scripts, before=before, tell=prefixed(site.hosts), together=True))
 
 
 def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
@@ -282,8 +326,8 @@ def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
-    scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
-    outcomes = run_on_all(site.login, scripts, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True)
+    scripts = {host: rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
+    outcomes = site.send(scripts, before=before, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True)
     for outcome in outcomes:
         if outcome.is_good:
             record = record.with_part(Part(kind=NODE, where=outcome.host, id=site.cluster))
@@ -294,7 +338,7 @@ def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> Launch
 
 def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     scripts = {site.head: rendered.file(JOINED).text}
-    [outcome] = run_on_all(site.login, scripts, timeout_s=CHECK_S + LOOK_S, tell=_errors_only(site))
+    [outcome] = site.send(scripts, timeout_s=CHECK_S + LOOK_S, tell=_errors_only(site))
     found = _last_object(outcome)
     if found is None:
         raise LaunchError(f"not all nodes have joined:\n  {outcome.problem}")
@@ -328,7 +372,7 @@ def _submit(request: Request, rendered: Rendered, record: LaunchRecord) -> Launc
 
 def _examine(site: Site, rendered: Rendered) -> None:
     scripts = {site.head: rendered.file(DOCTOR).text}
-    [outcome] = run_on_all(site.login, scripts, timeout_s=DOCTOR_S, tell=prefixed([site.head]))
+    [outcome] = site.send(scripts, timeout_s=DOCTOR_S, tell=prefixed([site.head]))
     if not outcome.is_good:
         raise LaunchError(f"`rollcall doctor` has found what would break the run:\n  {outcome.problem}")
 
@@ -390,6 +434,8 @@ def _last_object(outcome: Outcome) -> dict | None:
 
 def _undo(record: LaunchRecord) -> None:
     """Of a start that failed: nothing stays."""
+    if not record.parts:
+        return
     say("taking down what was started")
     problems = _take_down(record)
     if not problems:
@@ -413,14 +459,18 @@ def _stop_job(record: LaunchRecord) -> None:
 
 
 def _take_down(record: LaunchRecord) -> list[str]:
-    """`rollcall down` on every host that has a node, or was about to have one; the problems. What is down leaves the record."""
+    """End the node, and the container it runs in, on every host that has one or was about to; returns the problems. What is down
+    leaves the record."""
     site = Site.of_record(record)
-    hosts = [part.where for part in record.parts if part.kind == NODE]
-    outcomes = site.run(
-        "rollcall", "down", "--cluster", record.name, hosts=hosts, timeout_s=DOWN_S, tell=prefixed(hosts)
-    )
+    hosts = list(dict.fromkeys(part.where for part in record.parts if part.kind in (NODE, CONTAINER)))
+    tell = prefixed(hosts)
+    if site.container is None:
+        outcomes = site.run("rollcall", "down", "--cluster", record.name, hosts=hosts, timeout_s=DOWN_S, tell=tell)
+    else:
+        scripts = dict.fromkeys(hosts, f"{site.container}; exit\n")
+        outcomes = run_on_all(site.login, scripts, timeout_s=DOWN_S, tell=tell)
     down = {each.host for each in outcomes if each.is_good}
-    replace(record, parts=tuple(p for p in record.parts if p.kind != NODE or p.where not in down)).save()
+    replace(record, parts=tuple(part for part in record.parts if part.where not in down or part.kind == JOB)).save()
     return [each.problem for each in outcomes if not each.is_good]
 
 
