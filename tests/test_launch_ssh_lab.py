@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 WAIT_S = 900.0
 ACTIVATE = Path("/run/activate")  # each host's own
-MINE = re.compile(r"sshd|/run/(lab-sshd|sshd|activate)|/\.(ssh|cache|config)\b|:0016$")
+# The lab's own, and what torch caches.
+OTHERS = re.compile(r"sshd|/run/(lab-sshd|sshd|activate)|/\.(ssh|cache|config)\b|/tmp/torchinductor|:0016$")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def send(lab: Lab, number: int, *, to: str) -> None:
 
 def left(lab: Lab, hosts: Sequence[Host]) -> dict[str, list[str]]:
     """What a launch has left on its hosts, and on the machine that it was started from."""
-    found = {name: [each for each in what if not MINE.search(each)] for name, what in leftovers(hosts).items()}
+    found = {name: [each for each in what if not OTHERS.search(each)] for name, what in leftovers(hosts).items()}
     home = inside(client(lab), client(lab).home)
     found["client"] = [process.cmdline for process in client(lab).processes()]
     found["client"] += [str(path) for path in home.glob(".rollcall/launches/[!.]*")]
