@@ -1,7 +1,7 @@
 """A stand-in for `ssh`: a "host" is a folder, in which bash runs with a `rollcall` that answers as the real one would.
 
 Run as the program `ssh`; the folder of the hosts is beside it. ``hosts/NAME/`` is a host's home. Files in it say how the host is:
-``unreachable`` (what ssh says of it), ``version``, ``fails-COMMAND`` (what the command prints before it fails), ``waits-COMMAND``
+``unreachable`` (what ssh says of it), ``drops`` (a line for each connection that a server drops before the login), ``version``, ``fails-COMMAND`` (what the command prints before it fails), ``waits-COMMAND``
 (it goes on until its stdin ends). ``calls`` gets a line for each `rollcall` command. A forwarded port is really forwarded.
 """
 
@@ -41,6 +41,10 @@ def main() -> None:
     home = Path(__file__).parent / "hosts" / host
     if (home / "unreachable").exists():
         print((home / "unreachable").read_text(), file=sys.stderr)
+        sys.exit(255)
+    if (home / "drops").exists() and (lines := (home / "drops").read_text().splitlines()):
+        (home / "drops").write_text("\n".join(lines[1:]))
+        print(lines[0], file=sys.stderr)
         sys.exit(255)
     if "-L" in words:
         forward(words[words.index("-L") + 1])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -199,6 +200,19 @@ def test_what_ssh_refuses_comes_with_advice(hosts: Path, tmp_path: Path, said: s
         start(request_on(tmp_path))
 
 
+def test_a_connection_that_a_busy_server_drops_is_made_again(
+    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_shell, "DROPPED_S", 0.2)
+    said = "kex_exchange_identification: Connection closed by remote host\nConnection reset by 10.0.0.2 port 22"
+    (hosts / "b/drops").write_text(said)
+    assert start(request_on(tmp_path)).state == "started"
+    assert calls(hosts, "b") == ["here", "prepare", "node"]
+    (hosts / "b/drops").write_text("\n".join([said] * 10))
+    with pytest.raises(LaunchError, match="b: ssh cannot reach it\n    "):
+        start(request_on(tmp_path))
+
+
 def test_a_node_that_does_not_start_takes_all_of_it_down(
     hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,14 +332,36 @@ def test_a_command_runs_on_all_hosts_or_one(hosts: Path, tmp_path: Path, capsys:
         "b: failed with status 3"
     ]
     assert capsys.readouterr().out == "b | X ONE\n"
+    assert run_there(record, where="a", command=["(sleep 0.3; touch ~/later) >/dev/null 2>&1 & echo first"]) == []
+    while not (hosts / "a/later").exists():
+        time.sleep(0.05)  # what a command leaves behind goes on
     with pytest.raises(LaunchError, match="'c' is not a host of launch 'one'; use all, or one of a, b"):
         run_there(record, where="c", command=["true"])
+
+
+def test_ctrl_c_ends_a_command_on_the_hosts(
+    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = start(request_on(tmp_path))
+    real = remote_shell.time.sleep
+
+    def sleep(seconds: float) -> None:
+        real(seconds)
+        if "a | 1" in capsys.readouterr().out:
+            monkeypatch.setattr(remote_shell.time, "sleep", real)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(remote_shell.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        run_there(record, where="a", command=["echo $$ > ~/shell; trap 'touch ~/told' TERM; echo 1; sleep 600 & wait"])
+    while not (hosts / "a/told").exists():
+        real(0.05)
 
 
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     value=WORDS,
     folder=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=20),

@@ -34,10 +34,19 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
         raise LaunchError(f"{where!r} is not a host of launch {record.name!r}; use all, or one of {known}")
     hosts = site.hosts if where == ALL else (where,)
     line = command[0] if len(command) == 1 else shlex.join(command)
-    scripts = dict.fromkeys(hosts, site.script(f"{{ {line}\n}} </dev/null"))
+    scripts = dict.fromkeys(hosts, site.script(*_tied(line)))
     outcomes = site.send(scripts, tell=prefixed(hosts, write=on_stdout))
     return [
         f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
         for each in outcomes
         if not each.is_good
+    ]
+
+
+def _tied(line: str) -> list[str]:
+    """The line, ended when stdin ends: on Ctrl-C here. What it leaves in the background stays when it ends by itself."""
+    return [
+        "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
+        f"( {line}\n) </dev/null; status=$?",
+        "disown $watch; kill $watch; return $status",
     ]

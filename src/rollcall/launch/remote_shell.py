@@ -11,6 +11,8 @@ Each host has an `ssh` and threads that read it; the caller's thread waits for a
 from __future__ import annotations
 
 import math
+import random
+import re
 import subprocess
 import threading
 import time
@@ -32,6 +34,10 @@ LET_GO_S = 60.0  # for a tied command to remove what it began
 LOOK_EVERY_S = 0.05
 NO_SSH = "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
 
+DROPPED_TRIES = 5
+DROPPED_S = 2.0  # at most between two of them
+_DROPPED = re.compile(r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by \S+ port \d+")
+
 Tell = Callable[[str, str], None]  # host, line
 
 
@@ -50,7 +56,7 @@ class Login:
             *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
             *(("-l", self.user) if self.user else ()),
             *(("-p", str(self.port)) if self.port else ()),
-            *(("-i", str(self.key.expanduser()), "-o", "IdentitiesOnly=yes") if self.key else ()),
+            *(("-i", str(self.key), "-o", "IdentitiesOnly=yes") if self.key else ()),
             *options,
             *("--", host, "bash -s"),
         )
@@ -73,6 +79,11 @@ class Outcome:
         return self.status != UNREACHABLE
 
     @property
+    def was_dropped(self) -> bool:
+        """Whether a server hung up before the login. sshd does, of a jump host too, when many connect at once (MaxStartups)."""
+        return not self.was_reached and not self.out and any(map(_DROPPED.match, self.last))
+
+    @property
     def problem(self) -> str:
         """The host's name, what went wrong there, and its last lines."""
         shown = "".join(f"\n    {line}" for line in self.last)
@@ -88,13 +99,23 @@ class RemoteShell:
 
     def __init__(self, words: Sequence[str], *, host: str, script: str, tell: Tell | None = None) -> None:
         self.host = host
-        self._tell = tell
+        self._words, self._script, self._tell = words, script, tell
+        self._tries_left = DROPPED_TRIES
+        self._connect()
+
+    def _connect(self) -> None:
+        self._tries_left -= 1
+        self._again_at: float | None = None  # when it connects again; None: it does not
         self._out: list[str] = []
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         try:
             # A session of its own: Ctrl-C in the terminal is for the launcher, which then ends this in its own way.
             self._process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                self._words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
         except FileNotFoundError:
             raise LaunchError(NO_SSH) from None
@@ -102,7 +123,7 @@ class RemoteShell:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._stdin = process.stdin
         self._lock = threading.Lock()
-        threading.Thread(target=self._send, args=(script.encode(),), daemon=True).start()
+        threading.Thread(target=self._send, args=(self._script.encode(),), daemon=True).start()
         self._readers = [
             threading.Thread(target=self._read, args=(process.stdout, self._out), daemon=True),
             threading.Thread(target=self._read, args=(process.stderr, None), daemon=True),
@@ -112,14 +133,26 @@ class RemoteShell:
 
     @property
     def is_over(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.poll() is not None and self._again_at is None
 
     @property
     def has_failed(self) -> bool:
-        return self._process.poll() not in (None, 0)
+        return self.is_over and self._process.returncode != 0
+
+    def try_again(self) -> None:
+        """Connect again, after a moment, if a server dropped it before the login."""
+        now = time.monotonic()
+        if self._again_at is not None and now >= self._again_at:
+            self._connect()
+        elif self.has_failed and self._tries_left > 0 and self.outcome().was_dropped:
+            self._again_at = now + random.uniform(0.1, DROPPED_S)
 
     def let_go(self) -> None:
         """Close its stdin, which ends a command that is tied to it."""
+        self._tries_left, self._again_at = 0, None
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
             if not self._stdin.closed:
                 try:
@@ -139,8 +172,8 @@ class RemoteShell:
             self.kill()
         for reader in self._readers:
             reader.join(1.0)  # a connection that the user's ssh shares with others may hold the pipe longer
-        was_let_go = self._stdin.closed
-        self.let_go()
+        was_let_go = self._tries_left == 0 and self._stdin.closed
+        self._close()
         return Outcome(
             host=self.host, status=status, out="".join(self._out), last=tuple(self._last), was_let_go=was_let_go
         )
@@ -182,7 +215,11 @@ def run_on_all(
     try:
         for host, script in scripts.items():
             shells.append(RemoteShell(login.words(host, *NO_FORWARDS), host=host, script=script, tell=tell))
-        while (going := [shell for shell in shells if not shell.is_over]) and time.monotonic() < give_up:
+        while time.monotonic() < give_up:
+            for shell in shells:
+                shell.try_again()
+            if not (going := [shell for shell in shells if not shell.is_over]):
+                break
             if together and any(shell.has_failed for shell in shells):
                 _let_go(going)
                 break

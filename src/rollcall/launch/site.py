@@ -47,7 +47,7 @@ class Site:
             hosts=request.hosts,
             user=section.user,
             port=section.port,
-            key=None if section.key is None else str(section.key),
+            key=None if section.key is None else str(request.cwd / section.key.expanduser()),
             activate=None if section.activate is None else str(section.activate),
             variables={**request.node_env, **section.env},
             inside=tuple(container.enter(["bash", "-s"], interactive=True)) if container else (),
