@@ -52,14 +52,14 @@ def client(lab: Lab) -> Host:
     return lab.hosts[4]
 
 
-def make_run(lab: Lab, name: str, hosts: Any, *, num_nodes: int, steps: int = 2, **section: Any) -> Path:
+def make_run(lab: Lab, name: str, hosts: Any, *, num_nodes: int, **trainer: Any) -> Path:
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT / "src")}
     return write_run(
         lab.shared,
         name,
         cluster={"num_nodes": num_nodes, "num_gpus_per_node": 1, "accelerator": "cpu"},
-        launch={"ssh": {"hosts": hosts, "activate": str(ACTIVATE), "env": env, **section}},
-        trainer={"steps": steps, "save_every": 1, "num_threads": 1, "loggers": []},
+        launch={"ssh": {"hosts": hosts, "activate": str(ACTIVATE), "env": env}},
+        trainer={"steps": 2, "save_every": 1, "num_threads": 1, "loggers": [], **trainer},
     )
 
 
@@ -172,7 +172,7 @@ def test_a_host_with_another_host_key_is_refused(lab: Lab) -> None:
 
 def test_two_clusters_side_by_side_from_one_file(lab: Lab) -> None:
     (lab.shared / "hosts.txt").write_text("".join(f"{host.name}\n" for host in lab.hosts[:4]))
-    first = make_run(lab, "east", str(lab.shared / "hosts.txt"), num_nodes=2, steps=1_000_000)
+    first = make_run(lab, "east", str(lab.shared / "hosts.txt"), num_nodes=2, steps=1_000_000, save_every=1_000_000)
     second = make_run(lab, "west", str(lab.shared / "hosts.txt"), num_nodes=2)
     started = launch(lab, "ssh", str(first))
     assert started.returncode == 0, started.stderr
@@ -188,7 +188,7 @@ def test_two_clusters_side_by_side_from_one_file(lab: Lab) -> None:
     assert "RUNNING" in launch(lab, "status", "east").stdout
     down = launch(lab, "down", "east")
     assert down.returncode == 0, down.stderr
-    assert json.loads((first.parent / "run/summary.json").read_text())["steps"] > 0, "the run has saved"
+    assert list((first.parent / "run/checkpoints").glob("step-*")), "the run has saved"
     assert left(lab, lab.hosts[:4]) == {}
 
 
@@ -214,7 +214,8 @@ def test_ctrl_c_while_it_starts_leaves_nothing(lab: Lab, moment: str) -> None:
     ],
 )
 def test_a_launcher_that_is_killed_is_finished_or_cleaned_up_by_the_next(lab: Lab, moment: str, then: str) -> None:
-    run = make_run(lab, "killed", ["node0", "node1"], num_nodes=2)
+    name = re.sub(r"\W+", "-", f"killed {moment}").strip("-")
+    run = make_run(lab, name, ["node0", "node1"], num_nodes=2)
     starting = begin(lab, "launch", "ssh", str(run))
     wait_for(starting, moment)
     send(lab, signal.SIGKILL, to="rollcall launch")
@@ -223,6 +224,6 @@ def test_a_launcher_that_is_killed_is_finished_or_cleaned_up_by_the_next(lab: La
         ended = launch(lab, "ssh", str(run), "--wait")
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert steps_of(run) == 2
-    down = launch(lab, "down", "killed")
+    down = launch(lab, "down", name)
     assert down.returncode == 0, down.stderr
     assert left(lab, lab.hosts[:2]) == {}
