@@ -67,6 +67,8 @@ def test_gpus_are_those_of_the_run_file_and_logical_slots_need_none(tmp_path: Pa
     assert "--gpus-per-node=2" in sbatch_lines(rendered(tmp_path))
     on_cpus = Slurm().render(request_for(tmp_path, cluster={"accelerator": "cpu"}))
     assert not [line for line in sbatch_lines(on_cpus) if "gpus" in line]
+    asked_otherwise = sbatch_lines(rendered(tmp_path, options=["--gres=gpu:h100:2"]))
+    assert [line for line in asked_otherwise if "gpu" in line] == ["--gres=gpu:h100:2"]
     mixed = request_for(tmp_path, cluster={"num_nodes": 2, "num_gpus_per_node": 4, "nodes": [{"gpus": 4}, {"gpus": 2}]})
     with pytest.raises(LaunchError, match="different sizes"):
         Slurm().render(mixed)

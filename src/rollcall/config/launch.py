@@ -74,7 +74,7 @@ class SlurmSection(_OnNodes):
     lines: list[str] = field([], "More lines for the script, before the nodes start.")
     options: list[str] = field([], "More options of sbatch, such as `--exclusive`.")
     signal_s: int = field(
-        120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10
+        120, "Seconds before the time limit at which the run saves and the job requeues itself.", ge=10, le=65535
     )
     attach: int | None = field(None, "Id of an allocation that runs already; the nodes start inside it.", ge=1)
 

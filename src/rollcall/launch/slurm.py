@@ -170,7 +170,9 @@ def _places(request: Request) -> tuple[str, str]:
 def _gpus(request: Request, section: SlurmSection) -> str | None:
     if section.gpus_per_node is not None:
         return section.gpus_per_node
-    if request.cluster.accelerator == "cpu":
+    if request.cluster.accelerator == "cpu" or any(
+        option.startswith(("--gres=", "--gpus")) for option in section.options
+    ):
         return None
     sizes = set(request.cluster.slots_per_node)
     if len(sizes) > 1:
