@@ -20,6 +20,7 @@ from lab.cluster import ENV, rollcall
 from lab.command import Command
 from lab.lab import Host, Lab, needs_lab
 
+from rollcall.durable.journal import Journal
 from rollcall.inspect.audit import audit
 from rollcall.observe.events import read_phases
 
@@ -192,7 +193,9 @@ def test_a_node_that_is_killed_in_a_run_is_recovered_from(plain: Plain, mode: st
     """It has an actor, and the next attempt waits for it or goes without; or it only samples, and is replaced in the attempt."""
     elastic = {"elastic": {"min_nodes": 2, "wait_s": 5.0}} if mode == "elastic" else {}
     placement = {"rollout": "0,2", "actor": "1"} if mode == "rollout" else {"actor,rollout": "all"}
-    path = plain.write_run(placement=placement, steps=10, save_every=2, **elastic)
+    # Where the others do its work, long enough for it to come back.
+    steps, save_every = (200, 50) if mode == "rollout" else (10, 2)
+    path = plain.write_run(placement=placement, steps=steps, save_every=save_every, **elastic)
     lost, run_dir = plain.workers[0], path.parent / "run"
     run = plain.head.start([sys.executable, "-m", "rollcall", "train", str(path)], env={**ENV, **plain.here})
     wait_for_step(run, run_dir, 3)
@@ -205,7 +208,10 @@ def test_a_node_that_is_killed_in_a_run_is_recovered_from(plain: Plain, mode: st
     assert f"on node 0 ({lost.ip}) is" in run.output, run.output
     assert ("attempt 2" in run.output) == (mode != "rollout"), run.output
     assert ("node 0 of 3 is missing" in run.output) == (mode == "elastic"), run.output
-    assert_trained(path, steps=10)
+    assert_trained(path, steps=steps)
+    with Journal(run_dir / "journal") as journal:
+        samplers = {group.worker for step in range(steps - 5, steps + 1) for group in journal.read(step)}
+    assert len(samplers) == (2 if mode == "rollout" else 3), samplers
 
 
 def test_doctor_examines_it(plain: Plain) -> None:
