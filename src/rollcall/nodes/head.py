@@ -146,7 +146,7 @@ def ask_head(
             )
         except subprocess.TimeoutExpired:
             raise HeadUnreachable(
-                f"the head at {address} does not answer within {timeout_s:.0f} s; was it started {_other(tls, token)}?"
+                f"the head at {address} does not answer within {timeout_s:.0f} s; {_doubt(tls, token)}?"
             ) from None
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -164,10 +164,13 @@ def ask_head(
     )
 
 
-def _other(tls: bool, token: str | None) -> str:
+def _doubt(tls: bool, token: str | None) -> str:
     if token:
-        return "without --tls" if tls else "with --tls"
-    return "without TLS" if os.environ.get("RAY_USE_TLS") else "with TLS (RAY_USE_TLS=1 and its certificates here)"
+        return f"was it started {'without' if tls else 'with'} --tls"
+    started = (
+        "without TLS" if os.environ.get("RAY_USE_TLS") else "with TLS, which needs RAY_USE_TLS=1 and certificates here"
+    )
+    return f"is that the port of Ray's head (usually 6379) and not of its dashboard, or was it started {started}"
 
 
 def _refusal(address: str, *, ours: bool, tried: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rollcall.errors import ClusterError
 from rollcall.groups.cluster import use_by_default
-from rollcall.nodes.address import is_loopback, split_address
+from rollcall.nodes.address import is_loopback, resolve, split_address
 from rollcall.nodes.head import HeadUnreachable
 from rollcall.nodes.plain_ray import MODE, PlainRay
 from rollcall.nodes.which import Cluster, find_cluster, is_in_a_job, is_same_address, say_once, wished_cluster
@@ -101,7 +101,7 @@ def disconnect() -> None:
 def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to_driver: bool) -> None:
     import ray
 
-    if is_loopback(node_ip or split_address(cluster.head_address)[0]):
+    if is_loopback(resolve(node_ip or split_address(cluster.head_address)[0])):
         keep_loopback()
     try:
         with kept():
