@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollcall.config import load_config
+from rollcall.jobs.channel import Question, Unreachable
 from rollcall.jobs.package import Package
 from rollcall.launch import launch as verbs
 from rollcall.launch import remote_shell
@@ -27,8 +28,10 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request
 from rollcall.launch.record import LaunchRecord, find_record, get_record
 from rollcall.launch.remote_hosts import named_record, run_there
+from rollcall.launch.ssh import open_tunnel
 from rollcall.launch.target import Request
 from rollcall.launch.targets import get_target
+from rollcall.launch.tunnel import TunnelChannel
 from rollcall.version import __version__
 
 HOSTS = ["a", "b"]
@@ -138,6 +141,19 @@ def test_all_hosts_are_asked_prepared_and_started_and_the_run_is_submitted(
     assert TARGET.status(record) == f"1 of 2 nodes alive; {job_ids(record)[0]} is RUNNING"
     TARGET.logs(record)
     assert capsys.readouterr().out == "step 1\n"
+
+
+def test_a_tunnel_that_breaks_is_opened_again(hosts: Path, tmp_path: Path) -> None:
+    record = start(request_on(tmp_path))
+    with open_tunnel(record) as tunnel:
+        channel = TunnelChannel(tunnel, token="any", token_source="here")
+        assert channel.ask(Question("GET", "/api/jobs/")).status == 200
+        tunnel.close()
+        assert channel.ask(Question("GET", "/api/jobs/")).status == 200
+        tunnel.close()
+        (hosts / "a/unreachable").write_text("No route to host")
+        with pytest.raises(Unreachable, match="a: ssh cannot open a tunnel to its port .*\n    No route to host"):
+            channel.ask(Question("GET", "/api/jobs/"))
 
 
 def test_down_stops_the_run_first_and_then_the_nodes(hosts: Path, tmp_path: Path, dashboard: Any) -> None:

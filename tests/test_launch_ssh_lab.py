@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,15 @@ def client(lab: Lab) -> Host:
     return lab.hosts[4]
 
 
-def make_run(lab: Lab, name: str, hosts: Any, *, num_nodes: int, **trainer: Any) -> Path:
+def make_run(
+    lab: Lab, name: str, hosts: Any, *, num_nodes: int, ssh: Mapping[str, Any] | None = None, **trainer: Any
+) -> Path:
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT / "src")}
     return write_run(
         lab.shared,
         name,
         cluster={"num_nodes": num_nodes, "num_gpus_per_node": 1, "accelerator": "cpu"},
-        launch={"ssh": {"hosts": hosts, "activate": str(ACTIVATE), "env": env}},
+        launch={"ssh": {"hosts": hosts, "activate": str(ACTIVATE), "env": env, **(ssh or {})}},
         trainer={"steps": 2, "save_every": 1, "num_threads": 1, "loggers": [], **trainer},
     )
 
@@ -168,6 +170,28 @@ def test_a_host_with_another_host_key_is_refused(lab: Lab) -> None:
         known.write_text(kept)
     assert ended.returncode == 1 and "Host key verification failed" in ended.stderr, ended.stderr
     assert "look at its key with `ssh HOST` by hand" in ended.stderr
+
+
+def test_hosts_that_only_the_users_own_configuration_reaches_train(lab: Lab) -> None:
+    """By an alias that no host knows, through a jump host, with a key that is not where ssh looks."""
+    ssh = inside(client(lab), client(lab).home / ".ssh")
+    key = client(lab).home / ".ssh/id_ed25519"
+    other = client(lab).home / "my key"
+    (ssh / "config").write_text(
+        f"Host far\n  HostName node1\n  ProxyJump node3\nHost node3\n  IdentityFile '{other}'\n"
+    )
+    inside(client(lab), key).rename(inside(client(lab), other))
+    try:
+        run = make_run(lab, "far", ["far", "node0"], num_nodes=2, ssh={"key": str(other), "user": "root", "port": 22})
+        ended = launch(lab, "ssh", str(run), "--wait")
+        down = launch(lab, "down", "far")
+    finally:
+        inside(client(lab), other).rename(inside(client(lab), key))
+        (ssh / "config").unlink()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert steps_of(run) == 2 and "far   |   head       10.77.0.2:" in ended.stderr
+    assert down.returncode == 0, down.stderr
+    assert left(lab, lab.hosts[:4]) == {}
 
 
 def test_two_clusters_side_by_side_from_one_file(lab: Lab) -> None:

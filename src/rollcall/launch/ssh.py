@@ -387,14 +387,14 @@ def _say_where(record: LaunchRecord) -> None:
 def _jobs(record: LaunchRecord) -> Iterator[Jobs]:
     """The jobs of the launch's cluster, through a tunnel that is open as long as the block runs."""
     token = launch_token(record.folder)
-    with _open_tunnel(record) as tunnel:
+    with open_tunnel(record) as tunnel:
         channel = TunnelChannel(tunnel, token=token, token_source=str(record.folder / TOKEN_FILE))
         yield Jobs(channel, token=token)
 
 
 def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
     """The dashboard on a port of this machine until Ctrl-C; a connection that breaks is made again."""
-    with _open_tunnel(record, local_port=local_port) as tunnel:
+    with open_tunnel(record, local_port=local_port) as tunnel:
         print(tunnel.url, flush=True)
         say(f"the dashboard of {record.name!r}, until Ctrl-C; its token is in {record.folder / TOKEN_FILE}")
         while True:
@@ -408,7 +408,7 @@ def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
                 say(f"the connection is lost, trying again: {error}")
 
 
-def _open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
+def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
     site = Site.of_record(record)
     if DASHBOARD not in record.facts:
         raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
