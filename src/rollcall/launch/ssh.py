@@ -32,7 +32,7 @@ from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import claim
 from rollcall.launch.record import LaunchRecord, Part, forget, get_record
-from rollcall.launch.remote_shell import NO_FORWARDS, Outcome, prefixed, run_on_all
+from rollcall.launch.remote_shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
 from rollcall.launch.site import Site
 from rollcall.launch.target import Request
@@ -198,7 +198,8 @@ def _node_line(request: Request, rank: int) -> str:
 
 
 def _refuse_what_cannot_be_sent(request: Request) -> None:
-    """Before anything is started: paths that the nodes do not see, modules of rewards that are not here."""
+    """Before anything is started: variables and modules of rewards that are not here, paths that the nodes do not see."""
+    passed(request.cluster, environ=os.environ)
     config = resolve_paths(request.config, folder=request.cwd, shared=None)
     build_package(config, run_file="", folder=request.cwd)
 
@@ -306,8 +307,8 @@ def _prepare_file(rank: int) -> str:
 
 
 def _prepare(request: Request, site: Site, rendered: Rendered, record: LaunchRecord) -> None:
-    """On all hosts at once, the first one also what one node does for all. A cluster that runs already is not prepared again."""
-    if record.state == "started":
+    """On all hosts at once, the first one also what one node does for all. Hosts that have a run are not prepared again."""
+    if record.state == "started" or _job_id(record):
         return
     say(f"preparing {counted(len(site.hosts), 'host')}")
     # Where models are cached, and the key of the hub, are variables of the run.
@@ -349,7 +350,8 @@ def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> Lau
     return replace(record, facts={**record.facts, DASHBOARD: str(port)}).save()
 
 
-def _errors_only(site: Site):  # noqa: ANN202
+def _errors_only(site: Site) -> Tell:
+    """Without the answer in JSON."""
     tell = prefixed(site.hosts)
     return lambda host, line: None if line.startswith("{") else tell(host, line)
 
@@ -364,7 +366,8 @@ def _submit(request: Request, rendered: Rendered, record: LaunchRecord) -> Launc
         if known is not None or not _job_id(record):
             job = Part(kind=JOB, where=Site.of_record(record).head, id=new_id(request.config.run.name))
             record = record.with_part(job).save()
-        job = jobs.submit(request.config, folder=request.cwd, environ=os.environ, job_id=_job_id(record))
+        run = request.config.model_copy(update={"launch": None})
+        job = jobs.submit(run, folder=request.cwd, environ=os.environ, job_id=_job_id(record))
     say(f"submitted {job.id}")
     _say_where(record)
     return record

@@ -18,6 +18,8 @@ from rollcall.jobs.channel import HttpChannel, Question, Reply, Unreachable
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.remote_shell import CONNECT_S, NO_SSH, Login
 
+# A connection that the user's ssh shares would keep the port open after this.
+OWN_CONNECTION = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
 TRIES = 5  # another process may take the local port between the choice and ssh
 READY = b"rollcall-tunnel-is-open"
 END_S = 5.0
@@ -50,7 +52,7 @@ class Tunnel:
     def reopen(self) -> None:
         self.close()
         forward = f"127.0.0.1:{self.local_port}:127.0.0.1:{self._port}"
-        words = self._login.words(self._host, "-o", "ExitOnForwardFailure=yes", "-L", forward)
+        words = self._login.words(self._host, *OWN_CONNECTION, "-o", "ExitOnForwardFailure=yes", "-L", forward)
         # A file, because nobody reads a pipe while the tunnel is open, and ssh complains there of every refused connection.
         with tempfile.TemporaryFile() as said:
             try:
