@@ -96,14 +96,14 @@ class Jobs:
         """Send the run's code and start its driver; returns as soon as Ray has it. ``job_id``: one that ``new_id`` has made."""
         if self._refusal is not None:
             raise ClusterError(self._refusal)
+        others = self.jobs()  # a refusal of the token, or no answer, comes before anything else
         named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
         config = resolve_paths(config, folder=folder, shared=self.shared)
         package = build_package(config, run_file=dump_config(config), folder=folder)
         job_id = job_id or new_id(config.run.name)
-        # A refusal of the token, or no answer, before anything is sent.
-        refuse_busy(config.run.dir, self.jobs())
+        refuse_busy(config.run.dir, others)
         self._upload(package.uri, package.data)
         self._ask(
             "POST",
