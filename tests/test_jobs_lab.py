@@ -115,7 +115,10 @@ def test_a_fifth_host_submits_by_address_and_token(open_cluster: LabCluster) -> 
     url = json.loads(rollcall(open_cluster.head, "status", "--cluster", CLUSTER, "--json").stdout)["dashboard_url"]
     token = (open_cluster.rendezvous / CLUSTER / "token").read_text().strip()
     submit = ["submit", str(run), "--address", url]
-    for env, refusal in (({}, "wants a token, and none is known here"), ({"ROLLCALL_TOKEN": "wrong"}, "refuses the token")):
+    for env, refusal in (
+        ({}, "wants a token, and none is known here"),
+        ({"ROLLCALL_TOKEN": "wrong"}, "refuses the token"),
+    ):
         refused = rollcall(open_cluster.outsider, *submit, env={"A_KEY": SECRET, **env})
         assert refused.returncode == 1 and refusal in refused.stderr
     env = {"A_KEY": SECRET, "ROLLCALL_TOKEN": token}
