@@ -17,7 +17,7 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, all_records, find_record, launches
 from rollcall.words import counted
 
-HOSTS = "hosts"  # the fact of a record that lists them, by rank
+HOSTS = "ssh_hosts"  # the fact of a record that lists them, by rank
 # What ssh takes as a destination: a name or an address, maybe with a user. Never an option.
 _DESTINATION = re.compile(r"[^\s\x00-\x1f-][^\s\x00-\x1f]*")
 
@@ -65,7 +65,7 @@ def claim(record: LaunchRecord, hosts: Sequence[str]) -> LaunchRecord:
 
 
 def hosts_of(record: LaunchRecord | None) -> tuple[str, ...]:
-    return tuple(json.loads(record.facts.get(HOSTS, "[]"))) if record is not None else ()
+    return () if record is None or HOSTS not in record.facts else tuple(json.loads(record.facts[HOSTS]))
 
 
 def _refuse_used(hosts: Sequence[str], used: dict[str, str]) -> None:
