@@ -125,14 +125,16 @@ def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, v
     seen = tmp_path / "seen"
     env = {
         "PATH": f"{fake.parent}:/usr/bin:/bin", "HOME": "/home/a b", "SEEN": str(seen),
-        "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "DSTACK_MASTER_NODE_IP": "fd00::1", "SLURM_PROCID": "0",
+        "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2",
+        "DSTACK_MASTER_NODE_IP": "fd00::1", "DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "SLURM_PROCID": "0",
     }  # fmt: skip
     ended = subprocess.run(["sh", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, check=True)
     assert seen.read_bytes().decode() == value
     words = ended.stdout.splitlines()
     assert words[:2] == ["node", "--run"]
     if target != "slurm":  # its nodes find each other in a folder
-        assert words[words.index("--head-address") + 1] == "[fd00::1]:6380"
+        assert words[words.index("--head-address") + 1] == "[fd00::1]:6399"
+        assert words[words.index("--rank") + 1] == "1" and words[words.index("--num-nodes") + 1] == "2"
 
 
 # Each target with its own tool replaced by a script that writes down how it was called

@@ -98,7 +98,7 @@ class DstackSection(_OnNodes):
     secrets: list[str] = field([], "Names of variables whose values dstack takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     volumes: list[str] = field([], "Volumes: `NAME:/path`, or `/on/the/instance:/path`.")
-    ports: list[int] = field([], "Ports to forward, beside the dashboard's.")
+    ports: list[int] = field([], "Ports to forward to the machine that attaches to the run.")
 
 
 class KuberaySection(Section):

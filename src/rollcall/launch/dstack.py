@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rollcall.launch.tool import ask, need_tool, run, watch
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
-THERE = "/rollcall-run/run.yaml"
+THERE = "/tmp/rollcall-run/run.yaml"  # in the container
 INSTALL = "install it with `pip install dstack`"
 
 
@@ -73,10 +74,12 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
     lines = node_lines(
         run_file=shlex.quote(THERE),
         cluster=request.name,
-        head='"$DSTACK_MASTER_NODE_IP"',
+        head='"$DSTACK_MASTER_NODE_IP"' if request.cluster.num_nodes > 1 else "127.0.0.1",
+        more='--rank "$DSTACK_NODE_RANK" --num-nodes "$DSTACK_NODES_NUM"',  # before any variable of another launcher
         activate=section.activate,
         env={**request.node_env, **section.env},
         before=section.setup,
+        guard=_guard,
     )
     task: dict[str, Any] = {
         "type": "task",
@@ -86,11 +89,20 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
         "env": [TOKEN, *section.secrets],
         "files": [{"local_path": str(request.folder / RUN_FILE), "path": THERE}],
         "commands": ["\n".join(lines) + "\n"],
-        "ports": [str(port) for port in (*section.ports, 8265)],
+        "ports": [str(port) for port in section.ports],
         "resources": dict(section.resources),
         "volumes": list(section.volumes),
     }
     return {key: value for key, value in task.items() if value not in (None, {}, [])}
+
+
+def _guard(line: str) -> str:
+    """dstack reads ``$$`` and ``${{ ... }}`` in commands itself. In quotes, a ``$`` that stands apart is the shell's alone.
+
+    >>> _guard("export A='$$ ${{x}}'")
+    "export A='$''$ $''{{x}}'"
+    """
+    return re.sub(r"\$(?=\$|\{\{)", "$''", line)
 
 
 def _line(name: str) -> str:

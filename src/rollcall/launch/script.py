@@ -6,13 +6,13 @@ Values of the user are quoted once, by ``shlex``; what only the node knows comes
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollcall.launch.container import Container
 from rollcall.launch.rendered import exports, shell_path
 
-PORT = 6380  # where rank 0 listens
+PORT = 6399  # where rank 0 listens; SkyPilot's own Ray has 6380 on its machines
 
 
 def node_lines(
@@ -27,13 +27,15 @@ def node_lines(
     more: str = "",
     container: Container | None = None,
     variables: Sequence[str] = (),
+    guard: Callable[[str], str] = str,
 ) -> list[str]:
     """``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before``: the
-    user's own lines; ``variables``: names that a container gets beside those of ``env``."""
+    user's own lines; ``variables``: names that a container gets beside those of ``env``; ``guard`` changes a line with quoted values
+    for a tool that reads it before the shell does."""
     # Activate scripts read variables that nobody has set.
-    activated = [] if activate is None else [f". {shell_path(activate)} || exit 1"]
+    activated = [] if activate is None else [guard(f". {shell_path(activate)} || exit 1")]
     lines = [*([] if container else activated), "set -eu"]
-    lines += exports(env or {})
+    lines += map(guard, exports(env or {}))
     lines += before
     command = f"exec rollcall node --run {run_file} {shlex.join(['--cluster', cluster, *options])}"
     if more:

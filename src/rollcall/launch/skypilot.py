@@ -88,6 +88,7 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
         head=HEAD,
+        more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # before any variable of another launcher
         activate=section.activate,
         env={**request.node_env, **section.env},
     )
@@ -97,7 +98,7 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
         "resources": dict(section.resources),
         "secrets": dict.fromkeys([TOKEN, *section.secrets]),
         "file_mounts": {f"~/{FOLDER}/{RUN_FILE}": str(request.folder / RUN_FILE), **section.file_mounts},
-        "setup": "\n".join(section.setup) + "\n" if section.setup else None,
+        "setup": "\n".join(["set -e", *section.setup, ""]) if section.setup else None,
         "run": "\n".join(lines) + "\n",
     }
     if section.workdir is not None:
