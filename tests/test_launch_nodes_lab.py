@@ -91,7 +91,12 @@ class Tool:
             env = {**BARE, **self.variables(rank, lab.hosts), "ROLLCALL_TOKEN": SECRET}
             words = self.words(task, host)
             # Without what the lab itself gives a host's commands.
-            plain = ["env", "-i", *(f"{name}={value}" for name, value in {**env, "HOME": str(host.home)}.items()), *words]
+            plain = [
+                "env",
+                "-i",
+                *(f"{name}={value}" for name, value in {**env, "HOME": str(host.home)}.items()),
+                *words,
+            ]
             started.append(host.start(plain, cwd=host.home))
         return started
 

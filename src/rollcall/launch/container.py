@@ -74,7 +74,9 @@ class Container:
     def _start(self) -> list[str]:
         section = self.section
         words = [section.runtime, "run", "--name", self.name, "--network", "host", "--shm-size", section.shm]
-        words += ["--ulimit", "memlock=-1:-1", "--init"]
+        words.append("--init")
+        if section.runtime == "docker":  # podman's containers have the limits of its caller, which a user cannot raise
+            words += ["--ulimit", "memlock=-1:-1"]
         for mount in self._mounts():
             words += ["--volume", mount]
         for device in self._devices():
