@@ -6,7 +6,10 @@ import base64
 import json
 import os
 import shlex
+import signal
 import subprocess
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,43 +140,183 @@ def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, v
         assert words[words.index("--rank") + 1] == "1" and words[words.index("--num-nodes") + 1] == "2"
 
 
-# Each target with its own tool replaced by a script that writes down how it was called
-
-
-def fake_tool(tmp_path: Path, name: str, *, answers: str = "") -> Path:
-    calls = tmp_path / f"{name}.calls"
-    program = tmp_path / "tools" / name
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {shlex.quote(str(calls))}\n{answers}\n')
-    program.chmod(0o755)
-    return calls
+# Each target with its own tool replaced by a script that writes down how it was called, and what it has started
 
 
 TOOLS = {"skypilot": "sky", "dstack": "dstack", "kuberay": "kubectl"}
+# What each tool does and prints, in shell. `made` is there while the thing runs.
+ANSWERS = {
+    "sky": """
+        "jobs queue"*) if [ -e made ]; then echo 'Fetching...'; echo '[{"job_id": 7, "job_name": "one", "status": "RUNNING"}]'
+            else echo "No in-progress managed jobs." >&2; status=1; fi ;;
+        "jobs launch"*) [ "$ROLLCALL_TOKEN" ] && echo job >> made ;;
+        "jobs cancel"*) rm made ;;
+        "status"*) if [ -e made ]; then echo '[{"name": "one", "status": "UP"}]'; else echo '[]'; fi ;;
+        "queue"*) if [ -e made ]; then echo '{"one": [{"job_id": 1}]}'; else echo '{"one": []}'; fi ;;
+        "launch"*) [ "$ROLLCALL_TOKEN" ] && echo cluster >> made ;;
+        "down"*) rm made ;;""",
+    "dstack": """
+        "ps"*) if [ -e made ]; then state=running; else state=done; fi
+            echo '{"project": "p", "runs": [{"status": "'$state'", "run_spec": {"run_name": "one"}}]}' ;;
+        "apply"*) [ "$ROLLCALL_TOKEN" ] && echo run >> made ;;
+        "stop"*) rm made ;;""",
+    "kubectl": """
+        *"get rayjob"*) if [ -e made ]; then echo '{"spec": {}, "status": {"jobDeploymentStatus": "'${STATE:-Running}'"}}'; fi ;;
+        *"--dry-run"*) ;;
+        "apply"*) [ -e made ] || echo rayjob >> made ;;
+        *"delete rayjob"*) rm -f made ;;""",
+}
 
 
+@dataclass(frozen=True, kw_only=True)
+class FakeTool:
+    """In ``folder``: `calls`, one line each, and `made`, a line for each thing that was started."""
+
+    folder: Path
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def made(self) -> list[str]:
+        path = self.folder / "made"
+        return path.read_text().split() if path.exists() else []
+
+    def kill_its_caller(self, call: int, *, when: str) -> None:
+        (self.folder / f"kill-{when}").write_text(str(call))
+
+
+def fake_tool(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> FakeTool:
+    folder = tmp_path / "tool"
+    program = folder / "bin" / name
+    program.parent.mkdir(parents=True)
+    kill = '[ "$(cat kill-{when} 2>/dev/null)" != "$(wc -l < calls)" ] || {{ kill -9 $PPID; exit 1; }}'
+    program.write_text(
+        "\n".join(
+            [
+                "#!/bin/sh",
+                f"cd {shlex.quote(str(folder))}",
+                'printf "%s\\n" "$*" >> calls',
+                kill.format(when="before"),
+                f'case "$*" in {ANSWERS[name]} *) exit 2 ;; esac',
+                kill.format(when="after"),
+                "",
+            ]
+        )  # fmt: skip
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    return FakeTool(folder=folder)
+
+
+def start_in_child(target: str, request: Request) -> int:
+    """As a command of its own; returns how it ended, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            start(get_target(target), request, get_target(target).render(request))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+OF_TOOLS = [*((each, {}) for each in TOOLS), ("skypilot", {"managed": False})]
+
+
+@pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
 def test_a_launch_starts_says_its_state_and_ends(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Path
+    target: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Path
 ) -> None:
-    if target not in TOOLS:
-        pytest.skip("it has its own tests with its own tool")
-    calls = fake_tool(tmp_path, TOOLS[target])
-    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:/usr/bin:/bin")
-    request = request_for(target, tmp_path)
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    request = request_for(target, tmp_path, **changes)
     chosen = get_target(target)
     rendered = chosen.render(request)
     record = start(chosen, request, rendered)
     assert record.state == "started" and record.parts[0].id
-    started = calls.read_text()
+    assert len(tool.made) == 1
+    started = "\n".join(tool.calls)
     assert str(launches / "one") in started
     for secret in launches.glob("one/token"):
         assert secret.read_text() not in started
         assert secret.stat().st_mode & 0o077 == 0
-    assert chosen.status(record)
-    start(chosen, request, rendered)  # again: finishes, and does not fail
+    assert "run" in chosen.status(record).lower() or "UP" in chosen.status(record)
+    start(chosen, request, rendered)  # again: finds it
+    assert len(tool.made) == 1
     stop("one")
-    assert find_record("one") is None
-    assert calls.read_text().splitlines()[-1] != started.splitlines()[-1]
+    assert find_record("one") is None and tool.made == []
+
+
+@pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_launch_that_is_killed_at_any_call_of_its_tool_is_finished_or_cleaned_up(
+    target: str, changes: dict[str, Any], when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Path
+) -> None:
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    request = request_for(target, tmp_path, **changes)
+    for finish in (True, False):
+        call = 0
+        while True:
+            call += 1
+            (tool.folder / "calls").write_text("")
+            tool.kill_its_caller(call, when=when)
+            status = start_in_child(target, request)
+            (tool.folder / f"kill-{when}").unlink()
+            if status == 0:
+                assert call > 1 and len(tool.made) == 1
+                stop("one")
+                break
+            assert status == -signal.SIGKILL
+            if finish:
+                assert start_in_child(target, request) == 0
+                assert len(tool.made) == 1, "one thing, however often it is started"
+            stop("one")
+            assert tool.made == [] and find_record("one") is None
+
+
+@pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
+def test_what_another_has_started_under_the_name_is_left_alone(
+    target: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    (tool.folder / "made").write_text("theirs\n")
+    request = request_for(target, tmp_path, **changes)
+    with pytest.raises(LaunchError, match="'one' already, and this launch has not started it; give another --name"):
+        start(get_target(target), request, get_target(target).render(request))
+    assert find_record("one") is None and tool.made == ["theirs"]
+
+
+@pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
+def test_a_tool_that_cannot_be_asked_leaves_the_launch_on_record(
+    target: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else machines would run on, paid for and known to nobody."""
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    request = request_for(target, tmp_path, **changes)
+    start(get_target(target), request, get_target(target).render(request))
+    program = tool.folder / "bin" / TOOLS[target]
+    works = program.read_text()
+    program.write_text("#!/bin/sh\necho no route to the server >&2\nexit 1\n")
+    with pytest.raises(LaunchError, match="ended with status 1"):
+        stop("one")
+    assert find_record("one") is not None and tool.made
+    program.write_text(works)
+    stop("one")
+    assert find_record("one") is None and not tool.made
+
+
+def test_a_rayjob_that_has_ended_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = fake_tool(tmp_path, "kubectl", monkeypatch)
+    request = request_for("kuberay", tmp_path)
+    chosen = get_target("kuberay")
+    start(chosen, request, chosen.render(request))
+    monkeypatch.setenv("STATE", "Failed")
+    record = start(chosen, request, chosen.render(request))
+    assert [line.split()[2] for line in tool.calls if line.split()[2] == "delete"] and len(tool.made) == 1
+    assert chosen.follow(record) == 1, "the job's own end, not that of `kubectl logs`"
 
 
 # KubeRay's own schema

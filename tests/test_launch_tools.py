@@ -22,7 +22,7 @@ pytestmark = pytest.mark.launchers
 ROOT = Path(__file__).parents[1]
 PEERS = Path(os.environ.get("ROLLCALL_PEERS") or ROOT / ".peers")
 SECTIONS = ROOT / "src/rollcall/launch/sections"
-VALUE = "a b'c\"d$HOME`date`\\\nü✓*;#"
+VALUE = "a b'c\"d$HOME`date`\\\nü✓*;# $$ $$$ ${{ run.args }} ${{ no $'$ name"
 SKY = """
 import json, sys, sky
 task = sky.Task.from_yaml(sys.argv[1])
@@ -31,8 +31,10 @@ print(json.dumps({"run": task.run, "setup": task.setup, "nodes": task.num_nodes,
 DSTACK = """
 import json, sys, yaml
 from dstack._internal.core.models.configurations import parse_apply_configuration
+from dstack._internal.utils.interpolator import VariablesInterpolator
 task = parse_apply_configuration(yaml.safe_load(open(sys.argv[1])))
-print(json.dumps({"run": "\\n".join(task.commands), "nodes": task.nodes, "env": list(task.env.dict()), "name": task.name}))
+read = VariablesInterpolator({"run": {"args": "theirs"}}, skip=["secrets", "groups"]).interpolate_or_error  # as `dstack apply`
+print(json.dumps({"run": "\\n".join(map(read, task.commands)), "nodes": task.nodes, "env": list(task.env.dict()), "name": task.name}))
 """
 
 
@@ -64,13 +66,25 @@ def read(python: Path, script: str, path: Path, *, expect: int = 0) -> Any:
     return json.loads(ended.stdout.splitlines()[-1]) if not expect else ended.stderr
 
 
+def value_in(script: str) -> str:
+    """What the node's command gets, by the shell."""
+    given = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "3",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.1", "DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "3",
+    }  # fmt: skip
+    script = script.replace("exec rollcall", 'printf %s "$MINE"; exit #')
+    lines = [line for line in script.split("\n") if not line.startswith("pip ")]
+    words = ["/bin/sh", "-c", "\n".join(lines)]
+    return subprocess.run(words, env={**os.environ, **given}, capture_output=True, text=True, check=True).stdout
+
+
 def test_skypilot_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = python_of("skypilot")
     path = rendered("skypilot", "task.yaml", tmp_path, monkeypatch, secrets=["HF_TOKEN"], workdir=".")
     task = read(python, SKY, path)
     assert task["nodes"] == 3
     assert task["run"] == yaml.safe_load(path.read_text())["run"]
-    assert VALUE.replace("'", "'\"'\"'") in task["run"]
+    assert value_in(task["run"]) == VALUE
     assert str(path.parent / "run.yaml") in task["mounts"].values()
     path.write_text(path.read_text() + "resorces: {}\n")
     assert "resorces" in read(python, SKY, path, expect=1)
@@ -84,6 +98,6 @@ def test_dstack_reads_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     task = read(python, DSTACK, path)
     assert (task["nodes"], task["name"]) == (3, "first-run")
     assert {"ROLLCALL_TOKEN", "HF_TOKEN"} <= set(task["env"])
-    assert VALUE.replace("'", "'\"'\"'") in task["run"]
+    assert value_in(task["run"]) == VALUE
     path.write_text(path.read_text() + "resorces: {}\n")
     assert "resorces" in read(python, DSTACK, path, expect=1)

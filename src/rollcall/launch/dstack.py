@@ -13,11 +13,12 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask, need_tool, run, watch
+from rollcall.launch.tool import ask_json, need_tool, refuse_others, run, watch
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
 THERE = "/tmp/rollcall-run/run.yaml"  # in the container
+ENDED = ("terminated", "failed", "done")
 INSTALL = "install it with `pip install dstack`"
 
 
@@ -36,10 +37,13 @@ class Dstack:
         return "dstack checks the task when it starts it"
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+        active = _is_active(_run(record.name))
+        if active:
+            refuse_others(_name(record.name), tool="dstack", record=record, where="dstack")
         record = record.with_part(Part(kind="run", where="dstack")).save()
-        if not _line(record.name):
+        if not active:
             run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
-        return record.with_part(Part(kind="run", where="dstack", id=record.name)).save()
+        return record.with_part(Part(kind="run", where="dstack", id=_name(record.name))).save()
 
     def follow(self, record: LaunchRecord) -> int:
         return watch(Command(words=("dstack", "attach", "--logs", _name(record.name)), what="follow the log"))
@@ -48,10 +52,13 @@ class Dstack:
         watch(Command(words=("dstack", "logs", _name(record.name)), what="read the log"))
 
     def status(self, record: LaunchRecord) -> str:
-        return _line(record.name) or "dstack does not list it among the runs that are active"
+        found = _run(record.name)
+        if found is None:
+            return "dstack does not list it among the runs that are active"
+        return f"{found['status']} {found.get('status_message') or ''}".strip()
 
     def stop(self, record: LaunchRecord) -> None:
-        if _line(record.name):
+        if record.parts and _is_active(_run(record.name)):
             run(Command(words=("dstack", "stop", "--yes", _name(record.name)), what="end the task"))
 
 
@@ -61,13 +68,13 @@ def _section(request: Request) -> DstackSection:
 
 
 def _name(name: str) -> str:
-    """dstack's names are in lower case and begin with a letter.
+    """dstack's names are in lower case, begin with a letter and have two characters or more.
 
-    >>> _name("My_run")
-    'my-run'
+    >>> _name("My_run"), _name("7"), _name("a")
+    ('my-run', 'run-7', 'run-a')
     """
     text = name.lower().replace("_", "-")
-    return text if text[0].isalpha() else f"run-{text}"
+    return text if text[0].isalpha() and len(text) > 1 else f"run-{text}"
 
 
 def _task(request: Request, section: DstackSection) -> dict[str, Any]:
@@ -105,7 +112,11 @@ def _guard(line: str) -> str:
     return re.sub(r"\$(?=\$|\{\{)", "$''", line)
 
 
-def _line(name: str) -> str:
-    """dstack's own line about the run, if it is active."""
-    lines = ask(Command(words=("dstack", "ps"), what="list dstack's runs"), may_fail=True).splitlines()
-    return next((line.strip() for line in lines if _name(name) in line.split()), "")
+def _run(name: str) -> dict[str, Any] | None:
+    """What dstack knows of the run, if it is active or the last one that has ended."""
+    listed = ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs"))
+    return next((each for each in (listed or {}).get("runs", []) if each["run_spec"]["run_name"] == _name(name)), None)
+
+
+def _is_active(found: dict[str, Any] | None) -> bool:
+    return found is not None and found["status"] not in ENDED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.target import Request
-from rollcall.launch.tool import ask, need_tool, run, watch
+from rollcall.launch.tool import ask, ask_json, need_tool, refuse_others, run, watch
+from rollcall.wait import Wait, say
 
 MANIFEST = "rayjob.yaml"
 ENTRYPOINT = "python -m rollcall.launch.from_variable"
 KEEP_S = 600  # how long KubeRay keeps the pods of a run that has ended
+ENDED = ("Complete", "Failed")
+LOOK_EVERY_S = 5.0
 INSTALL = "install Kubernetes' command line"
 
 
@@ -44,28 +48,57 @@ class Kuberay:
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         namespace, name = _section(request).namespace, _name(request.name)
-        record.facts.update(namespace=namespace)
+        if found := _get(namespace, name):
+            refuse_others(name, tool="Kubernetes", record=record, where=namespace)
         record = record.with_part(Part(kind="rayjob", where=namespace)).save()
-        run(rendered.commands[0])  # the same manifest again changes nothing
+        if found and _state(found) in ENDED:  # a RayJob runs once
+            _delete(namespace, name)
+        run(rendered.commands[0])  # of one that runs, the same manifest changes nothing
         return record.with_part(Part(kind="rayjob", where=namespace, id=name)).save()
 
     def follow(self, record: LaunchRecord) -> int:
-        return watch(Command(words=(*_logs(record), "--follow"), what="follow the log"))
+        self._wait(record, until=("Running", *ENDED))
+        self.logs(record, "--follow")
+        ended = self._wait(record, until=ENDED)
+        return 0 if ended["status"].get("jobStatus") == "SUCCEEDED" else 1
 
-    def logs(self, record: LaunchRecord) -> None:
-        watch(Command(words=_logs(record), what="read the log"))
+    def logs(self, record: LaunchRecord, *options: str) -> None:
+        namespace, name = _place(record)
+        found = _get(namespace, name) or {}
+        mode = found.get("spec", {}).get("submissionMode")
+        if mode == "HTTPMode":
+            say(
+                "KubeRay submits this job over HTTP, so Kubernetes has no log of it; look at the job in Ray's dashboard"
+            )
+            return
+        where = (f"job/{name}",)  # KubeRay's submitter has the RayJob's name, and prints the log of the run
+        if mode == "SidecarMode":
+            head = f"ray.io/cluster={found.get('status', {}).get('rayClusterName')},ray.io/node-type=head"
+            where = ("--selector", head, "--container", "ray-job-submitter", "--tail", "-1")
+        watch(Command(words=(*_kubectl(namespace), "logs", *where, *options), what="read the log"))
 
     def status(self, record: LaunchRecord) -> str:
-        path = "jsonpath={.status.jobDeploymentStatus} {.status.jobStatus} {.status.message}"
-        words = (*_kubectl(record), "get", "rayjob", _name(record.name), "-o", path)
-        return (
-            ask(Command(words=words, what="ask for the RayJob"), may_fail=True).strip()
-            or "Kubernetes has no such RayJob"
-        )
+        found = _get(*_place(record))
+        if found is None:
+            return "Kubernetes has no such RayJob"
+        told = found.get("status", {})
+        return " ".join(told[key] for key in ("jobDeploymentStatus", "jobStatus", "message") if told.get(key)) or "new"
 
     def stop(self, record: LaunchRecord) -> None:
-        words = (*_kubectl(record), "delete", "rayjob", _name(record.name), "--ignore-not-found")
-        run(Command(words=words, what="delete the RayJob"))
+        for part in record.parts:
+            _delete(part.where, _name(record.name))
+
+    def _wait(self, record: LaunchRecord, *, until: Sequence[str]) -> dict[str, Any]:
+        """The RayJob once it is in one of these states."""
+        wait = Wait(first_s=0.0, every_s=30.0)
+        while True:
+            found = _get(*_place(record))
+            if found is None:
+                raise LaunchError(f"the RayJob {_name(record.name)!r} was deleted while its end was waited for")
+            if _state(found) in until:
+                return found
+            wait.tell(f"waiting for the RayJob, which is {_state(found) or 'new'}")
+            wait.sleep(LOOK_EVERY_S)
 
 
 def _section(request: Request) -> KuberaySection:
@@ -83,13 +116,27 @@ def _name(name: str) -> str:
     return text if text[0].isalpha() else f"run-{text}"
 
 
-def _kubectl(record: LaunchRecord) -> tuple[str, ...]:
-    return ("kubectl", "--namespace", record.facts["namespace"])
+def _kubectl(namespace: str) -> tuple[str, ...]:
+    return ("kubectl", "--namespace", namespace)
 
 
-def _logs(record: LaunchRecord) -> tuple[str, ...]:
-    """KubeRay's submitter is a job of the same name, and prints the log of the run."""
-    return (*_kubectl(record), "logs", f"job/{_name(record.name)}")
+def _place(record: LaunchRecord) -> tuple[str, str]:
+    return record.parts[-1].where, _name(record.name)
+
+
+def _get(namespace: str, name: str) -> dict[str, Any] | None:
+    words = (*_kubectl(namespace), "get", "rayjob", name, "--ignore-not-found", "-o", "json")
+    return ask_json(Command(words=words, what="ask for the RayJob"))
+
+
+def _state(found: dict[str, Any]) -> str:
+    """Of the deployment: Initializing, Running, Complete, Failed and others."""
+    return found.get("status", {}).get("jobDeploymentStatus", "")
+
+
+def _delete(namespace: str, name: str) -> None:
+    words = (*_kubectl(namespace), "delete", "rayjob", name, "--ignore-not-found")
+    run(Command(words=words, what="delete the RayJob"))
 
 
 def _job(request: Request, section: KuberaySection) -> dict[str, Any]:

@@ -6,9 +6,9 @@ the run resumes from its run directory, which has to outlive the machines (a buc
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchRecord, Part
@@ -16,10 +16,12 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask, need_tool, run, watch
+from rollcall.launch.tool import ask_json, need_tool, refuse_others, run, watch
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.yaml"
+WHERE = "sky"
+NO_JOBS = "No in-progress managed jobs"  # SkyPilot says so by failing while it has no controller for them
 FOLDER = ".rollcall-run"  # in the home folder of each node
 INSTALL = "install it with `pip install skypilot` (with the extras of your clouds)"
 HEAD = '$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)'
@@ -32,11 +34,7 @@ class Skypilot:
         section = _section(request)
         secrets = [TOKEN, *section.secrets]
         options = [word for name in secrets for word in ("--secret", name)]
-        start = (
-            ("sky", "jobs", "launch", "--yes", "--detach-run", "--name", request.name)
-            if section.managed
-            else ("sky", "launch", "--yes", "--detach-run", "--cluster", request.name)
-        )
+        start = _thing(managed=section.managed, name=request.name).start
         command = Command(words=(*start, *options, str(request.folder / TASK)), what="start the task")
         text = yaml_text(_task(request, section))
         return Rendered(
@@ -50,32 +48,113 @@ class Skypilot:
         return "SkyPilot checks the task when it starts it"
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        managed = _section(request).managed
-        kind = "managed job" if managed else "cluster"
-        record = replace(record, facts={"managed": "yes" if managed else "no"})
-        record = record.with_part(Part(kind=kind, where="sky")).save()
-        if not (managed and _is_queued(record.name)):  # `sky launch` of a cluster that exists reuses it
+        thing = _thing(managed=_section(request).managed, name=record.name)
+        found = thing.find()
+        if found:
+            refuse_others(thing.name, tool="SkyPilot", record=record, where=WHERE)
+        record = record.with_part(Part(kind=thing.kind, where=WHERE)).save()
+        if not thing.is_busy(found):
             run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
-        return record.with_part(Part(kind=kind, where="sky", id=record.name)).save()
+        return record.with_part(Part(kind=thing.kind, where=WHERE, id=thing.name)).save()
 
     def follow(self, record: LaunchRecord) -> int:
-        return watch(Command(words=(*_logs(record), "--follow"), what="follow the log"))
+        return watch(Command(words=(*_of(record).logs, "--follow"), what="follow the log"))
 
     def logs(self, record: LaunchRecord) -> None:
-        watch(Command(words=(*_logs(record), "--no-follow"), what="read the log"))
+        watch(Command(words=(*_of(record).logs, "--no-follow"), what="read the log"))
 
     def status(self, record: LaunchRecord) -> str:
-        words = ("sky", "jobs", "queue") if _is_managed(record) else ("sky", "status", record.name)
-        lines = ask(Command(words=words, what="ask SkyPilot for its state"), may_fail=True).splitlines()
-        return next((line.strip() for line in lines if record.name in line.split()), "SkyPilot does not know it")
+        return _of(record).status()
 
     def stop(self, record: LaunchRecord) -> None:
-        words = (
-            ("sky", "jobs", "cancel", "--yes", "--name", record.name)
-            if _is_managed(record)
-            else ("sky", "down", "--yes", record.name)
-        )
-        run(Command(words=words, what="end the task"))
+        for part in record.parts:
+            thing = _thing(managed=part.kind == ManagedJob.kind, name=record.name)
+            if thing.find():
+                run(Command(words=thing.end, what="end the task"))
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedJob:
+    """SkyPilot restarts it after a preemption; its machines go when it ends."""
+
+    name: str
+    kind: ClassVar[str] = "managed job"
+
+    @property
+    def start(self) -> tuple[str, ...]:
+        return ("sky", "jobs", "launch", "--yes", "--detach-run", "--name", self.name)
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        return ("sky", "jobs", "logs", "--name", self.name)
+
+    @property
+    def end(self) -> tuple[str, ...]:
+        return ("sky", "jobs", "cancel", "--yes", "--name", self.name)
+
+    def find(self) -> list[dict[str, Any]]:
+        """The jobs of this name that have not ended."""
+        return self._list("--all", "--skip-finished")
+
+    def is_busy(self, found: list[dict[str, Any]]) -> bool:
+        return bool(found)
+
+    def status(self) -> str:
+        newest = max(self._list("--all"), key=lambda job: job["job_id"], default=None)
+        if newest is None:
+            return "SkyPilot does not know it"
+        return f"{newest['status']} {newest.get('failure_reason') or ''}".strip()
+
+    def _list(self, *options: str) -> list[dict[str, Any]]:
+        words = ("sky", "jobs", "queue", *options, "--output", "json")
+        jobs = ask_json(Command(words=words, what="list the managed jobs"), means_nothing=NO_JOBS)
+        return [job for job in jobs or [] if job["job_name"] == self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """It stays until it is taken down."""
+
+    name: str
+    kind: ClassVar[str] = "cluster"
+
+    @property
+    def start(self) -> tuple[str, ...]:
+        return ("sky", "launch", "--yes", "--detach-run", "--cluster", self.name)
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        return ("sky", "logs", self.name)
+
+    @property
+    def end(self) -> tuple[str, ...]:
+        return ("sky", "down", "--yes", self.name)
+
+    def find(self) -> list[dict[str, Any]]:
+        words = ("sky", "status", self.name, "--output", "json")
+        clusters = ask_json(Command(words=words, what="ask SkyPilot for the cluster"))
+        return [each for each in clusters or [] if each["name"] == self.name]
+
+    def is_busy(self, found: list[dict[str, Any]]) -> bool:
+        """Whether the task runs there or waits to: `sky launch` would put a second one behind it."""
+        if not found:
+            return False
+        words = ("sky", "queue", self.name, "--skip-finished", "--output", "json")
+        return bool((ask_json(Command(words=words, what="list the cluster's jobs")) or {}).get(self.name))
+
+    def status(self) -> str:
+        found = self.find()
+        return f"the cluster is {found[0]['status']}" if found else "SkyPilot does not know it"
+
+
+def _thing(*, managed: bool, name: str) -> ManagedJob | Cluster:
+    """SkyPilot's names begin with a letter."""
+    return (ManagedJob if managed else Cluster)(name if name[0].isalpha() else f"run-{name}")
+
+
+def _of(record: LaunchRecord) -> ManagedJob | Cluster:
+    """What was started last."""
+    return _thing(managed=record.parts[-1].kind == ManagedJob.kind, name=record.name)
 
 
 def _section(request: Request) -> SkypilotSection:
@@ -93,7 +172,7 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
         env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {
-        "name": request.name,
+        "name": _thing(managed=section.managed, name=request.name).name,
         "num_nodes": request.cluster.num_nodes,
         "resources": dict(section.resources),
         "secrets": dict.fromkeys([TOKEN, *section.secrets]),
@@ -112,16 +191,3 @@ def _notes(request: Request, section: SkypilotSection) -> tuple[str, ...]:
     return (
         f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume",
     )
-
-
-def _is_managed(record: LaunchRecord) -> bool:
-    return record.facts.get("managed") == "yes"
-
-
-def _is_queued(name: str) -> bool:
-    queue = ask(Command(words=("sky", "jobs", "queue", "--skip-finished"), what="list the managed jobs"), may_fail=True)
-    return any(name in line.split() for line in queue.splitlines())
-
-
-def _logs(record: LaunchRecord) -> tuple[str, ...]:
-    return ("sky", "jobs", "logs", "--name", record.name) if _is_managed(record) else ("sky", "logs", record.name)
