@@ -49,6 +49,16 @@ if __name__ == "__main__":
 """
 
 
+# What a head knows of its versions is replaced; prints what was there.
+CLAIM = """
+import json, sys
+from ray._raylet import GcsClient
+client = GcsClient(address=sys.argv[1])
+print(client.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=30).decode())
+client.internal_kv_put(b"CLUSTER_METADATA", sys.argv[2].encode(), True, b"cluster", timeout=30)
+"""
+
+
 @dataclass(kw_only=True)
 class Plain:
     """Three hosts of one Ray; the head is not the one with the lowest address."""
@@ -119,6 +129,13 @@ def assert_trained(path: Path, *, steps: int = 4) -> None:
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == steps
     found = audit(run_dir)
     assert found.is_clean, found
+
+
+def claim_versions(plain: Plain, versions: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-c", CLAIM, plain.address, json.dumps(versions)]
+    done = plain.head.run(command, env={**ENV, **plain.env})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def wait_for_step(command: Command, run_dir: Path, step: int) -> None:
@@ -241,6 +258,12 @@ def test_what_does_not_fit_is_refused_in_a_sentence(plain: Plain) -> None:
     )
     auto = rollcall(plain.head, "status", "--json", env={**plain.env, "RAY_ADDRESS": "auto"})
     assert json.loads(auto.stdout)["head_address"] == plain.address, auto.stderr
+    real = claim_versions(plain, {"ray_version": "2.9.3", "python_version": "3.10.1", "ray_init_cluster": False})
+    older = rollcall(plain.head, "train", path, env=plain.here)
+    claim_versions(plain, real)
+    assert (
+        older.returncode == 1 and "runs Ray 2.9.3, and this is Ray" in older.stderr and "Traceback" not in older.stderr
+    )
     if not plain.env:
         return
     bare = rollcall(plain.head, "train", path, env={"RAY_ADDRESS": plain.address})
