@@ -14,6 +14,7 @@ from runs import column, make_run
 
 from rollcall.config import Config, dump_config
 from rollcall.inspect.audit import audit
+from rollcall.jobs.submit import ENTRYPOINT
 from rollcall.redact import REDACTED
 from rollcall.stop import STOPPED
 from rollcall.worker_env.declared import SEALED
@@ -137,3 +138,13 @@ def test_an_error_of_the_run_is_the_jobs(tmp_path: Path) -> None:
     process, _ = start(tmp_path, "data.max_prompt_tokens=1")
     _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1 and "started again" not in errors, errors
+
+
+def test_the_shell_that_ray_starts_it_by_gives_its_place_to_the_driver(tmp_path: Path) -> None:
+    """A node passes a signal on to processes with the driver's name in their command. A shell with it would end by the signal."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho $$\n")
+    fake.chmod(0o755)
+    env = {**os.environ, "ROLLCALL_PYTHON": str(fake)}
+    started = subprocess.Popen(ENTRYPOINT, shell=True, env=env, stdout=subprocess.PIPE, text=True)
+    assert int(started.communicate(timeout=WAIT_S)[0]) == started.pid

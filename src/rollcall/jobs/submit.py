@@ -47,7 +47,8 @@ STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its
 LOST_S = 120.0  # while following: how long the head may be silent
 TELL_EVERY_S = 5.0
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
-ENTRYPOINT = f'"${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
+# Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
+ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ def _srun(request: Request, section: SlurmSection) -> str:
         words += [f"--jobid={section.attach}", "--overlap", f"--job-name={job_name(request.name)}"]
         words += [f"--gpus-per-node={_plain(gpus, key='gpus_per_node')}" if (gpus := _gpus(request, section)) else ""]
     # The run decides what the loss of a node means, and Ray's processes may use all CPUs of the job.
-    words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--label", "--unbuffered"]
+    words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--label"]
     return shlex.join([*(word for word in words if word), *_pyxis(request)])
 
 
