@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +37,7 @@ from rollcall.wait import Wait, say
 
 ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
 TELL_S = 30.0
+HEARD_S = 2.0  # for the answer of the call that leaves the status on a node
 DASHBOARD_S = 180.0
 FAILED = 1
 
@@ -92,8 +94,10 @@ def cluster_of(config: Config) -> ClusterSection:
 
 
 def _status(ended: Path) -> int | None:
+    """What rank 0 has left here. Ray stops a little later: it still has to tell rank 0 that it is here."""
     try:
-        return int(ended.read_text())
+        is_heard = time.time() - ended.stat().st_mtime >= HEARD_S
+        return int(ended.read_text()) if is_heard else None
     except FileNotFoundError:
         return None
 
