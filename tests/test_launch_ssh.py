@@ -32,6 +32,7 @@ from rollcall.launch.ssh import open_tunnel
 from rollcall.launch.target import Request
 from rollcall.launch.targets import get_target
 from rollcall.launch.tunnel import TunnelChannel
+from rollcall.nodes.address import free_ports, listens
 from rollcall.version import __version__
 
 HOSTS = ["a", "b"]
@@ -374,6 +375,76 @@ def test_ctrl_c_ends_a_command_on_the_hosts(
         real(0.05)
 
 
+SSHD = "/usr/sbin/sshd"
+SSHD_CONFIG = """\
+ListenAddress 127.0.0.1
+Port {port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+UsePAM no
+StrictModes no
+MaxStartups 1
+SetEnv HOME={home} PATH={home}/bin:/usr/bin:/bin
+"""
+
+
+@pytest.fixture
+def real_sshd(hosts: Path, tmp_path: Path) -> Iterator[Path]:
+    """A real sshd for each of the hosts a and b, on loopback, and the real ssh with a configuration that knows them by name."""
+    if shutil.which(SSHD) is None or os.geteuid() != 0:
+        pytest.skip("needs root and sshd (apt install openssh-server)")
+    separation = Path("/run/sshd")  # sshd wants it; its service makes it
+    had_it = separation.exists()
+    separation.mkdir(mode=0o755, exist_ok=True)
+    for name in ("host_key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    known, servers = " ".join((tmp_path / "host_key.pub").read_text().split()[:2]), []
+    config = f"IdentityFile {tmp_path}/key\nUserKnownHostsFile {tmp_path}/known\n"
+    for name, port in zip(HOSTS, free_ports(2), strict=True):
+        (tmp_path / name).write_text(SSHD_CONFIG.format(port=port, folder=tmp_path, home=hosts / name))
+        servers.append(subprocess.Popen([SSHD, "-D", "-f", str(tmp_path / name)]))
+        config += f"Host {name}\n  HostName 127.0.0.1\n  Port {port}\n"
+        with (tmp_path / "known").open("a") as file:
+            file.write(f"[127.0.0.1]:{port} {known}\n")
+        while not listens(f"127.0.0.1:{port}", timeout_s=1.0):
+            assert servers[-1].poll() is None
+            time.sleep(0.02)
+    (tmp_path / "config").write_text(config)
+    (hosts.parent / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {tmp_path}/config "$@"\n')
+    yield hosts
+    for server in servers:
+        server.terminate()
+        server.wait()
+    if not had_it:
+        separation.rmdir()
+
+
+def test_a_real_sshd_does_the_same(
+    real_sshd: Path, tmp_path: Path, dashboard: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = start(request_on(tmp_path, env={"MINE": "it's a $HOME"}))
+    assert (real_sshd / "b/mine").read_text() == "it's a $HOME"
+    assert list(dashboard.rows) == job_ids(record)
+    capsys.readouterr()
+    assert run_there(record, where="all", command=["echo $MINE; exit 3"]) == [
+        f"{host}: failed with status 3" for host in HOSTS
+    ]
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"{host} | it's a $HOME" for host in HOSTS]
+    verbs.stop("one")
+    assert not list(real_sshd.glob("*/rank")) and find_record("one") is None
+    (real_sshd / "a/waits-node").touch()
+    (real_sshd / "b/fails-node").write_text("no space left on device")
+    with pytest.raises(LaunchError, match="b: failed with status 1\n    no space left on device"):
+        start(request_on(tmp_path))
+    assert "a | let go" in capsys.readouterr().err and calls(real_sshd, "a")[-1] == "down"
+    (tmp_path / "known").write_text("")
+    with pytest.raises(
+        LaunchError, match="2 problems.*\n  a: ssh cannot reach it\n.*(\n.*)*look at its key with `ssh HOST`"
+    ):
+        start(request_on(tmp_path))
+
+
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
@@ -456,6 +527,13 @@ def test_nodes_run_in_containers_that_end_with_the_launch(with_docker: Path, tmp
     assert start(request).state == "started" and docker(with_docker, "b").count("run") == 1, "it is kept"
     verbs.stop("one")
     assert find_record("one") is None and not list(with_docker.glob("*/container"))
+
+
+def test_containers_get_their_scripts_through_a_real_sshd(real_sshd: Path, with_docker: Path, tmp_path: Path) -> None:
+    assert start(in_containers(tmp_path)).state == "started"
+    assert calls(with_docker, "b") == ["here", "prepare", "node"] and (with_docker / "b/mine").read_text() == "a b"
+    verbs.stop("one")
+    assert not list(with_docker.glob("*/container"))
 
 
 def test_containers_go_when_a_host_cannot_be_used(with_docker: Path, tmp_path: Path) -> None:
