@@ -1,7 +1,8 @@
 """What `rollcall launch` renders for the nodes, run as it is on lab hosts.
 
 The shell of SkyPilot's and dstack's tasks, with the variables that these tools set, by the shell that they use (read in SkyPilot
-0.14.1 and dstack 0.22.5).
+0.14.1 and dstack 0.22.5). Of KubeRay's manifest the commands that its operator makes of it for the head, a worker and the submitter
+(read in KubeRay 1.7.0-rc.0).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ VALUE = "a b'c\"d$$HOME`date`\\ ${{ x.y }} ü✓*;#"
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab(hosts=2, shared=tmp_path_factory.mktemp("lab") / "shared") as made:
+    with Lab(hosts=3, shared=tmp_path_factory.mktemp("lab") / "shared") as made:
         yield made
 
 
@@ -83,12 +84,13 @@ class Tool:
     def start(self, lab: Lab, rendered: Rendered) -> list[Command]:
         task = yaml.safe_load(rendered.file(self.file).text)
         started = []
-        for rank, host in enumerate(lab.hosts):
+        hosts = lab.hosts[:2]
+        for rank, host in enumerate(hosts):
             for there, here in self.mounts(task).items():
                 path = host.root / there.replace("~", str(host.home), 1).lstrip("/")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(here, path)
-            env = {**BARE, **self.variables(rank, lab.hosts), "ROLLCALL_TOKEN": SECRET}
+            env = {**BARE, **self.variables(rank, hosts), "ROLLCALL_TOKEN": SECRET}
             words = self.words(task, host)
             # Without what the lab itself gives a host's commands.
             plain = [
@@ -149,7 +151,7 @@ def tool(request: pytest.FixtureRequest) -> Tool:
 def skys_ray(lab: Lab, tool: Tool) -> Iterator[None]:
     """The port that SkyPilot's own Ray has on every node of its clusters."""
     listen = "import socket, time; s = socket.create_server(('0.0.0.0', 6380)); time.sleep(3600)"
-    held = [host.start([sys.executable, "-c", listen]) for host in lab.hosts] if tool.name == "skypilot" else []
+    held = [host.start([sys.executable, "-c", listen]) for host in lab.hosts[:2]] if tool.name == "skypilot" else []
     yield
     for command in held:
         command.kill()
@@ -183,7 +185,7 @@ def test_a_task_trains_stops_with_75_and_trains_on(lab: Lab, tool: Tool, monkeyp
     rendered = tool.rendered(lab, run_file(lab, tool.name), monkeypatch)
     first = tool.start(lab, rendered)
     wait_for_step(first, run_dir, 3)
-    for host in lab.hosts:
+    for host in lab.hosts[:2]:
         end(host)
     assert statuses(first) == [STOPPED, STOPPED], printed(first)
     assert not (run_dir / "summary.json").exists(), "it was stopped before its end"
@@ -204,3 +206,86 @@ def test_a_task_whose_run_fails_ends_on_every_node(lab: Lab, tool: Tool, monkeyp
     ended = statuses(commands)
     assert len(set(ended)) == 1 and ended[0] not in (0, STOPPED), printed(commands)
     assert "missing.jsonl" in commands[0].output
+
+
+SERVICE = "one-head-svc.default.svc.cluster.local"
+DASHBOARD = f"http://{SERVICE}:8265"
+JOB = "one-x7k2p"
+HEALTH = "import urllib.request; r=urllib.request.urlopen('{}', timeout=10); exit(0 if b'success' in r.read() else 1)"
+
+
+def ray_start(group: dict[str, Any], *, head: bool) -> list[str]:
+    """The words of a Ray container: what the operator adds to `rayStartParams`, its options in the order of their names."""
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    memory = int(limits["memory"].removesuffix("Gi")) * 2**30
+    added = {
+        "metrics-export-port": "8080", "block": "true", "dashboard-agent-listen-port": "52365",
+        "num-cpus": str(limits["cpu"]), "memory": str(memory), **({} if head else {"address": f"{SERVICE}:6379"}),
+    }  # fmt: skip
+    options = "".join(
+        f" --{name} " if value == "true" else f" --{name}={value} "
+        for name, value in sorted((added | group["rayStartParams"]).items())
+    )
+    command = f"ulimit -n ${{RAY_START_ULIMIT_OPEN_FILES:-65536}}; ray start {'--head ' if head else ''}{options}"
+    return ["/bin/bash", "-c", "--", command]
+
+
+def pod_env(group: dict[str, Any], *, head: bool) -> dict[str, str]:
+    own = {each["name"]: each["value"].replace("$$", "$") for each in group["template"]["spec"]["containers"][0]["env"]}
+    return {
+        **own, "RAY_CLUSTER_NAME": "one", "RAY_PORT": "6379", "RAY_USAGE_STATS_KUBERAY_IN_USE": "1",
+        "RAY_ADDRESS": "127.0.0.1:6379" if head else f"{SERVICE}:6379", "FQ_RAY_IP": SERVICE, **token_env(),
+    }  # fmt: skip
+
+
+def token_env() -> dict[str, str]:
+    """As from the secret that the operator makes where `authOptions` asks for a token."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": SECRET}
+
+
+def submitter(spec: dict[str, Any]) -> list[str]:
+    """The words of the Kubernetes job that submits, in K8sJobMode."""
+    health = HEALTH.format(f"{DASHBOARD}/api/gcs_healthz")
+    runtime = json.dumps(json.dumps(yaml.safe_load(spec["runtimeEnvYAML"])))
+    submit = f"ray job submit --address {DASHBOARD} --no-wait --runtime-env-json {runtime} --submission-id {JOB}"
+    lines = [
+        f'until python -c "{health}" >/dev/null 2>&1 ; do echo "Waiting" ; sleep 2 ; done ;',
+        f"if ! ray job status --address {DASHBOARD} {JOB} >/dev/null 2>&1 ;",
+        f"then {submit} -- {spec['entrypoint'].strip()} ; fi ; ray job logs --address {DASHBOARD} --follow {JOB}",
+    ]
+    return ["/bin/bash", "-ce", "--", " ".join(lines)]
+
+
+def test_the_pods_of_a_rayjob_train(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_LAUNCHES", str(lab.shared / "launches"))
+    marks = lab.shared / "marks"
+    marks.mkdir()
+    run = {
+        **run_file(lab, "kuberay", steps=3),
+        "prepare": {"each_node": [f"touch {marks}/$(hostname)"], "once": [f"touch {marks}/once"]},
+    }
+    section = {"image": "mine", "cpus": 2, "memory": "4Gi", "env": {**ENV, "MINE": VALUE}}
+    config = load_config({**run, "launch": {"kuberay": section}})
+    rendered = get_target("kuberay").render(make_request(config, target="kuberay", name="one", cwd=lab.shared))
+    spec = yaml.safe_load(rendered.file("rayjob.yaml").text)["spec"]
+    pods = spec["rayClusterSpec"]
+    assert pods["authOptions"] == {"mode": "token"}
+    head, worker, other = lab.hosts
+    with (lab.etc / "hosts").open("a") as file:
+        file.write(f"{head.ip} {SERVICE}\n")
+    image = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/bin:/bin"}  # it has Python, Ray and Rollcall
+    (group,) = pods["workerGroupSpecs"]
+    started = [
+        head.start(ray_start(pods["headGroupSpec"], head=True), env=image | pod_env(pods["headGroupSpec"], head=True)),
+        worker.start(ray_start(group, head=False), env=image | pod_env(group, head=False)),
+    ]
+    submitted = other.run(submitter(spec), env={**image, **token_env()}, timeout_s=RUN_S)
+    said = submitted.stdout + submitted.stderr
+    assert submitted.returncode == 0, said + printed(started)
+    assert json.loads((lab.shared / "kuberay/summary.json").read_text())["steps"] == 3, said
+    assert audit(lab.shared / "kuberay").is_clean
+    assert sorted(path.name for path in marks.iterdir()) == ["node0", "node1", "once"], said
+    assert SECRET not in said
+    for command in started:
+        assert command.poll() is None, "the pods are the operator's to end"
+        command.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -138,6 +139,23 @@ def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, v
     if target != "slurm":  # its nodes find each other in a folder
         assert words[words.index("--head-address") + 1] == "[fd00::1]:6399"
         assert words[words.index("--rank") + 1] == "1" and words[words.index("--num-nodes") + 1] == "2"
+
+
+@pytest.mark.parametrize("value", [HOSTILE, "$(HOME) $$(HOME) $$ $", "line\nline", ""])
+def test_any_value_of_a_variable_reaches_a_pod(tmp_path: Path, value: str) -> None:
+    """Kubernetes replaces ``$(NAME)`` in values, and reads ``$$`` as ``$``."""
+    manifest = yaml.safe_load(
+        get_target("kuberay").render(request_for("kuberay", tmp_path, env={"MINE": value})).file("rayjob.yaml").text
+    )
+    groups = [
+        manifest["spec"]["rayClusterSpec"]["headGroupSpec"],
+        *manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"],
+    ]
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        (variable,) = [each for each in container["env"] if each["name"] == "MINE"]
+        read = re.sub(r"\$\$|\$\(.*?\)", lambda found: "$" if found[0] == "$$" else "replaced", variable["value"])
+        assert read == value
 
 
 # Each target with its own tool replaced by a script that writes down how it was called, and what it has started

@@ -1,4 +1,5 @@
-"""`rollcall launch kuberay`: a RayJob for the KubeRay operator. KubeRay starts Ray in pods; the run is `rollcall train` there.
+"""`rollcall launch kuberay`: a RayJob for the KubeRay operator. KubeRay starts Ray in pods; a job there
+makes the nodes ready and becomes `rollcall train`.
 
 The head pod is a node of the run, the others are workers of one group. The run file travels in a variable of the job, in
 base64: KubeRay passes the job's variables through a shell, inside double quotes.
@@ -169,6 +170,9 @@ def _cluster(request: Request, section: KuberaySection) -> dict[str, Any]:
     start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,
+        "authOptions": {
+            "mode": "token"
+        },  # KubeRay makes the token; without one, anyone who reaches a port can run code
         "headGroupSpec": {
             "rayStartParams": {**start, "dashboard-host": "0.0.0.0"},
             "template": _pod(request, section, name="ray-head"),
@@ -200,10 +204,19 @@ def _pod(request: Request, section: KuberaySection, *, name: str) -> dict[str, A
         "name": name,
         "image": section.image,
         "resources": {"limits": resources, "requests": resources},
-        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "env": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
         "envFrom": [{"secretRef": {"name": secret}} for secret in section.env_from_secrets],
         "volumeMounts": mounts,
     }
     return {
         "spec": {"containers": [{key: value for key, value in container.items() if value != []}], "volumes": volumes}
     }
+
+
+def _literal(value: str) -> str:
+    """Kubernetes replaces ``$(NAME)`` in the value of a variable, and reads ``$$`` as ``$``.
+
+    >>> _literal("$(HOME) $x")
+    '$$(HOME) $$x'
+    """
+    return value.replace("$", "$$")

@@ -1,0 +1,80 @@
+"""What comes before a run on a Ray that someone else has started: wait for its slots, prepare every node, look for what would break the run.
+
+It runs where the run's driver will: in a job, on a node of that Ray. Nodes are prepared by tasks of Ray, all at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+from rollcall.config import Config, dump_config
+from rollcall.config.sections import ClusterSection
+from rollcall.doctor.examine import examine
+from rollcall.doctor.show import show
+from rollcall.errors import ClusterError
+from rollcall.jobs.prepare import prepare_once
+from rollcall.nodes.check import describe, list_nodes
+from rollcall.nodes.head import NodeInfo
+from rollcall.nodes.which import Cluster, find_cluster
+from rollcall.on_ray.connect import connect, disconnect
+from rollcall.on_ray.each_node import answers_of, run_on
+from rollcall.wait import Wait, say
+
+JOIN_S = 1800.0  # a cluster of Kubernetes may still be getting its machines
+LAST_LINES = 15
+
+
+def make_ready(config: Config, section: ClusterSection) -> None:
+    cluster = find_cluster(ray_address=section.ray_address)
+    nodes = _wait_for_nodes(cluster, num_slots=section.num_slots)
+    if config.prepare.each_node or config.prepare.fetch_model:
+        _prepare(cluster, nodes, config)
+    prepare_once(config)
+    report = examine(cluster, config=config, quick=True)
+    show(report)
+    if report.breaks:
+        raise ClusterError("the run was not started: doctor has found what would break it (above)")
+
+
+def _wait_for_nodes(cluster: Cluster, *, num_slots: int) -> list[NodeInfo]:
+    """Those with slots, once there are enough of them. More are fine: the cluster may be for others too."""
+    wait = Wait(JOIN_S, first_s=0.0)
+    cluster.wait_until_known(wait)
+    while (found := list_nodes(cluster)).num_slots < num_slots:
+        if wait.is_over:
+            raise ClusterError(f"after {wait.waited_s:.0f} s {describe(found, num_slots=num_slots)}")
+        wait.tell(describe(found, num_slots=num_slots))
+        wait.sleep(2.0)
+    return [node for node in found.alive if node.slots]
+
+
+def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
+    connect(cluster, log_to_driver=False)
+    try:
+        prepare = _preparer(dump_config(config))
+        calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
+        answers, failures = answers_of(calls, wait=Wait(), to="prepare itself")
+    finally:
+        disconnect()
+    for rank, why in [*answers.items(), *failures.items()]:
+        if why:
+            say(f"{nodes[rank].host} ({nodes[rank].address}) could not prepare itself:\n{why}")
+    if failures or any(answers.values()):
+        raise ClusterError("the run was not started: a node could not be prepared (above)")
+
+
+def _preparer(run_file: str) -> Callable[[], str]:
+    def prepare() -> str:
+        """The last lines of what went wrong; empty: nothing did."""
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(run_file)
+            file.flush()
+            words = [sys.executable, "-m", "rollcall", "prepare", file.name]
+            ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        last = f"{ended.stdout}\n{ended.stderr}".strip().splitlines()[-LAST_LINES:]
+        return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
+
+    return prepare
