@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, JsonValue
 
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_variables
@@ -80,9 +80,7 @@ class SlurmSection(_OnNodes):
 
 
 class SkypilotSection(_OnNodes):
-    resources: dict[str, str | int | float | bool | list[str]] = field(
-        {}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`."
-    )
+    resources: dict[str, JsonValue] = field({}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`.")
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
     file_mounts: dict[str, str] = field({}, "Files and buckets for the nodes: path there, path or bucket here.")
     secrets: list[str] = field([], "Names of variables whose values SkyPilot takes from this shell.")
@@ -92,9 +90,7 @@ class SkypilotSection(_OnNodes):
 
 class DstackSection(_OnNodes):
     image: str | None = field(None, "Container image.")
-    resources: dict[str, str | int | float | dict[str, str | int]] = field(
-        {}, "dstack's resources, such as `{gpu: 'H100:8', shm_size: 64GB}`."
-    )
+    resources: dict[str, JsonValue] = field({}, "dstack's resources, such as `{gpu: 'H100:8', shm_size: 64GB}`.")
     secrets: list[str] = field([], "Names of variables whose values dstack takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     volumes: list[str] = field([], "Volumes: `NAME:/path`, or `/on/the/instance:/path`.")

@@ -19,7 +19,7 @@ from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command
 from rollcall.redact import redact
 
-TOOL_S = 60.0  # to ask a tool something
+TOOL_S = 300.0  # to ask a tool something; `sky` starts a server of its own for the first question
 START_S = 3600.0  # clouds take their time to give machines
 LAST_LINES = 15
 
