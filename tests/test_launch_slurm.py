@@ -192,6 +192,33 @@ def test_a_job_that_was_submitted_just_before_a_kill_is_found_and_ended(tmp_path
     assert tools.called("scancel") == ["scancel 41"]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("then", ["start", "stop"])
+def test_a_launch_that_is_killed_around_its_submission_is_finished_or_cleaned_up(
+    tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch, when: str, then: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    submit = slurm_queue.submit
+
+    def cut_off(*arguments: Any) -> str:
+        if when == "after":
+            submit(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(slurm_queue, "submit", cut_off)
+    with pytest.raises(Killed):
+        launched(tmp_path)
+    monkeypatch.setattr(slurm_queue, "submit", submit)
+    if then == "start":
+        record, _, _ = launched(tmp_path)
+        assert [part.id for part in record.parts] == ["41"]
+        assert len([call for call in tools.called("sbatch") if "--test-only" not in call]) == 1
+    stop("one")
+    assert find_record("one") is None and not list(tools.queue.iterdir())
+
+
 def test_a_job_that_sbatch_refuses_is_not_submitted_and_nothing_is_kept(tmp_path: Path, tools: Tools) -> None:
     tools.program("sbatch", 'echo "sbatch: error: invalid partition specified: nope" >&2; exit 1')
     with pytest.raises(LaunchError, match="invalid partition"):

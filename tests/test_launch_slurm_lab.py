@@ -32,7 +32,7 @@ def share(prompt, completion, answer, metadata):
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
     with Lab(hosts=5, shared=tmp_path_factory.mktemp("lab") / "shared") as lab:
-        yield SlurmLab(lab)
+        yield SlurmLab(lab, gpus=2)
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +48,17 @@ def _clean(slurm: SlurmLab) -> Iterator[None]:
 class Launch:
     """A run file in a folder of its own in the shared folder, and `rollcall launch` there on the login node."""
 
-    def __init__(self, slurm: SlurmLab, name: str, *, pause_s: float = 0.0, **section: Any) -> None:
+    def __init__(
+        self, slurm: SlurmLab, name: str, *, pause_s: float = 0.0, cluster: dict[str, Any] | None = None, **section: Any
+    ) -> None:
         self.slurm, self.name = slurm, name
         self.folder = slurm.lab.shared / "runs" / name
         self.folder.mkdir(parents=True)
         (self.folder / "lab_rewards.py").write_text(REWARDS.format(pause_s=pause_s))
         run = {
             "run": {"name": name, "dir": str(self.folder / "run"), "seed": 0},
-            "cluster": {"num_nodes": 3, "num_gpus_per_node": 1, "accelerator": "cpu"},
-            "model": {"path": "builtin:arithmetic", "device": "cpu"},
+            "cluster": {"num_nodes": 3, "num_gpus_per_node": 1, "accelerator": "cpu", **(cluster or {})},
+            "model": {"path": "builtin:arithmetic", "device": "auto"},
             "data": {"train": "builtin:arithmetic", "val": None, "prompts_per_step": 12, "max_prompt_tokens": 16},
             "rollout": {"samples_per_prompt": 2, "max_response_tokens": 4},
             "reward": [{"type": "function", "path": "lab_rewards:share"}],
@@ -119,6 +121,22 @@ def test_a_job_of_three_nodes_trains_and_leaves_nothing(slurm: SlurmLab) -> None
     slurm.wait_until(lambda: not left_on(slurm), f"nothing runs: {left_on(slurm)}")
     assert launch.rollcall("down", "train").returncode == 0
     print(json.dumps({"seconds": json.loads((launch.folder / "run/summary.json").read_text())["seconds"]}))
+
+
+def test_a_node_offers_the_gpus_that_slurm_gave_it_which_is_its_limit(slurm: SlurmLab) -> None:
+    """The cards are files that Slurm hands out, so the command is one that says how it was called."""
+    fake = slurm.lab.shared / "fake/rollcall"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\necho "cards $CUDA_VISIBLE_DEVICES; words $*"\n')
+    fake.chmod(0o755)
+    gpus = {"accelerator": "gpu", "num_gpus_per_node": 2}
+    launch = Launch(slurm, "gpus", cluster=gpus, lines=[f"export PATH={fake.parent}:$PATH"])
+    done = launch.start("--wait")
+    assert done.returncode == 0, done.stdout + done.stderr + slurm.tell()
+    assert sorted(re.findall(r"(\d): cards 0,1; words node --run .* --rank (\d) --slots 2", done.stdout)) == [
+        ("0", "0"), ("1", "1"), ("2", "2"),
+    ]  # fmt: skip
+    assert launch.rollcall("down", "gpus").returncode == 0
 
 
 def test_before_its_time_limit_a_job_saves_requeues_itself_and_ends_at_the_same_step(slurm: SlurmLab) -> None:
