@@ -113,7 +113,7 @@ def sky_variables(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
         "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "\n".join(host.ip for host in hosts),
         "SKYPILOT_NUM_NODES": str(len(hosts)), "SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_TASK_ID": "sky-1-one",
         # SkyPilot's own Ray started the process; and on Slurm, ranks of another order are around.
-        "RAY_CLIENT_MODE": "0", "RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "3", "OMP_NUM_THREADS": "1",
+        "RAY_CLIENT_MODE": "0", "RAY_JOB_ID": "01000000", "OMP_NUM_THREADS": "1",
         "SLURM_NODEID": str(len(hosts) - 1 - rank), "SLURM_NNODES": str(len(hosts)),
     }  # fmt: skip
 
