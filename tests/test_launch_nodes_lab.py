@@ -32,7 +32,7 @@ from rollcall.stop import STOPPED
 
 pytestmark = [needs_lab, pytest.mark.slow]
 RUN_S = 600.0
-SECRET = "5ca1ab1e" * 8
+SECRET = "7f3a9c51e0b24d68" * 4
 ACTIVATE = Path(sys.prefix) / "bin/activate"
 BARE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}  # `rollcall` is found by way of `activate` alone
 VALUE = "a b'c\"d$$HOME`date`\\ ${{ x.y }} ü✓*;#"
