@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,7 @@ def test_a_run_that_the_doctor_would_not_start_is_not_started(monkeypatch: pytes
 def test_a_job_whose_run_file_is_no_good_says_so(
     text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(VARIABLE, base64.b64encode(text.encode()).decode())
     with pytest.raises(SystemExit) as ended:
         from_variable.main()
@@ -96,7 +97,7 @@ def test_a_job_whose_run_file_is_no_good_says_so(
 
 
 def test_a_job_becomes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(SystemExit, match=VARIABLE):
         from_variable.main()
     text = yaml.safe_dump({"run": {"name": "ü $x"}, "cluster": {"num_nodes": 2}}, allow_unicode=True)
@@ -105,5 +106,6 @@ def test_a_job_becomes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ready, "make_ready", lambda config, section: done.append(config.run.name))
     monkeypatch.setattr(from_variable.os, "execv", lambda program, words: done.append(words[1:]))
     from_variable.main()
-    assert done == ["ü $x", ["-m", "rollcall", "train", str(tmp_path / "rollcall-run.yaml")]]
-    assert (tmp_path / "rollcall-run.yaml").read_text() == text
+    (run_file,) = tmp_path.glob("*/run.yaml")
+    assert done == ["ü $x", ["-m", "rollcall", "train", str(run_file)]]
+    assert run_file.read_text() == text

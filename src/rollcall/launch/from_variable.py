@@ -1,6 +1,6 @@
 """The entrypoint of a job whose run file comes in a variable: `python -m rollcall.launch.from_variable`.
 
-It writes the run file into the job's folder, makes the nodes ready, and becomes `rollcall train` of it.
+It writes the run file into a folder of its own (a job's may be read-only), makes the nodes ready, and becomes `rollcall train` of it.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from rollcall.config import load_config
@@ -21,7 +22,7 @@ def main() -> None:
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         raise SystemExit(f"{VARIABLE} is not set: this command is for jobs that `rollcall launch` made")
-    run_file = Path("rollcall-run.yaml").absolute()
+    run_file = Path(tempfile.mkdtemp(prefix="rollcall-run-")) / "run.yaml"
     run_file.write_bytes(base64.b64decode(text, validate=True))
     try:
         config = load_config(run_file)
