@@ -89,10 +89,11 @@ def _app(group: Any) -> Any:
 
 def test_these_are_the_verbs() -> None:
     assert sorted(commands()) == [
-        "check", "compare", "config", "data", "doctor", "down", "env", "eval", "fetch-model", "init", "job list", "job logs",
+        "check", "compare", "config", "data", "doctor", "down", "env", "eval", "fetch-model", "here", "init", "job list", "job logs",
         "job status", "job stop",
         "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
-        "launch ssh", "launch status", "node", "plan", "prepare", "recover", "reward test", "simulate", "status", "submit", "train", "version",
+        "launch ssh", "launch status", "node", "plan", "prepare", "recover", "reward test", "simulate", "ssh", "status", "submit", "train", "tunnel",
+        "version",
     ]  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def python() -> str:
 def child(python: str) -> Iterator[Child]:
     """One process for all engines: importing vLLM takes longer than making an engine of a tiny model."""
     child = Child(python, num_threads=1)
-    child.wait_until_ready(print)
+    child.wait_until_ready()
     yield child
     child.close()
 
@@ -203,7 +203,7 @@ def test_a_process_that_ends_or_stands_still_is_told_with_its_log(python: str) -
     ended = Child(python, num_threads=1)
     os.kill(ended.process.pid, signal.SIGKILL)
     with pytest.raises(VllmError, match="the vLLM process ended with status -9; the end of its log"):
-        ended.wait_until_ready(print)
+        ended.wait_until_ready()
     ended.close()
 
 

@@ -73,11 +73,11 @@ class Rescue(logging.Handler):
                 threading.Timer(0.1, self.action).start()  # so that it is tried again in vain first
 
     def __enter__(self) -> Rescue:
-        patience.log.addHandler(self)
+        logging.getLogger("rollcall").addHandler(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        patience.log.removeHandler(self)
+        logging.getLogger("rollcall").removeHandler(self)
 
 
 def at_call(patch: pytest.MonkeyPatch, owner: type, name: str, *, call: int, action: Callable[[], None]) -> None:

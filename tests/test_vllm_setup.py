@@ -49,7 +49,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(
 def test_a_process_that_cannot_start_is_told_with_the_end_of_its_log() -> None:
     child = Child(sys.executable, num_threads=1)
     with pytest.raises(VllmError, match=r"(?s)the vLLM process ended with status 1; .*No module named 'vllm'"):
-        child.wait_until_ready(print)
+        child.wait_until_ready()
     child.close()
 
 
