@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.script import node_lines
+from rollcall.launch.script import JOIN_S, node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask_json, need_tool, refuse_others, run, watch
@@ -169,6 +169,7 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
         head=HEAD,
         more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # before any variable of another launcher
         activate=section.activate,
+        options=("--timeout", str(JOIN_S)),
         env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {
