@@ -9,6 +9,7 @@ names them, and who starts the run is told.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ def check_variables(variables: dict[str, str]) -> dict[str, str]:
         if not name or "=" in name:
             raise ValueError("a variable's name is empty or has a '=' in it; write NAME: value")
     return variables
+
+
+def check_variable_names(names: list[str]) -> list[str]:
+    """Of variables whose values stay where they are: one that is written here would be in files and arguments."""
+    if any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
+        raise ValueError("has what is not the name of a variable; write names alone, such as HF_TOKEN, without values")
+    return names
+
+
+def check_word(text: str) -> str:
+    """What a tool gets as a word of its own: never an option, and nothing that a terminal acts on."""
+    if not text.isprintable() or text.startswith("-") or not text.strip():
+        raise ValueError(
+            f"{text[:80]!r} is empty, begins with '-' or has characters that cannot be printed; write it without"
+        )
+    return text
 
 
 def check_ruin(config: Any) -> None:

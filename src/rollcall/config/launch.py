@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue
 
 from rollcall.config.base import Section, field
-from rollcall.config.checks import check_variables
+from rollcall.config.checks import check_variable_names, check_variables, check_word
 
+Names = Annotated[list[str], AfterValidator(check_variable_names)]
+Word = Annotated[str, AfterValidator(check_word)]
 Variables = Annotated[dict[str, str], AfterValidator(check_variables)]
 
 
@@ -28,13 +30,13 @@ class ContainerSection(Section):
     runtime: Literal["docker", "podman", "apptainer", "enroot"] = field(
         "docker", "What runs the container; `enroot` is for slurm, through its pyxis plugin."
     )
-    image: str = Field(description="Image to run.")
+    image: Word = Field(description="Image to run.")
     build: Path | None = field(None, "Folder with a Dockerfile. The image is built from it on a node that lacks it.")
     mounts: list[str] = field(
         [], "Folders of the node that the container sees: `/data`, or `/data:/inside`, or `/data:/inside:ro`."
     )
-    shm: str = field("16g", "Size of /dev/shm.")
-    devices: list[str] = field([], "More devices for the container, such as `/dev/infiniband`.")
+    shm: Word = field("16g", "Size of /dev/shm.")
+    devices: list[Word] = field([], "More devices for the container, such as `/dev/infiniband`.")
 
 
 class _OnNodes(Section):
@@ -49,11 +51,11 @@ class SshSection(_OnNodes):
         description="The machines, by rank: `[node0, node1]`, or a file with one in each line. Of a file, the first hosts that "
         "no other launch uses."
     )
-    user: str | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
+    user: Word | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
     port: int | None = field(None, "Port of sshd; `null`: as ssh's configuration says.", ge=1, le=65535)
     key: Path | None = field(None, "Private key; `null`: as ssh's configuration says.")
     temp_dir: Path | None = field(None, "Ray's folder for sockets and logs on the hosts: a short, local path.")
-    interface: str | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
+    interface: Word | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
 
 
 class SlurmSection(_OnNodes):
@@ -67,10 +69,10 @@ class SlurmSection(_OnNodes):
     mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
     constraint: str | None = field(None, "Constraint.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
-    interface: str | None = field(
+    interface: Word | None = field(
         None, "Network interface that the nodes use; `null`: the one that leads out of the head, and reaches it."
     )
-    modules: list[str] = field([], "Modules to load.")
+    modules: list[Word] = field([], "Modules to load.")
     lines: list[str] = field([], "More lines for the script, before the nodes start.")
     options: list[str] = field([], "More options of sbatch, such as `--exclusive`.")
     signal_s: int = field(
@@ -83,7 +85,7 @@ class SkypilotSection(_OnNodes):
     resources: dict[str, JsonValue] = field({}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`.")
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
     file_mounts: dict[str, str] = field({}, "Files and buckets for the nodes: path there, path or bucket here.")
-    secrets: list[str] = field([], "Names of variables whose values SkyPilot takes from this shell.")
+    secrets: Names = field([], "Names of variables whose values SkyPilot takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     managed: bool = field(True, "Start it as a managed job: after a preemption it starts again and the run resumes.")
 
@@ -91,14 +93,14 @@ class SkypilotSection(_OnNodes):
 class DstackSection(_OnNodes):
     image: str | None = field(None, "Container image.")
     resources: dict[str, JsonValue] = field({}, "dstack's resources, such as `{gpu: 'H100:8', shm_size: 64GB}`.")
-    secrets: list[str] = field([], "Names of variables whose values dstack takes from this shell.")
+    secrets: Names = field([], "Names of variables whose values dstack takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     volumes: list[str] = field([], "Volumes: `NAME:/path`, or `/on/the/instance:/path`.")
     ports: list[int] = field([], "Ports to forward to the machine that attaches to the run.")
 
 
 class KuberaySection(Section):
-    namespace: str = field("default", "Namespace.")
+    namespace: Word = field("default", "Namespace.")
     image: str | None = field(None, "Container image, with Rollcall in it. Needed unless `ray_cluster` is given.")
     ray_version: str = field("2.60.0", "Version of Ray in the image.")
     cpus: int = field(8, "CPUs of each pod.", ge=1)
@@ -106,10 +108,10 @@ class KuberaySection(Section):
     shm: str = field("16Gi", "Size of /dev/shm.")
     gpu_resource: str = field("nvidia.com/gpu", "Kubernetes' name of a GPU (`amd.com/gpu` with ROCm).")
     env: Variables = field({}, "Environment variables of the pods.")
-    env_from_secrets: list[str] = field([], "Kubernetes secrets whose keys become environment variables.")
+    env_from_secrets: list[Word] = field([], "Kubernetes secrets whose keys become environment variables.")
     claims: dict[str, str] = field({}, "Volume claims that every pod mounts: name, path.")
     submission: Literal["K8sJobMode", "HTTPMode", "SidecarMode"] = field("K8sJobMode", "How KubeRay submits the job.")
-    ray_cluster: str | None = field(None, "Name of a RayCluster that exists; the job runs there.")
+    ray_cluster: Word | None = field(None, "Name of a RayCluster that exists; the job runs there.")
 
 
 class LaunchSection(Section):

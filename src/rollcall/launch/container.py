@@ -6,6 +6,7 @@ the host's: Ray's ports are the node's own.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rollcall.config.sections import ClusterSection
 from rollcall.launch.errors import LaunchError
 
 PREFIX = "rollcall-"
+_MOUNT = re.compile(r"/[^:]*(:/[^:]*(:[A-Za-z]+(,[A-Za-z]+)*)?)?")
 ROCM_DEVICES = ("/dev/kfd", "/dev/dri")
 
 
@@ -102,7 +104,7 @@ class Container:
 
 
 def container_of(
-    launch: LaunchSection, cluster: ClusterSection, *, name: str, folders: Iterable[Path] = ()
+    launch: LaunchSection, cluster: ClusterSection, *, name: str, folders: Sequence[Path] = ()
 ) -> Container | None:
     """None: the nodes run without one."""
     section = launch.container
@@ -112,14 +114,24 @@ def container_of(
         raise LaunchError(
             "launch.container.runtime=enroot needs Slurm with pyxis; use docker, podman or apptainer here"
         )
-    check_mounts(section)
+    check_mounts(section, folders=folders)
     gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
     return Container(section=section, name=f"{PREFIX}{name}", gpu=gpu, folders=tuple(map(str, folders)))
 
 
-def check_mounts(section: ContainerSection) -> None:
+def check_mounts(section: ContainerSection, *, folders: Iterable[Path] = ()) -> None:
+    """``folders``: of the launch itself."""
     for mount in section.mounts:
-        if not mount.startswith("/") or mount.count(":") > 2:
+        if not _MOUNT.fullmatch(mount) or not mount.isprintable():
             raise LaunchError(
                 f"launch.container.mounts has {mount!r}; write /folder, /folder:/inside or /folder:/inside:ro"
             )
+        if section.runtime in ("apptainer", "enroot") and "," in mount:
+            raise LaunchError(
+                f"{section.runtime} takes mounts with commas between them, and {mount!r} has one; use another path"
+            )
+    for folder in map(str, folders):
+        if ":" in folder or (section.runtime in ("apptainer", "enroot") and "," in folder):
+            raise LaunchError(f"a container cannot have the folder {folder!r}: its path has a ':' or ','; use another")
+    if section.build is not None and str(section.build).startswith("-"):
+        raise LaunchError(f"launch.container.build={section.build} reads as an option; write ./{section.build}")

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rollcall.config.yaml import read_small
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, all_records, find_record, launches
 from rollcall.words import counted
 
 HOSTS = "ssh_hosts"  # the fact of a record that lists them, by rank
+MOST_BYTES = 16 << 20  # of a file of hosts
 # What ssh takes as a destination: a name or an address, maybe with a user. Never an option.
-_DESTINATION = re.compile(r"[^\s\x00-\x1f-][^\s\x00-\x1f]*")
+_DESTINATION = re.compile(r"(ssh://)?([\w][\w.+-]*@)?[\w\[:][\w.:%\[\]-]*")
+LONGEST = 1024
 
 
 def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -> tuple[str, ...]:
@@ -55,7 +59,8 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
 
 def claim(record: LaunchRecord, hosts: Sequence[str]) -> LaunchRecord:
     """The record with these hosts, saved, unless another launch has taken one of them meanwhile."""
-    with (launches() / ".hosts.lock").open("w") as file:
+    lock = launches() / f".hosts-{os.getuid()}.lock"  # a folder of launches may have several users
+    with open(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         _refuse_used(
             hosts,
@@ -65,7 +70,12 @@ def claim(record: LaunchRecord, hosts: Sequence[str]) -> LaunchRecord:
 
 
 def hosts_of(record: LaunchRecord | None) -> tuple[str, ...]:
-    return () if record is None or HOSTS not in record.facts else tuple(json.loads(record.facts[HOSTS]))
+    if record is None or HOSTS not in record.facts:
+        return ()
+    found = json.loads(record.facts[HOSTS])
+    if not isinstance(found, list) or not all(isinstance(host, str) for host in found):
+        raise LaunchError(f"the record of {record.name!r} has no list of hosts but {record.facts[HOSTS]!r}")
+    return tuple(_checked(found))
 
 
 def _refuse_used(hosts: Sequence[str], used: dict[str, str]) -> None:
@@ -79,16 +89,20 @@ def _refuse_used(hosts: Sequence[str], used: dict[str, str]) -> None:
 def _read(path: Path) -> list[str]:
     """One host in each line; what follows a ``#`` is a comment."""
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_small(path, most=MOST_BYTES).decode().splitlines()
+    except (OSError, ValueError) as error:
         raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {error}") from None
     return [host for line in lines if (host := line.partition("#")[0].strip())]
 
 
 def _checked(hosts: Sequence[str]) -> list[str]:
-    for index, host in enumerate(hosts):
-        if not _DESTINATION.fullmatch(host):
-            raise LaunchError(f"launch.ssh.hosts has {host!r}, which ssh cannot reach; write a name or an address")
-        if host in hosts[:index]:
+    seen: set[str] = set()
+    for host in hosts:
+        if len(host) > LONGEST or not _DESTINATION.fullmatch(host):
+            raise LaunchError(
+                f"launch.ssh.hosts has {host[:LONGEST]!r}, which ssh cannot reach; write a name or an address"
+            )
+        if host in seen:
             raise LaunchError(f"launch.ssh.hosts has {host} twice; each node needs a host of its own")
+        seen.add(host)
     return list(hosts)

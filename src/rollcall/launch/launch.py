@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rollcall.launch.rendered import Rendered
 from rollcall.launch.target import Request, Target
 from rollcall.launch.targets import get_target
 from rollcall.plan.judge import workable_plan
-from rollcall.redact import secrets_of_run
+from rollcall.redact import hides, secrets_of_run
 from rollcall.wait import say
 
 
@@ -27,12 +28,8 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
             f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
         )
     launch = config.launch
-    if names := secrets_of_run(config.model_dump(mode="json")):
-        raise LaunchError(
-            f"{', '.join(names)}: a rendered file would hold the secret's value; name the variable in cluster.env_pass, and in "
-            f"the target's own list of secrets, instead"
-        )
     profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
+    _refuse_secrets(config, env={**profile, **getattr(launch, target).env})
     cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
     workable_plan(config, cluster)
@@ -49,6 +46,19 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
         profile=profile,
         hosts=hosts,
     )
+
+
+def _refuse_secrets(config: Config, *, env: Mapping[str, str]) -> None:
+    """``env``: variables of the nodes, from the target's section and the profile."""
+    names = [
+        *secrets_of_run(config.model_dump(mode="json")),
+        *(name for name, value in env.items() if hides(name, value)),
+    ]
+    if names:
+        raise LaunchError(
+            f"{', '.join(dict.fromkeys(names))}: a rendered file would hold the secret's value; name the variable in "
+            f"cluster.env_pass, and in the target's own list of secrets, instead"
+        )
 
 
 def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
@@ -88,6 +98,7 @@ def _forget_if_nothing_started(name: str) -> None:
 
 
 def stop(name: str) -> None:
+    get_record(name)  # a name that nothing has leaves no folder
     with held(name):
         record = replace(get_record(name), state="stopping").save()
         get_target(record.target).stop(record)

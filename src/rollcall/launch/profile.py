@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from rollcall.config.yaml import read_small
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.rendered import VARIABLE
+
+MOST_BYTES = 1 << 20
 
 
 def read_profile(path: Path) -> dict[str, str]:
     """Empty lines and lines that begin with ``#`` are skipped. A value with spaces stands in quotes; nothing is expanded."""
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_small(path, most=MOST_BYTES).decode().splitlines()
+    except (OSError, ValueError) as error:
         raise LaunchError(f"launch.profile={path} cannot be read: {error}") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):

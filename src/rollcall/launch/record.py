@@ -2,7 +2,8 @@
 
 The record is written before a thing is started and again when its id is known, so that `down` finds all of it, and a launch
 that was killed can be finished or cleaned up by the next command. Folders are in ``~/.rollcall/launches``, or in
-``$ROLLCALL_LAUNCHES``: on a Slurm cluster that has to be a folder that the nodes see.
+``$ROLLCALL_LAUNCHES``: on a Slurm cluster that has to be a folder that the nodes see. Several users may share that one, so a
+launch's own folder is used only if it belongs to this user, and a record only if it is whole and of that folder.
 """
 
 from __future__ import annotations
@@ -13,25 +14,33 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.launch.errors import LaunchError
 from rollcall.nodes.state import NAME
 
 FOLDER = "ROLLCALL_LAUNCHES"
 RECORD = "launch.json"
+MOST_BYTES = 16 << 20  # of a record
+_WHOLE = ConfigDict(extra="forbid", strict=True)
 State = Literal["starting", "started", "stopping"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One thing that a launch started, or is about to start."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _WHOLE
 
     kind: str  # the target's word: node, job, batch job, ...
     where: str  # the host or the tool that knows it
@@ -40,6 +49,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
+    __pydantic_config__: ClassVar[ConfigDict] = _WHOLE
+
     name: str
     target: str
     state: State
@@ -61,9 +72,11 @@ class LaunchRecord:
         return replace(self, parts=(*others, part))
 
     def save(self) -> LaunchRecord:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomic(self.folder / RECORD, json.dumps(asdict(self), indent=1), private=True)
+        write_atomic(own_folder(self.name) / RECORD, json.dumps(asdict(self), indent=1), private=True)
         return self
+
+
+_RECORD = TypeAdapter(LaunchRecord)
 
 
 def launches() -> Path:
@@ -90,18 +103,46 @@ def check_name(name: str) -> str:
     return name
 
 
+def own_folder(name: str) -> Path:
+    """The launch's folder, made if needed. Commands are run from what is in it, so nobody else may write there."""
+    folder = launches() / check_name(name)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _refuse_foreign(folder)
+    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        folder.chmod(0o700)
+    return folder
+
+
+def _refuse_foreign(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise LaunchError(f"{folder} is a link or a file, and a launch needs a folder of its own; remove it")
+    if found.st_uid != os.getuid():
+        raise LaunchError(
+            f"{folder} belongs to user {found.st_uid}, not to you; give another --name, or set {FOLDER} to a folder of yours"
+        )
+
+
 def find_record(name: str) -> LaunchRecord | None:
     path = launches() / check_name(name) / RECORD
     try:
-        raw = json.loads(path.read_text())
-        parts = tuple(Part(**part) for part in raw.pop("parts"))
-        return LaunchRecord(**raw, parts=parts)
-    except FileNotFoundError:
+        _refuse_foreign(path.parent)
+        record = _RECORD.validate_json(read_small(path, most=MOST_BYTES))
+        if record.name != name:
+            raise ValueError(f"it is of {record.name!r}")
+        return record
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise LaunchError(
-            f"{path} is not a record of a launch ({error}); look for what it started by hand, then remove its folder"
+            f"{path} is not a record of a launch ({_why(error)}); look for what it started by hand, then remove its folder"
         ) from None
+
+
+def _why(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(": ".join((".".join(map(str, one["loc"])), one["msg"])) for one in error.errors()[:3]).lstrip(": ")
 
 
 def get_record(name: str) -> LaunchRecord:
@@ -113,8 +154,10 @@ def get_record(name: str) -> LaunchRecord:
 
 
 def all_records() -> list[LaunchRecord]:
-    """The newest first."""
-    found = [record for path in sorted(launches().glob(f"*/{RECORD}")) if (record := find_record(path.parent.name))]
+    """Of this user, the newest first."""
+    folders = [path.parent for path in sorted(launches().glob(f"*/{RECORD}"))]
+    own = [folder.name for folder in folders if folder.lstat().st_uid == os.getuid()]
+    found = [record for name in own if (record := find_record(name))]
     return sorted(found, key=lambda record: record.started, reverse=True)
 
 
@@ -126,13 +169,23 @@ def forget(record: LaunchRecord) -> None:
 @contextmanager
 def held(name: str) -> Iterator[None]:
     """One command at a time works on a launch."""
-    folder = launches() / check_name(name)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError(
-                f"another command works on launch {name!r} on this machine; wait for it, or stop it"
-            ) from None
-        yield
+    while True:
+        path = own_folder(name) / "lock"
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LaunchError(
+                    f"another command works on launch {name!r} on this machine; wait for it, or stop it"
+                ) from None
+            if _is_at(path, file.fileno()):
+                yield
+                return
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the open file is the one there: a command that ends a launch removes the lock that it holds."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -28,6 +28,12 @@ INSTALL = "it comes with Slurm's client tools"
 PLAIN = re.compile(r"[!-~]+")  # printable, without spaces
 UNSAFE = re.compile(r"[\"'\\#`]")  # sbatch has its own rules for these in a script
 OF_SLURM = ("SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES")  # for a container
+# Options of sbatch by which a launch finds its job again, or knows how many tasks there are and when they end.
+OWN_OPTIONS = (
+    "array", "chdir", "clusters", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
+    "signal", "test-only", "wait", "wrap",
+)  # fmt: skip
+OWN_LETTERS = "JaDMNnoW"
 # Where `module` is not a function of the shell that submits, a file of these defines it.
 MODULE_FILES = (
     "/etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/bash"
@@ -147,8 +153,20 @@ def _options(request: Request, section: SlurmSection) -> list[str]:
     for option in section.options:
         if not option.startswith("-"):
             raise LaunchError(f"launch.slurm.options has {option!r}; write an option of sbatch, such as `--exclusive`")
+        if own := _own_option(option):
+            raise LaunchError(
+                f"launch.slurm.options has {option!r}, and a launch needs its own {own} to start its nodes and to find its job again; leave it out"
+            )
         options.append(_plain(option, key="options"))
     return [*options, "--requeue"]
+
+
+def _own_option(option: str) -> str | None:
+    """The option that this one would change and that a launch needs as it is. sbatch takes the beginning of a name for it."""
+    name = option.partition("=")[0]
+    if name.startswith("--"):
+        return next((f"--{own}" for own in OWN_OPTIONS if own.startswith(name[2:])), None)
+    return next((f"-{own}" for own in OWN_LETTERS if name[1:].startswith(own)), None)
 
 
 def _plain(value: str, *, key: str) -> str:
@@ -162,8 +180,10 @@ def _plain(value: str, *, key: str) -> str:
 
 def _places(request: Request) -> tuple[str, str]:
     log = str(request.folder / LOG)
-    if "\\" in log:
-        raise LaunchError(f"Slurm cannot write to {log!r}: set ROLLCALL_LAUNCHES to a folder without `\\` in its path")
+    if "\\" in log or not log.isprintable():
+        raise LaunchError(
+            f"Slurm cannot write to {log!r}: set ROLLCALL_LAUNCHES to a folder without `\\` and line breaks in its path"
+        )
     return f"--output={log.replace('%', '%%')}", f"--chdir={request.cwd}"
 
 
@@ -212,13 +232,11 @@ def _pyxis(request: Request) -> list[str]:
     section = request.launch.container
     if section is None or not _has_pyxis(request):
         return []
-    check_mounts(section)
+    check_mounts(section, folders=_folders(request))
     if section.build is not None or section.devices:
         raise LaunchError("launch.container.build and devices are not for enroot: import the image, and leave them out")
     folders = [str(folder) for folder in _folders(request)]
     mounts = [each if ":" in each else f"{each}:{each}" for each in (*section.mounts, *folders)]
-    if strange := [each for each in mounts if "," in each]:
-        raise LaunchError(f"pyxis takes mounts with commas between them, and {strange[0]!r} has one; use another path")
     return [
         f"--container-image={section.image}",
         f"--container-mounts={','.join(mounts)}",
