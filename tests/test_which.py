@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from test_check import make_node, make_record
+from typer.testing import CliRunner
 
+from rollcall.cli.main import app
 from rollcall.errors import ClusterError
-from rollcall.nodes import plain_ray, which
+from rollcall.nodes import bootstrap, plain_ray, which
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
@@ -119,6 +121,17 @@ def test_a_head_is_the_same_by_any_address_of_its_host() -> None:
     assert is_same_address("127.0.0.1:6379", "127.0.0.2:6379")
     assert not is_same_address("127.0.0.1:6379", "127.0.0.1:6380")
     assert not is_same_address("127.0.0.1:6379", "192.0.2.7:6379")
+
+
+def test_down_stops_nothing_of_a_ray_that_someone_else_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(make_record())
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.7:6379")
+    monkeypatch.setattr(bootstrap, "stop_node", lambda name: pytest.fail("something was stopped"))
+    done = CliRunner().invoke(app, ["down"])
+    assert (
+        done.exit_code == 0 and "nothing was stopped: Rollcall did not start the Ray at 192.0.2.7:6379" in done.stdout
+    )
+    assert "cluster 'default' of this node is not used" in done.stderr
 
 
 # Ranks
