@@ -15,6 +15,7 @@ from rollcall.config import Config
 from rollcall.config import docs as docs_config
 from rollcall.config.docs import type_name
 from rollcall.config.errors import section_classes
+from rollcall.config.launch import SlurmSection
 from rollcall.observe import metrics
 
 ROOT = Path(__file__).parents[1]
@@ -178,3 +179,11 @@ def test_types_read_as_yaml_users_say_them() -> None:
     assert type_name(tuple[float, float] | None) == "[number, number] or `null`"
     assert type_name(Literal["a", "b"]) == "`a`, `b`"
     assert type_name(dict[str, str | int]) == "map of text to text or integer"
+
+
+def test_the_page_of_keys_explains_the_keys_of_inner_sections() -> None:
+    page = docs_config.render_docs()
+    table = page.split("### launch.slurm\n")[1].split("\n### ")[0]
+    for key in SlurmSection.model_fields:
+        assert f"| `{key}` |" in table
+    assert "### trainer.elastic\n" in page

@@ -47,8 +47,11 @@ Once installed:
   rollcall compare runs/gsm8k runs/other
 
 \b
-On several machines (docs/clusters.md):
+On several machines (docs/launch.md; by hand: docs/clusters.md):
   rollcall plan run.yaml       which role sits on which GPU, and whether it fits
+  rollcall launch init slurm   a section for the run file; or ssh, skypilot, ...
+  rollcall launch slurm run.yaml --dry-run
+                               what it would start; without --dry-run: start it
   rollcall node --rank R --num-nodes N --rendezvous /shared/rollcall
                                on each machine: rank 0 starts, others join
   rollcall check 32            wait for all accelerators

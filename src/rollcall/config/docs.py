@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
@@ -58,9 +58,26 @@ def _section(name: str, info: FieldInfo, *, like: str | None) -> str:
         lines += _table(classes[0], default=default, keys=differ)
     elif len(classes) == 1:
         lines += _table(classes[0], default=info.default, keys=set(classes[0].model_fields))
+        lines += _inner_sections(name, classes[0])
     else:
         lines += _variants(name, info, classes)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _inner_sections(name: str, section: type[BaseModel]) -> list[str]:
+    """A table for each section that may be left out, or that is an item of a list."""
+    lines: list[str] = []
+    for key, info in section.model_fields.items():
+        if inner := _left_out(info):
+            lines += ["", f"### {name}.{key}", "", info.description or "", ""]
+            lines += _table(inner, default=None, keys=set(inner.model_fields))
+    return lines
+
+
+def _left_out(info: FieldInfo) -> type[BaseModel] | None:
+    """The class of a section that has no keys unless the run file gives it."""
+    classes = section_classes(info.annotation)
+    return classes[0] if classes and not isinstance(info.default, BaseModel) else None
 
 
 def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> list[str]:
@@ -103,6 +120,8 @@ def _rows(section: type[BaseModel], *, default: Any, keys: set[str], prefix: str
 def type_name(annotation: Any) -> str:
     """A type as a reader of YAML says it."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is JsonValue:
+        return "anything"
     if origin is Annotated:
         return type_name(args[0])
     if origin is Literal:
@@ -114,7 +133,8 @@ def type_name(annotation: Any) -> str:
     if origin is tuple:
         return f"[{', '.join(type_name(arg) for arg in args)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"`{{{', '.join(annotation.model_fields)}}}`"
+        few = len(annotation.model_fields) <= 3
+        return f"`{{{', '.join(annotation.model_fields)}}}`" if few else "section"
     if origin is dict:
         return f"map of {type_name(args[0])} to {type_name(args[1])}"
     return {str: "text", int: "integer", float: "number", bool: "true/false", Path: "path", Any: "anything"}.get(

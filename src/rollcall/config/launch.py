@@ -23,7 +23,9 @@ class PrepareSection(Section):
         [], "Shell commands that the first node runs before the run, such as one that makes the data."
     )
     each_node: list[str] = field([], "Shell commands that every node runs before the run.")
-    fetch_model: bool = field(True, "Download a `model.path` that is a hub name, once on each node, before the run.")
+    fetch_model: bool = field(
+        True, "Download the model and the reward models that are hub names, once on each node, before the run."
+    )
 
 
 class ContainerSection(Section):
@@ -59,15 +61,15 @@ class SshSection(_OnNodes):
 
 
 class SlurmSection(_OnNodes):
-    partition: str | None = field(None, "Partition.")
-    account: str | None = field(None, "Account.")
+    partition: str | None = field(None, "Partition; `null`: Slurm's default.")
+    account: str | None = field(None, "Account that is charged.")
     time: str | None = field(None, "Time limit, such as `04:00:00`.")
     gpus_per_node: str | None = field(
         None, "GPUs to ask for, such as `8` or `h100:8`; `null`: `cluster.num_gpus_per_node` where a slot is a GPU."
     )
     cpus_per_task: int | None = field(None, "CPUs of each node.", ge=1)
     mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
-    constraint: str | None = field(None, "Constraint.")
+    constraint: str | None = field(None, "Features that a node must have, such as `nvlink`.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
     interface: Word | None = field(
         None, "Network interface that the nodes use; `null`: the one that leads out of the head, and reaches it."
@@ -100,7 +102,7 @@ class DstackSection(_OnNodes):
 
 
 class KuberaySection(Section):
-    namespace: Word = field("default", "Namespace.")
+    namespace: Word = field("default", "Kubernetes namespace of the RayJob.")
     image: str | None = field(None, "Container image, with Rollcall in it. Needed unless `ray_cluster` is given.")
     ray_version: str = field("2.60.0", "Version of Ray in the image.")
     cpus: int = field(8, "CPUs of each pod.", ge=1)
@@ -116,7 +118,9 @@ class KuberaySection(Section):
 
 class LaunchSection(Section):
     rendezvous: Path | None = field(
-        None, "Shared folder in which nodes find the head. `null`: they are told the head's address."
+        None,
+        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they are told the head's address, with "
+        "slurm they meet in the launch's folder.",
     )
     gpu: Literal["cuda", "rocm"] = field("cuda", "Make of the GPUs: which variables and devices a node needs.")
     profile: Path | None = field(
@@ -126,5 +130,5 @@ class LaunchSection(Section):
     ssh: SshSection | None = field(None, "Machines that ssh reaches.")
     slurm: SlurmSection | None = field(None, "A Slurm cluster.")
     skypilot: SkypilotSection | None = field(None, "Clouds and clusters through SkyPilot.")
-    dstack: DstackSection | None = field(None, "dstack.")
+    dstack: DstackSection | None = field(None, "Machines through dstack.")
     kuberay: KuberaySection | None = field(None, "Kubernetes with the KubeRay operator.")
