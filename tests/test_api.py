@@ -223,7 +223,8 @@ def test_a_dotted_key_in_a_map_is_refused_with_the_way_to_write_it() -> None:
 
 def test_a_function_in_the_place_of_one_reward_is_refused_with_the_way_to_give_it() -> None:
     with pytest.raises(rollcall.ConfigError, match=r"reward\.0 cannot be a function; give all rewards in one list"):
-        rollcall.train(None, **{"reward.0": lambda completion: 1.0})
+        given: dict[str, Any] = {"reward.0": lambda completion: 1.0}
+        rollcall.train(None, **given)
 
 
 def test_maps_that_contain_themselves_or_are_very_deep_are_refused() -> None:
