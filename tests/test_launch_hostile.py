@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import yaml
 
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
+from rollcall.launch import slurm_queue
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import HOSTS, choose_hosts, claim, hosts_of
 from rollcall.launch.launch import make_request, stop
 from rollcall.launch.profile import read_profile
-from rollcall.launch.record import RECORD, all_records, find_record, get_record, held, new_record, own_folder
-from rollcall.launch.rendered import Rendered
+from rollcall.launch.record import RECORD, Part, all_records, find_record, get_record, held, new_record, own_folder
+from rollcall.launch.rendered import Command, Rendered
 from rollcall.launch.targets import get_target, target_names
 from rollcall.launch.token import launch_token
+from rollcall.launch.tool import ask
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
 
@@ -214,3 +217,117 @@ def test_ending_what_was_never_launched_leaves_nothing(launches: Path) -> None:
     with pytest.raises(LaunchError, match="nothing named 'typo'"):
         stop("typo")
     assert not (launches / "typo").exists()
+
+
+# What tools print
+
+
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, text: str, name: str = "tool") -> Command:
+    program = tmp_path / "bin" / name
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/bash\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    return Command(words=(name, "list"), what="list the things")
+
+
+def test_a_tool_that_prints_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.launch.tool.MOST_BYTES", 1 << 20)
+    with pytest.raises(LaunchError, match="prints more than 1 MiB"):
+        ask(tool(tmp_path, monkeypatch, text="exec yes"))
+
+
+def test_a_tool_that_hangs_or_leaves_something_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LaunchError, match="has not ended after 0 s"):
+        ask(tool(tmp_path, monkeypatch, text="exec sleep 30"), timeout_s=0.3)
+    left = "sleep 30 & echo $! > left; echo answer"
+    monkeypatch.chdir(tmp_path)
+    assert ask(tool(tmp_path, monkeypatch, text=left), timeout_s=20) == "answer\n"
+    os.kill(int((tmp_path / "left").read_text()), 9)
+
+
+def test_what_a_tool_prints_does_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="no such thing") as caught:
+        ask(tool(tmp_path, monkeypatch, text=r"printf 'no such thing \033[2J\033]0;mine\007\n' >&2; exit 1"))
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+RUBBISH = ["hello", "[" * 100_000, '{"a": ', "[1]", "{}}", '[{"job_id": "x"}]', '{"runs": [3]}', '{"status": []}']
+
+
+@pytest.mark.parametrize(("target", "name"), [("skypilot", "sky"), ("dstack", "dstack"), ("kuberay", "kubectl")])
+@pytest.mark.parametrize("text", RUBBISH)
+def test_rubbish_from_a_tool_is_one_sentence_and_no_start(
+    target: str, name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answer").write_text(text)
+    tool(tmp_path, monkeypatch, name=name, text=f"cat {tmp_path}/answer")
+    record = new_record("one", target=target, run_dir="r").with_part(Part(kind="managed job", where="x", id="7"))
+    for use in (get_target(target).status, get_target(target).stop):
+        try:
+            use(record)
+        except LaunchError as error:
+            assert "printed" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text", ["rubbish", "1|2", "--all|RUNNING|None|1:00|n|SCRIPT", "0 -u root|RUNNING|None|1:00|n|SCRIPT"]
+)
+def test_rubbish_from_squeue_ends_no_job(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = new_record("one", target="slurm", run_dir="r").with_part(Part(kind="job", where="slurm", id="41")).save()
+    text = text.replace("SCRIPT", str(record.folder / "job.sh"))
+    tool(tmp_path, monkeypatch, name="scancel", text=f"touch {tmp_path}/cancelled")
+    tool(tmp_path, monkeypatch, name="squeue", text=f"echo {shlex.quote(text)}")
+    for use in (get_target("slurm").status, get_target("slurm").stop):
+        with pytest.raises(LaunchError, match="where a job was expected"):
+            use(record)
+    assert not (tmp_path / "cancelled").exists()
+
+
+THEIRS = {
+    "skypilot": ("sky", '[{"job_id": 8, "job_name": "one", "status": "RUNNING"}]'),
+    "dstack": ("dstack", '{"runs": [{"id": "8", "status": "running", "run_spec": {"run_name": "one"}}]}'),
+    "kuberay": ("kubectl", '{"metadata": {"uid": "8"}, "status": {"jobDeploymentStatus": "Running"}}'),
+    "slurm": ("squeue", "8|RUNNING|None|1:00|n|SCRIPT"),
+}
+
+
+@pytest.mark.parametrize("target", THEIRS)
+@pytest.mark.parametrize(("id", "is_ended"), [("7", False), ("8", True), ("", True)])
+def test_down_ends_what_this_launch_started_and_nothing_else_of_its_name(
+    target: str, id: str, is_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, answer = THEIRS[target]
+    kind, where = {"skypilot": ("managed job", "sky"), "slurm": ("job", "slurm")}.get(target, ("x", target))
+    record = new_record("one", target=target, run_dir="r").with_part(Part(kind=kind, where=where, id=id)).save()
+    (tmp_path / "answer").write_text(answer.replace("SCRIPT", str(record.folder / "job.sh")))
+    end = f"cancel|stop|delete|scancel) rm {tmp_path}/answer; touch {tmp_path}/answer {tmp_path}/ended ;;"
+    text = f'for word in "${{0##*/}}" "$@"; do case $word in {end} esac; done; cat {tmp_path}/answer'
+    for each in (name, "scancel"):
+        tool(tmp_path, monkeypatch, name=each, text=text)
+    stop("one")
+    assert (tmp_path / "ended").exists() == is_ended
+    assert find_record("one") is None
+
+
+def test_wishes_for_slurms_tools_in_the_shell_do_not_hide_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_STATES", "COMPLETED")
+    monkeypatch.setenv("SCANCEL_INTERACTIVE", "true")
+    monkeypatch.setenv("SBATCH_JOB_NAME", "mine")
+    monkeypatch.setenv("SBATCH_PARTITION", "kept")
+    tool(tmp_path, monkeypatch, name="squeue", text=f"env > {tmp_path}/env")
+    slurm_queue.find(new_record("one", target="slurm", run_dir="r"))
+    names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    assert not names & {"SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SBATCH_JOB_NAME"} and "SBATCH_PARTITION" in names
+
+
+@pytest.mark.parametrize("target", ["skypilot", "kuberay"])
+def test_a_launch_that_has_started_nothing_says_so(target: str) -> None:
+    record = new_record("one", target=target, run_dir="r")
+    for use in (get_target(target).status, get_target(target).logs, get_target(target).follow):
+        with pytest.raises(LaunchError, match="has started nothing yet"):
+            use(record)

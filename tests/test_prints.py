@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from test_reward import a_prompt, completions_of, in_a_directory_with
 
 from rollcall.config import FunctionReward
+from rollcall.observe import prints
 from rollcall.redact import remember
 from rollcall.reward.scorer import Scorer
 
@@ -37,3 +39,21 @@ def test_what_a_reward_prints_is_heard_at_once(
     heard += capsys.readouterr().err
     child = "child of a reward with <redacted>"
     assert heard.splitlines() == ["heard a", child, "heard b", child]
+
+
+def test_a_line_without_an_end_is_not_kept_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prints, "LONGEST_LINE", 1 << 18)
+    child = prints.ChildPrints()
+    for _ in range(16):
+        os.write(child.fd, b"x" * (1 << 16))
+    heard, until = "", time.monotonic() + 20
+    while len(heard) < 1 << 18 and time.monotonic() < until:
+        time.sleep(0.01)
+        heard += capsys.readouterr().err
+    os.write(child.fd, b"\nlast")
+    child.close()
+    assert len(heard) >= 1 << 18, "printed before the line has ended"
+    heard += capsys.readouterr().err
+    assert heard.replace("\n", "") == "x" * (1 << 20) + "last"

@@ -28,6 +28,7 @@ from rollcall.config import (
 )
 from rollcall.reward import landlock, seccomp
 from rollcall.reward.confine import BUILT_IN, available, confinement_of
+from rollcall.reward.ending import how_it_ended
 from rollcall.reward.eval_guard import guarded, is_plain
 from rollcall.reward.functions import encode_entry
 from rollcall.reward.math_answer import final_answer, last_tagged
@@ -334,12 +335,18 @@ def test_a_value_that_a_function_raises_is_not_shown(tmp_path: Path, monkeypatch
     assert "a-hidden-value" not in score.errors["f"] and "a-hidden-value" not in scorer.failures[0].why
 
 
+def test_every_way_to_end_has_words() -> None:
+    """A reward may end itself by a signal that Python has no name for."""
+    assert [how_it_ended(status) for status in (3, -15, -35)] == ["exit status 3", "SIGTERM", "signal 35"]
+
+
 def test_what_a_worker_says_is_read_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for said in (
         b"cos\nsystem\n(S'true'\ntR.",
         b"[1]",
         b'[{"value": "x"}]',
         b'[{"value": NaN, "kind": "", "why": "", "elapsed_s": 1.0}]',
+        b'[{"value": 1.0, "kind": "", "why": "", "elapsed_s": NaN}]',
         b'[{"value": 1.0, "kind": "", "why": "", "elapsed_s": 1.0, "more": 1}]',
         b'{"in_force": {}, "kinds": {"first": "async"}}',
         b"[" * 100_000,

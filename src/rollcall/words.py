@@ -44,3 +44,12 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def visible(text: str) -> str:
+    """What others wrote, such as a model, a tool or another machine: it must not control the terminal that shows it.
+
+    >>> visible("done\\x1b[2J")
+    'done\N{REPLACEMENT CHARACTER}[2J'
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -13,6 +13,7 @@ import typer
 from rollcall.cli import Json, Overrides, RunFile, reported, split_arguments
 from rollcall.stop import heed
 from rollcall.wait import say
+from rollcall.words import visible
 
 if TYPE_CHECKING:
     from rollcall.launch.rendered import Rendered
@@ -178,7 +179,7 @@ def status(name: Name) -> None:
 
     record = get_record(name)
     print(
-        f"{record.name} ({record.target}, {record.state} {record.started}): {get_target(record.target).status(record)}"
+        f"{record.name} ({record.target}, {record.state} {record.started}): {visible(get_target(record.target).status(record))}"
     )
 
 

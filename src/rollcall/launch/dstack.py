@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord, Part
@@ -13,7 +16,7 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import JOIN_S, node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask_json, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import ask_json, is_own, leave_others, need_tool, refuse_others, run, watch
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
@@ -37,13 +40,16 @@ class Dstack:
         return "dstack checks the task when it starts it"
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        active = _is_active(_run(record.name))
-        if active:
-            refuse_others(_name(record.name), tool="dstack", record=record, where="dstack")
+        found = _run(record.name)
+        active = found is not None and found.is_active
+        if found is not None and active:
+            refuse_others(_name(record.name), tool="dstack", record=record, where="dstack", id=found.id)
         record = record.with_part(Part(kind="run", where="dstack")).save()
         if not active:
             run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
-        return record.with_part(Part(kind="run", where="dstack", id=_name(record.name))).save()
+        found = _run(record.name)
+        id = found.id if found else ""
+        return record.with_part(Part(kind="run", where="dstack", id=id or _name(record.name))).save()
 
     def follow(self, record: LaunchRecord) -> int:
         return watch(Command(words=("dstack", "attach", "--logs", _name(record.name)), what="follow the log"))
@@ -55,11 +61,16 @@ class Dstack:
         found = _run(record.name)
         if found is None:
             return "dstack does not list it among the runs that are active"
-        return f"{found['status']} {found.get('status_message') or ''}".strip()
+        return f"{found.status} {found.status_message or ''}".strip()
 
     def stop(self, record: LaunchRecord) -> None:
-        if record.parts and _is_active(_run(record.name)):
-            run(Command(words=("dstack", "stop", "--yes", _name(record.name)), what="end the task"))
+        name, found = _name(record.name), _run(record.name)
+        if not record.parts or found is None or not found.is_active:
+            return
+        if not is_own(record.parts[0], name=name, id=found.id):
+            leave_others(name, tool="dstack")
+            return
+        run(Command(words=("dstack", "stop", "--yes", name), what="end the task"))
 
 
 def _section(request: Request) -> DstackSection:
@@ -113,11 +124,34 @@ def _guard(line: str) -> str:
     return re.sub(r"\$(?=\$|\{\{)", "$''", line)
 
 
-def _run(name: str) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    run_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Of dstack's list of runs."""
+
+    status: str
+    run_spec: _Spec
+    id: str = ""
+    status_message: str | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self.status not in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    runs: list[_Run] = field(default_factory=list)
+
+
+_RUNS = TypeAdapter(_Runs)
+
+
+def _run(name: str) -> _Run | None:
     """What dstack knows of the run, if it is active or the last one that has ended."""
-    listed = ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs"))
-    return next((each for each in (listed or {}).get("runs", []) if each["run_spec"]["run_name"] == _name(name)), None)
-
-
-def _is_active(found: dict[str, Any] | None) -> bool:
-    return found is not None and found["status"] not in ENDED
+    listed = ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs"), _RUNS)
+    return next((each for each in (listed.runs if listed else []) if each.run_spec.run_name == _name(name)), None)

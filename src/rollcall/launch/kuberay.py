@@ -10,8 +10,11 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.errors import LaunchError
@@ -19,7 +22,7 @@ from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.target import Request
-from rollcall.launch.tool import ask, ask_json, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import ask, ask_json, is_own, leave_others, need_tool, refuse_others, run, watch
 from rollcall.wait import Wait, say
 
 MANIFEST = "rayjob.yaml"
@@ -50,23 +53,26 @@ class Kuberay:
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         namespace, name = _section(request).namespace, _name(request.name)
         if found := _get(namespace, name):
-            refuse_others(name, tool="Kubernetes", record=record, where=namespace)
+            refuse_others(name, tool="Kubernetes", record=record, where=namespace, id=found.metadata.uid)
         record = record.with_part(Part(kind="rayjob", where=namespace)).save()
-        if found and _state(found) in ENDED:  # a RayJob runs once
+        if found and found.state in ENDED:  # a RayJob runs once
             _delete(namespace, name)
         run(rendered.commands[0])  # of one that runs, the same manifest changes nothing
-        return record.with_part(Part(kind="rayjob", where=namespace, id=name)).save()
+        made = _get(namespace, name)
+        return record.with_part(
+            Part(kind="rayjob", where=namespace, id=(made.metadata.uid if made else "") or name)
+        ).save()
 
     def follow(self, record: LaunchRecord) -> int:
         self._wait(record, until=("Running", *ENDED))
         self.logs(record, "--follow")
         ended = self._wait(record, until=ENDED)
-        return 0 if ended["status"].get("jobStatus") == "SUCCEEDED" else 1
+        return 0 if ended.status.jobStatus == "SUCCEEDED" else 1
 
     def logs(self, record: LaunchRecord, *options: str) -> None:
         namespace, name = _place(record)
-        found = _get(namespace, name) or {}
-        mode = found.get("spec", {}).get("submissionMode")
+        found = _get(namespace, name) or _RayJob()
+        mode = found.spec.submissionMode
         if mode == "HTTPMode":
             say(
                 "KubeRay submits this job over HTTP, so Kubernetes has no log of it; look at the job in Ray's dashboard"
@@ -74,7 +80,7 @@ class Kuberay:
             return
         where = (f"job/{name}",)  # KubeRay's submitter has the RayJob's name, and prints the log of the run
         if mode == "SidecarMode":
-            head = f"ray.io/cluster={found.get('status', {}).get('rayClusterName')},ray.io/node-type=head"
+            head = f"ray.io/cluster={found.status.rayClusterName},ray.io/node-type=head"
             where = ("--selector", head, "--container", "ray-job-submitter", "--tail", "-1")
         watch(Command(words=(*_kubectl(namespace), "logs", *where, *options), what="read the log"))
 
@@ -82,23 +88,28 @@ class Kuberay:
         found = _get(*_place(record))
         if found is None:
             return "Kubernetes has no such RayJob"
-        told = found.get("status", {})
-        return " ".join(told[key] for key in ("jobDeploymentStatus", "jobStatus", "message") if told.get(key)) or "new"
+        told = found.status
+        return " ".join(filter(None, (told.jobDeploymentStatus, told.jobStatus, told.message))) or "new"
 
     def stop(self, record: LaunchRecord) -> None:
+        name = _name(record.name)
         for part in record.parts:
-            _delete(part.where, _name(record.name))
+            found = _get(part.where, name)
+            if found is not None and not is_own(part, name=name, id=found.metadata.uid):
+                leave_others(name, tool="Kubernetes")
+            elif found is not None:
+                _delete(part.where, name)
 
-    def _wait(self, record: LaunchRecord, *, until: Sequence[str]) -> dict[str, Any]:
+    def _wait(self, record: LaunchRecord, *, until: Sequence[str]) -> _RayJob:
         """The RayJob once it is in one of these states."""
         wait = Wait(first_s=0.0, every_s=30.0)
         while True:
             found = _get(*_place(record))
             if found is None:
                 raise LaunchError(f"the RayJob {_name(record.name)!r} was deleted while its end was waited for")
-            if _state(found) in until:
+            if found.state in until:
                 return found
-            wait.tell(f"waiting for the RayJob, which is {_state(found) or 'new'}")
+            wait.tell(f"waiting for the RayJob, which is {found.state or 'new'}")
             wait.sleep(LOOK_EVERY_S)
 
 
@@ -122,17 +133,47 @@ def _kubectl(namespace: str) -> tuple[str, ...]:
 
 
 def _place(record: LaunchRecord) -> tuple[str, str]:
+    if not record.parts:
+        raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
     return record.parts[-1].where, _name(record.name)
 
 
-def _get(namespace: str, name: str) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    submissionMode: str | None = None  # noqa: N815 - Kubernetes' names
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    jobDeploymentStatus: str | None = None  # noqa: N815
+    jobStatus: str | None = None  # noqa: N815
+    message: str | None = None
+    rayClusterName: str | None = None  # noqa: N815
+
+
+@dataclass(frozen=True, slots=True)
+class _RayJob:
+    metadata: _Metadata = _Metadata()
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+    @property
+    def state(self) -> str:
+        """Of the deployment: Initializing, Running, Complete, Failed and others."""
+        return self.status.jobDeploymentStatus or ""
+
+
+_RAYJOB = TypeAdapter(_RayJob)
+
+
+def _get(namespace: str, name: str) -> _RayJob | None:
     words = (*_kubectl(namespace), "get", "rayjob", name, "--ignore-not-found", "-o", "json")
-    return ask_json(Command(words=words, what="ask for the RayJob"))
-
-
-def _state(found: dict[str, Any]) -> str:
-    """Of the deployment: Initializing, Running, Complete, Failed and others."""
-    return found.get("status", {}).get("jobDeploymentStatus", "")
+    return ask_json(Command(words=words, what="ask for the RayJob"), _RAYJOB)
 
 
 def _delete(namespace: str, name: str) -> None:

@@ -6,17 +6,21 @@ the run resumes from its run directory, which has to outlive the machines (a buc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import TypeAdapter
+
 from rollcall.config.launch import SkypilotSection
+from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import JOIN_S, node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask_json, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import ask_json, is_own, leave_others, need_tool, refuse_others, run, watch
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.yaml"
@@ -50,12 +54,12 @@ class Skypilot:
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         thing = _thing(managed=_section(request).managed, name=record.name)
         found = thing.find()
-        if found:
-            refuse_others(thing.name, tool="SkyPilot", record=record, where=WHERE)
+        for id in found:
+            refuse_others(thing.name, tool="SkyPilot", record=record, where=WHERE, id=id)
         record = record.with_part(Part(kind=thing.kind, where=WHERE)).save()
         if not thing.is_busy(found):
             run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
-        return record.with_part(Part(kind=thing.kind, where=WHERE, id=thing.name)).save()
+        return record.with_part(Part(kind=thing.kind, where=WHERE, id=thing.newest() or thing.name)).save()
 
     def follow(self, record: LaunchRecord) -> int:
         return watch(Command(words=(*_of(record).logs, "--follow"), what="follow the log"))
@@ -69,8 +73,33 @@ class Skypilot:
     def stop(self, record: LaunchRecord) -> None:
         for part in record.parts:
             thing = _thing(managed=part.kind == ManagedJob.kind, name=record.name)
-            if thing.find():
-                run(Command(words=thing.end, what="end the task"))
+            found = thing.find()
+            own = [id for id in found if is_own(part, name=thing.name, id=id)]
+            if own:
+                run(Command(words=thing.end(own), what="end the task"))
+            if len(own) < len(found):
+                leave_others(thing.name, tool="SkyPilot")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Of SkyPilot's list of managed jobs."""
+
+    job_id: int
+    job_name: str | None
+    status: str
+    failure_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    name: str
+    status: str
+    cluster_hash: str = ""  # new with every cluster, where SkyPilot tells it
+
+
+_JOBS, _CLUSTERS = TypeAdapter(list[_Job]), TypeAdapter(list[_Cluster])
+_QUEUES = TypeAdapter(dict[str, list[Any]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +117,29 @@ class ManagedJob:
     def logs(self) -> tuple[str, ...]:
         return ("sky", "jobs", "logs", "--name", self.name)
 
-    @property
-    def end(self) -> tuple[str, ...]:
-        return ("sky", "jobs", "cancel", "--yes", "--name", self.name)
+    def end(self, ids: Sequence[str]) -> tuple[str, ...]:
+        return ("sky", "jobs", "cancel", "--yes", *ids)
 
-    def find(self) -> list[dict[str, Any]]:
+    def find(self) -> list[str]:
         """The jobs of this name that have not ended."""
-        return self._list("--all", "--skip-finished")
+        return [str(job.job_id) for job in self._list("--all", "--skip-finished")]
 
-    def is_busy(self, found: list[dict[str, Any]]) -> bool:
+    def newest(self) -> str | None:
+        return max((str(job.job_id) for job in self._list("--all")), key=int, default=None)
+
+    def is_busy(self, found: list[str]) -> bool:
         return bool(found)
 
     def status(self) -> str:
-        newest = max(self._list("--all"), key=lambda job: job["job_id"], default=None)
-        if newest is None:
-            return "SkyPilot does not know it"
-        return f"{newest['status']} {newest.get('failure_reason') or ''}".strip()
+        newest = max(self._list("--all"), key=lambda job: job.job_id, default=None)
+        return (
+            "SkyPilot does not know it" if newest is None else f"{newest.status} {newest.failure_reason or ''}".strip()
+        )
 
-    def _list(self, *options: str) -> list[dict[str, Any]]:
+    def _list(self, *options: str) -> list[_Job]:
         words = ("sky", "jobs", "queue", *options, "--output", "json")
-        jobs = ask_json(Command(words=words, what="list the managed jobs"), means_nothing=NO_JOBS)
-        return [job for job in jobs or [] if job["job_name"] == self.name]
+        jobs = ask_json(Command(words=words, what="list the managed jobs"), _JOBS, means_nothing=NO_JOBS)
+        return [job for job in jobs or [] if job.job_name == self.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +157,30 @@ class Cluster:
     def logs(self) -> tuple[str, ...]:
         return ("sky", "logs", self.name)
 
-    @property
-    def end(self) -> tuple[str, ...]:
+    def end(self, ids: Sequence[str]) -> tuple[str, ...]:
         return ("sky", "down", "--yes", self.name)
 
-    def find(self) -> list[dict[str, Any]]:
-        words = ("sky", "status", self.name, "--output", "json")
-        clusters = ask_json(Command(words=words, what="ask SkyPilot for the cluster"))
-        return [each for each in clusters or [] if each["name"] == self.name]
+    def find(self) -> list[str]:
+        return [each.cluster_hash for each in self._list()]
 
-    def is_busy(self, found: list[dict[str, Any]]) -> bool:
+    def newest(self) -> str | None:
+        return next(iter(self.find()), None)
+
+    def is_busy(self, found: list[str]) -> bool:
         """Whether the task runs there or waits to: `sky launch` would put a second one behind it."""
         if not found:
             return False
         words = ("sky", "queue", self.name, "--skip-finished", "--output", "json")
-        return bool((ask_json(Command(words=words, what="list the cluster's jobs")) or {}).get(self.name))
+        return bool((ask_json(Command(words=words, what="list the cluster's jobs"), _QUEUES) or {}).get(self.name))
 
     def status(self) -> str:
-        found = self.find()
-        return f"the cluster is {found[0]['status']}" if found else "SkyPilot does not know it"
+        found = self._list()
+        return f"the cluster is {found[0].status}" if found else "SkyPilot does not know it"
+
+    def _list(self) -> list[_Cluster]:
+        words = ("sky", "status", self.name, "--output", "json")
+        clusters = ask_json(Command(words=words, what="ask SkyPilot for the cluster"), _CLUSTERS)
+        return [each for each in clusters or [] if each.name == self.name]
 
 
 def _thing(*, managed: bool, name: str) -> ManagedJob | Cluster:
@@ -154,6 +190,8 @@ def _thing(*, managed: bool, name: str) -> ManagedJob | Cluster:
 
 def _of(record: LaunchRecord) -> ManagedJob | Cluster:
     """What was started last."""
+    if not record.parts:
+        raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
     return _thing(managed=record.parts[-1].kind == ManagedJob.kind, name=record.name)
 
 

@@ -20,7 +20,7 @@ from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, 
 from rollcall.launch.script import node_lines
 from rollcall.launch.slurm_queue import JOB, LOG, NODE, STATUS, job_name
 from rollcall.launch.target import RUN_FILE, Request
-from rollcall.launch.tool import ask, need_tool
+from rollcall.launch.tool import need_tool
 from rollcall.stop import STOPPED
 from rollcall.wait import say
 
@@ -62,7 +62,7 @@ class Slurm:
             need_tool("srun", install=INSTALL)
             return "srun checks the options when it starts the nodes"
         words = ("sbatch", "--test-only", *command.words[2:])
-        ask(Command(words=words, what="have sbatch check the job"))
+        slurm_queue.ask(Command(words=words, what="have sbatch check the job"))
         return "sbatch takes the job"
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:

@@ -6,17 +6,20 @@ where it keeps no accounts.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
-from rollcall.launch.tool import ask
+from rollcall.launch.tool import ask as ask_tool
 from rollcall.stop import INTERRUPTED
 from rollcall.wait import Wait, say
+from rollcall.words import visible
 
 JOB, NODE, LOG, STATUS = "job.sh", "node.sh", "log", "status"  # in the launch's folder
 LOOK_EVERY_S = 1.0
@@ -25,6 +28,13 @@ SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops 
 GONE_S = 180.0  # Slurm waits KillWait, 30 s unless configured, before it kills
 AWAY_S = 1800.0  # that Slurm's controller may not answer
 FAILED = 1
+ID = re.compile(r"[0-9]+(_[0-9\[\],%-]+|\+[0-9]+)?(\.[A-Za-z0-9+]+)?")  # of a job, a step, one of an array
+# Variables that change what Slurm's tools list and end, or take the place of lines in our script.
+OTHERS_WISHES = (
+    "SQUEUE_", "SCANCEL_", "SACCT_", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX", "SBATCH_SIGNAL", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT",
+    "SBATCH_WAIT", "SBATCH_NO_REQUEUE", "SBATCH_NTASKS_PER_NODE",
+)  # fmt: skip
+ask = partial(ask_tool, without=OTHERS_WISHES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +53,8 @@ def job_name(launch: str) -> str:
 def submit(record: LaunchRecord, command: Command) -> str:
     (record.folder / STATUS).unlink(missing_ok=True)
     job = ask(command).strip().partition(";")[0]
-    if not job.isdigit():
-        raise LaunchError(f"cannot {command.what}: sbatch answered {job!r} where the id of a job was expected")
+    if not re.fullmatch("[0-9]{1,20}", job):
+        raise LaunchError(f"cannot {command.what}: sbatch answered {job[:200]!r} where the id of a job was expected")
     say(f"submitted job {job}; its log is {record.folder / LOG}")
     return job
 
@@ -53,7 +63,7 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
     """Start the nodes as a step of a job that runs. The command that holds the step stays on this machine."""
     words = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %D")
     state, _, nodes = ask(Command(words=words, what=f"ask for job {job}"), may_fail=True).strip().partition(" ")
-    if state != "RUNNING" or int(nodes) < num_nodes:
+    if state != "RUNNING" or not nodes.isdecimal() or int(nodes) < num_nodes:
         have = f"is {state} on {nodes} nodes" if state else "is not in the queue"
         raise LaunchError(
             f"launch.slurm.attach={job}, and job {job} {have}; needed is one that is RUNNING on at least {num_nodes} nodes"
@@ -78,22 +88,34 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
 
 
 def find(record: LaunchRecord) -> Queued | None:
-    """The job or step of this launch that is in Slurm's queue, by its name: also one that was submitted just before a kill."""
+    """The job or step of this launch that is in Slurm's queue, by its name: also one that was submitted just before a kill. Once its
+    id is known, no other is taken for it."""
     name = job_name(record.name)
-    if record.parts and record.parts[0].kind == "step":
-        words = ("squeue", "--noheader", "--me", "--steps", "--format=%i|%j")
-        rows = [line.strip().split("|") for line in ask(Command(words=words, what="list the steps")).splitlines()]
-        ids = [id for id, step in rows if step == name and id.startswith(f"{record.parts[0].id}.")]
+    part = record.parts[0] if record.parts else None
+    if part is not None and part.kind == "step":
+        rows = _listed("--steps", "--format=%i|%j", what="list the steps", fields=2)
+        ids = [id for id, step in rows if step == name and id.startswith(f"{part.id}.")]
         return Queued(id=ids[0], state="RUNNING") if ids else None
-    words = ("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%M|%N|%o")
-    listed = ask(Command(words=words, what="look for the job in the queue"))
-    rows = [line.strip().split("|", 5) for line in listed.splitlines()]
+    what = "look for the job in the queue"
     found = [
         Queued(id=id, state=state, why=why, used=used, nodes=nodes)
-        for id, state, why, used, nodes, script in rows
+        for id, state, why, used, nodes, script in _listed(
+            f"--name={name}", "--format=%i|%T|%r|%M|%N|%o", what=what, fields=6
+        )
         if script == str(record.folder / JOB)  # a launch of the same name, in another folder, is another one
+        and (part is None or part.id in ("", id))
     ]
     return max(found, key=lambda job: job.state != "COMPLETING", default=None)
+
+
+def _listed(*options: str, what: str, fields: int) -> list[list[str]]:
+    """The rows of squeue about this user, each with an id first."""
+    command = Command(words=("squeue", "--noheader", "--me", *options), what=what)
+    rows = [visible(line).strip().split("|", fields - 1) for line in ask(command).split("\n") if line.strip()]
+    for row in rows:
+        if len(row) != fields or not ID.fullmatch(row[0]):
+            raise LaunchError(f"cannot {what}: squeue printed {'|'.join(row)[:200]!r} where a job was expected")
+    return rows
 
 
 def status(record: LaunchRecord) -> str:
@@ -109,7 +131,9 @@ def status(record: LaunchRecord) -> str:
     job = record.parts[0].id if record.parts and record.parts[0].kind == "job" else ""
     words = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State,ExitCode")
     accounted = ask(Command(words=words, what="ask for its account"), may_fail=True).strip() if job else ""
-    return f"job {job} is {accounted.replace('|', ', exit code ')}" if accounted else "it is not in Slurm's queue"
+    return (
+        f"job {job} is {visible(accounted).replace('|', ', exit code ')}" if accounted else "it is not in Slurm's queue"
+    )
 
 
 def follow(record: LaunchRecord) -> int:

@@ -12,6 +12,8 @@ import threading
 
 from rollcall.redact import redact
 
+LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
+
 
 class ChildPrints:
     """``fd`` is for a child's stdout and stderr. Not our stdout: that may be somebody's JSON."""
@@ -28,14 +30,21 @@ class ChildPrints:
 
 
 def _pass_on(read_fd: int) -> None:
-    held = b""
+    held: list[bytes] = []  # of a line that has not ended
+    num_held = 0
     with os.fdopen(read_fd, "rb", buffering=0) as source:
         while data := source.read(1 << 16):
-            *lines, held = (held + data).split(b"\n")
-            if lines:
-                _print(b"\n".join(lines))
-    if held:
-        _print(held)
+            whole, newline, rest = data.rpartition(b"\n")
+            if newline:
+                _print(b"".join([*held, whole]))
+                held, num_held = [], 0
+            held.append(rest)
+            num_held += len(rest)
+            if num_held > LONGEST_LINE:
+                _print(b"".join(held))
+                held, num_held = [], 0
+    if num_held:
+        _print(b"".join(held))
 
 
 def _print(text: bytes) -> None:

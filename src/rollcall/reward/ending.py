@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from rollcall.reward.worker import visible
+from rollcall.words import visible
 
 _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
@@ -36,4 +36,7 @@ def how_it_ended(returncode: int) -> str:
     if returncode >= 0:
         return f"exit status {returncode}"
     hint = ", perhaps for lack of memory" if returncode == -signal.SIGKILL else ""
-    return f"{signal.Signals(-returncode).name}{hint}"
+    try:
+        return f"{signal.Signals(-returncode).name}{hint}"
+    except ValueError:  # the kernel has more signals than Python has names for
+        return f"signal {-returncode}"

@@ -54,8 +54,8 @@ from rollcall.reward.worker import (
     Said,
     Setup,
     frame,
-    visible,
 )
+from rollcall.words import visible
 
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
@@ -65,7 +65,7 @@ _STACK_WAIT_S = 0.5
 _KILL_WAIT_S = 10.0
 _MAX_STACK_BYTES = 4000
 _ROOT = Path(__file__).resolve().parents[2]
-_SAID: TypeAdapter[Said] = TypeAdapter(Said, config=ConfigDict(extra="forbid", strict=True))
+_SAID: TypeAdapter[Said] = TypeAdapter(Said, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

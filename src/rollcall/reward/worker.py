@@ -101,11 +101,6 @@ def frame(message: Any) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def visible(text: str) -> str:
-    """An error may quote a model's text, which must not control the terminal that shows it."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def main(arguments: list[str]) -> None:
     read_fd, write_fd, lifeline_fd, crash_fd = map(int, arguments)
     _end_with_parent(lifeline_fd)
