@@ -383,3 +383,38 @@ def test_pods_of_different_sizes_are_refused(tmp_path: Path) -> None:
     request = make_request(config, target="kuberay", name="one", cwd=tmp_path)
     with pytest.raises(LaunchError, match="one size"):
         get_target("kuberay").render(request)
+
+
+def test_the_run_file_that_nodes_get_has_the_keys_that_were_given(tmp_path: Path) -> None:
+    raw = yaml.safe_load((SECTIONS / "ssh.yaml").read_text())
+    given = {
+        "algorithm": {"name": "ppo"},
+        "critic": {"weight_decay": 0.1},
+        "reward": [{"type": "math"}, {"type": "exact", "weight": 2.0}],
+        "cluster": {"num_nodes": 2, "component_placement": {"actor,critic,rollout": "all"}, "env": {}},
+    }
+    request = make_request(load_config({**raw, **given}), target="ssh", name="one", cwd=tmp_path)
+    assert yaml.safe_load(request.run_file.text) == given
+    assert load_config(yaml.safe_load(request.run_file.text)) == request.config.model_copy(update={"launch": None})
+
+
+@pytest.mark.parametrize(
+    "launch", [{"container": {"image": "x"}}, {"rendezvous": "/shared/r"}], ids=lambda launch: next(iter(launch))
+)
+def test_keys_that_only_plain_machines_heed_are_refused_elsewhere(
+    target: str, launch: dict[str, Any], tmp_path: Path
+) -> None:
+    raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
+    config = load_config({"launch": {**raw["launch"], **launch}, "cluster": {"num_nodes": 2}})
+    if target in ("ssh", "slurm"):
+        make_request(config, target=target, name="one", cwd=tmp_path)
+        return
+    with pytest.raises(LaunchError, match=f"launch.{next(iter(launch))} is for ssh and slurm"):
+        make_request(config, target=target, name="one", cwd=tmp_path)
+
+
+def test_a_launch_does_not_go_to_a_ray_that_already_runs(target: str, tmp_path: Path) -> None:
+    raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
+    config = load_config({**raw, "cluster": {"num_nodes": 2, "ray_address": "head:6379"}})
+    with pytest.raises(LaunchError, match="ray_address=head:6379.*leave it out"):
+        make_request(config, target=target, name="one", cwd=tmp_path)

@@ -185,6 +185,21 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(public_dump(config), sort_keys=False, width=110)
 
 
+def dump_given(config: Config, *, without: set[str]) -> str:
+    """As ``dump_config``, but only the keys that were given: the others have their defaults where it is read. ``without``: sections."""
+    given = config.model_dump(mode="json", exclude_unset=True, exclude=without)
+    return yaml.safe_dump(_part(public_dump(config), given), sort_keys=False, width=110)
+
+
+def _part(whole: Any, given: Any) -> Any:
+    """Of plain values, those at the places that ``given`` has."""
+    if isinstance(given, dict):
+        return {key: _part(whole[key], value) for key, value in given.items()}
+    if isinstance(given, list):
+        return [_part(*pair) for pair in zip(whole, given, strict=True)]
+    return whole
+
+
 def public_dump(config: Config) -> dict[str, Any]:
     """The sections as plain values, for a file or a tracker: without the secrets of ``cluster.env``."""
     return redact_run(config.model_dump(mode="json"))

@@ -33,6 +33,7 @@ class Dstack:
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, _section(request))))),
             commands=(Command(words=words, what="start the task"),),
+            notes=_notes(request, _section(request)),
         )
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
@@ -113,6 +114,13 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
         "volumes": list(section.volumes),
     }
     return {key: value for key, value in task.items() if value not in (None, {}, [])}
+
+
+def _notes(request: Request, section: DstackSection) -> tuple[str, ...]:
+    if section.volumes:
+        return ()
+    lost = f"run.dir={request.config.run.dir} is lost with the machines"
+    return (f"{lost}: name a volume in launch.dstack.volumes, and put run.dir on it",)
 
 
 def _guard(line: str) -> str:

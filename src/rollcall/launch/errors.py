@@ -3,3 +3,8 @@
 
 class LaunchError(RuntimeError):
     pass
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, where the message has named the file."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

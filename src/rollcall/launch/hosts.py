@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcall.config.yaml import read_small
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import LaunchError, reason
 from rollcall.launch.record import LaunchRecord, all_records, find_record, launches
 from rollcall.words import counted
 
@@ -91,7 +91,7 @@ def _read(path: Path) -> list[str]:
     try:
         lines = read_small(path, most=MOST_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
-        raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {error}") from None
+        raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {reason(error)}") from None
     return [host for line in lines if (host := line.partition("#")[0].strip())]
 
 

@@ -42,6 +42,7 @@ class Kuberay:
         return Rendered(
             files=(request.run_file, RenderedFile(name=MANIFEST, text=yaml_text(_job(request, section)))),
             commands=(Command(words=words, what="create the RayJob"),),
+            notes=_notes(request, section),
         )
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
@@ -111,6 +112,13 @@ class Kuberay:
                 return found
             wait.tell(f"waiting for the RayJob, which is {found.state or 'new'}")
             wait.sleep(LOOK_EVERY_S)
+
+
+def _notes(request: Request, section: KuberaySection) -> tuple[str, ...]:
+    if section.claims or section.ray_cluster:
+        return ()
+    lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
+    return (f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it",)
 
 
 def _section(request: Request) -> KuberaySection:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcall.config import Config
+from rollcall.config.launch import LaunchSection
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import choose_hosts
 from rollcall.launch.profile import read_profile
@@ -22,12 +23,16 @@ from rollcall.wait import say
 def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Request:
     """What a target renders from; refuses what cannot work before anything is started."""
     if config.cluster is None:
-        raise LaunchError("a launch needs nodes: add a `cluster:` section with num_nodes and num_gpus_per_node")
+        raise LaunchError(
+            "a launch needs to know how many nodes: add a line to the run file, such as "
+            "`cluster: {num_nodes: 2, num_gpus_per_node: 8}`"
+        )
     if config.launch is None or getattr(config.launch, target) is None:
         raise LaunchError(
             f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
         )
     launch = config.launch
+    _refuse_unused(config, launch, target=target)
     profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
     _refuse_secrets(config, env={**profile, **getattr(launch, target).env})
     cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
@@ -46,6 +51,23 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
         profile=profile,
         hosts=hosts,
     )
+
+
+def _refuse_unused(config: Config, launch: LaunchSection, *, target: str) -> None:
+    """What this target would not heed."""
+    if config.cluster is not None and config.cluster.ray_address is not None:
+        raise LaunchError(
+            f"cluster.ray_address={config.cluster.ray_address} names a Ray that already runs, and a launch starts nodes of its own; "
+            "leave it out, or use `rollcall submit` (with kuberay, `launch.kuberay.ray_cluster` names one)"
+        )
+    own = {"skypilot": "launch.skypilot.resources.image_id", "dstack": "launch.dstack.image"}
+    own["kuberay"] = "launch.kuberay.image"
+    if launch.container is not None and target in own:
+        raise LaunchError(f"launch.container is for ssh and slurm; for {target} name the image in {own[target]}")
+    if launch.rendezvous is not None and target in own:
+        raise LaunchError(
+            f"launch.rendezvous is for ssh and slurm; {target} tells its nodes where the head is, so leave it out"
+        )
 
 
 def _refuse_secrets(config: Config, *, env: Mapping[str, str]) -> None:

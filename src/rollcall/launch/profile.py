@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from rollcall.config.yaml import read_small
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import LaunchError, reason
 from rollcall.launch.rendered import VARIABLE
 
 MOST_BYTES = 1 << 20
@@ -17,7 +17,7 @@ def read_profile(path: Path) -> dict[str, str]:
     try:
         lines = read_small(path, most=MOST_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
-        raise LaunchError(f"launch.profile={path} cannot be read: {error}") from None
+        raise LaunchError(f"launch.profile={path} cannot be read: {reason(error)}") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()

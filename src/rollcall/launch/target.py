@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rollcall.config import Config, dump_config
+from rollcall.config import Config
 from rollcall.config.launch import LaunchSection
+from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
 from rollcall.launch.gpu import gpu_variables
 from rollcall.launch.record import LaunchRecord
@@ -37,8 +38,8 @@ class Request:
 
     @property
     def run_file(self) -> RenderedFile:
-        """The resolved run file for the nodes: overrides included, without the section that says where nodes come from."""
-        return RenderedFile(name=RUN_FILE, text=dump_config(self.config.model_copy(update={"launch": None})))
+        """The run file for the nodes: overrides included, without the section that says where nodes come from."""
+        return RenderedFile(name=RUN_FILE, text=dump_given(self.config, without={"launch"}))
 
 
 class Target(Protocol):
