@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.head import Answer, HeadRefuses, ask_head, dashboard_url
 from rollcall.nodes.processes import MARK, find_processes, stop_processes
 from rollcall.nodes.rank import LAUNCHERS, find_identity
-from rollcall.nodes.ray_start import NodeRequest, Start, find_slots
+from rollcall.nodes.ray_start import NodeRequest, Start, choose_temp_dir, find_slots
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import (
     NodeRecord,
@@ -372,6 +373,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
     ):
         with pytest.raises(ClusterError, match=words):
             start_node(replace(join(tmp_path), **changes))
+
+
+def test_the_longest_name_of_a_cluster_leaves_room_for_rays_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory(prefix="rc", dir="/tmp") as root:
+        monkeypatch.setenv("ROLLCALL_STATE_DIR", root)
+        requests = [NodeRequest(cluster=name, rank=0, num_nodes=1) for name in ("a" * 32, "a" * 31 + "b", "a")]
+        folders = [choose_temp_dir(request) for request in requests]
+        assert len(set(folders)) == 3 and folders[2] == Path(root, "a/ray")
+        for request, folder in zip(requests, folders, strict=True):
+            folder.mkdir()
+            stop_node(request.cluster)
+            assert not folder.exists()
 
 
 @pytest.mark.parametrize("token", ["a", "secret", "x" * 64, "password" * 8, "0123456789abcdef0123456789abcde"])

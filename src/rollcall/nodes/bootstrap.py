@@ -32,6 +32,7 @@ from rollcall.nodes.ray_start import (
     Start,
     choose_temp_dir,
     find_slots,
+    own_temp_dir,
     plan_head,
     plan_worker,
     ray_start,
@@ -107,7 +108,7 @@ def stop_node(cluster: str) -> int:
         folder = state_dir(cluster)
         if record is not None:  # a folder of the user's own may hold more than this session
             shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
-        shutil.rmtree(folder / "ray", ignore_errors=True)
+        shutil.rmtree(own_temp_dir(cluster), ignore_errors=True)
         (folder / "start.log").unlink(missing_ok=True)
         return count
 

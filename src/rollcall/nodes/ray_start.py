@@ -5,6 +5,7 @@ It runs in a session of its own and returns; Ray's processes live on.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -40,6 +41,7 @@ COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is m
 SOCKET_LIMIT = 107  # bytes of a Unix socket's path
 # What Ray puts behind its temporary folder, with the longest process number Linux has.
 LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
+SOCKET_ROOM = SOCKET_LIMIT - len(LONGEST_SOCKET)  # for that folder's own path
 TUNED = {
     # A dead node is noticed in 3 to 5 s rather than in 12 (killed) or 63 (power loss); a cut of 1.5 s is not noticed.
     "RAY_health_check_initial_delay_ms": "1000",
@@ -113,12 +115,18 @@ def find_slots(asked: int | None) -> tuple[int, Accelerator]:
     return asked, "gpu" if num_gpus else "cpu"
 
 
+def own_temp_dir(cluster: str) -> Path:
+    """In the cluster's folder, or beside it where its name is too long for Ray's sockets. No cluster's name begins with a dot."""
+    folder = state_dir(cluster)
+    short = folder.parent / f".ray-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
+    return folder / "ray" if len(os.fsencode(folder / "ray")) <= SOCKET_ROOM else short
+
+
 def choose_temp_dir(request: NodeRequest) -> Path:
-    folder = (request.temp_dir or state_dir(request.cluster) / "ray").absolute()
-    room = SOCKET_LIMIT - len(LONGEST_SOCKET)
-    if len(os.fsencode(folder)) > room:
+    folder = (request.temp_dir or own_temp_dir(request.cluster)).absolute()
+    if len(os.fsencode(folder)) > SOCKET_ROOM:
         raise ClusterError(
-            f"{folder} has {len(os.fsencode(folder))} characters, and with Ray's sockets in it at most {room} are possible; "
+            f"{folder} has {len(os.fsencode(folder))} characters, and with Ray's sockets in it at most {SOCKET_ROOM} are possible; "
             "give a shorter --temp-dir"
         )
     return folder
