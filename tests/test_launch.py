@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rollcall.cli.main import app
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import choose_hosts, claim
 from rollcall.launch.profile import read_profile
-from rollcall.launch.record import Part, all_records, find_record, forget, get_record, held, new_record
+from rollcall.launch.record import Part, all_records, find_record, forget, get_record, held, named_record, new_record
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
 
 
@@ -121,3 +126,52 @@ def test_one_host_for_each_node(tmp_path: Path) -> None:
         choose_hosts(["a", "a"], count=2, name="one", cwd=tmp_path)
     with pytest.raises(LaunchError, match="lists 2 hosts, and cluster.num_nodes=3"):
         choose_hosts(["a", "b"], count=3, name="one", cwd=tmp_path)
+
+
+def answered(*words: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `rollcall launch`."""
+    ended = CliRunner().invoke(app, ["launch", *words])
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def test_a_list_of_nothing_says_so_and_a_list_has_names_for_its_columns() -> None:
+    status, printed, told = answered("list")
+    assert (status, printed) == (0, "") and "nothing was launched from this machine" in told
+    new_record("one", target="slurm", run_dir="/r").save()
+    first, second = answered("list")[1].splitlines()
+    assert first.split() == ["NAME", "TARGET", "STATE", "SINCE", "RUN", "DIR"]
+    assert second.split()[:3] == ["one", "slurm", "starting"]
+
+
+def test_the_only_launch_needs_no_name() -> None:
+    with pytest.raises(LaunchError, match="nothing was launched"):
+        named_record(None)
+    new_record("one", target="slurm", run_dir="/r").save()
+    assert named_record(None).name == "one"
+    with pytest.raises(LaunchError, match="with ssh"):
+        named_record(None, target="ssh")
+    new_record("two", target="ssh", run_dir="/r").save()
+    assert named_record(None, target="ssh").name == "two"
+    with pytest.raises(LaunchError, match="several launches"):
+        named_record(None)
+
+
+def test_a_target_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    status, _, told = answered("kubernetes", "run.yaml")
+    assert status == 2
+    assert "'kubernetes' is not a target; use one of ssh, slurm, skypilot, dstack, kuberay" in " ".join(told.split())
+
+
+def test_a_start_with_json_prints_one_object_and_nothing_of_the_tool(tmp_path: Path) -> None:
+    tool = tmp_path / "bin/dstack"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\ncase "$1" in ps) echo \'{"runs": []}\' ;; *) echo chatter ;; esac\n')
+    tool.chmod(0o700)
+    run = tmp_path / "run.yaml"
+    run.write_text("cluster: {num_nodes: 2}\nlaunch: {dstack: {}}\n")
+    script = "from rollcall.cli.main import main; main()"
+    words = [sys.executable, "-c", script, "launch", "dstack", str(run), "--name", "one", "--json"]
+    env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert json.loads(ended.stdout)["name"] == "one", ended.stderr
+    assert "chatter" in ended.stderr

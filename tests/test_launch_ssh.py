@@ -26,8 +26,8 @@ from rollcall.launch import launch as verbs
 from rollcall.launch import remote_shell
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request
-from rollcall.launch.record import LaunchRecord, find_record, get_record
-from rollcall.launch.remote_hosts import named_record, run_there
+from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
+from rollcall.launch.remote_hosts import run_there
 from rollcall.launch.ssh import open_tunnel
 from rollcall.launch.target import Request
 from rollcall.launch.targets import get_target
@@ -327,9 +327,9 @@ def test_two_launches_from_one_file_have_hosts_of_their_own(hosts: Path, tmp_pat
     with pytest.raises(LaunchError, match="a is used by launch 'one'"):
         request_on(tmp_path, name="three", hosts="hosts.txt")
     with pytest.raises(LaunchError, match="name one of them"):
-        named_record(None)
+        named_record(None, target="ssh")
     verbs.stop("one")
-    assert named_record(None).name == "two" and (hosts / "c/rank").exists()
+    assert named_record(None, target="ssh").name == "two" and (hosts / "c/rank").exists()
 
 
 def test_paths_that_the_hosts_do_not_see_are_refused_before_any_connection(hosts: Path, tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
         show(found)
 
 
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
 def calm_libraries() -> None:
     """Show our own warnings as plain lines on stderr, and no progress bars or advice of transformers."""
     handler = _OnStderr()

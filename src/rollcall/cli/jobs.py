@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, reported, split_arguments
 from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
 from rollcall.stop import INTERRUPTED, STOPPED
@@ -98,7 +98,7 @@ def job_list(
         return
     rows = [("ID", "RUN", "STATUS", "SUBMITTED", "TOOK", "BY")]
     rows += [(job.id, job.run, job.status, _when(job), _took(job), job.submitter) for job in jobs]
-    _print_table(rows)
+    print_table(rows)
 
 
 def job_status(
@@ -245,7 +245,7 @@ def _end_as(job: Job) -> None:
 
 
 def _show(job: Job) -> None:
-    _print_table([
+    print_table([
         ("job", job.id), ("run", job.run), ("status", job.status), ("submitted", f"{_when(job)} by {job.submitter}"),
         ("took", _took(job)), ("run dir", job.run_dir), ("Ray says", job.message),
     ])  # fmt: skip
@@ -259,13 +259,7 @@ def _print_environment(views: list[NodeView]) -> None:
             value = "not set" if seen.value is None else seen.value
             wrong = f"   NOT AS DECLARED: {seen.wanted}" if seen.wanted is not None else ""
             rows.append((f"  {seen.name}", seen.source, value + wrong))
-        _print_table(rows)
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_table(rows)
 
 
 def _when(job: Job) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from rollcall.cli import Json, Overrides, RunFile, reported, split_arguments
+from rollcall.cli import Json, Overrides, RunFile, print_table, reported, split_arguments
 from rollcall.stop import heed
 from rollcall.wait import say
 from rollcall.words import visible
 
 if TYPE_CHECKING:
+    from rollcall.launch.record import LaunchRecord
     from rollcall.launch.rendered import Rendered
 
 TARGETS = {
@@ -25,9 +28,23 @@ TARGETS = {
     "dstack": "dstack",
     "kuberay": "Kubernetes with the KubeRay operator",
 }
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the launch.")]
+Name = Annotated[
+    str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only one from this machine.")
+]
+
+
+class _Targets(TyperGroup):
+    """Says which targets exist where another is given."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            verbs = [name for name in self.commands if name not in TARGETS]
+            ctx.fail(f"{args[0]!r} is not a target; use one of {', '.join(TARGETS)} (or {', '.join(verbs)}).")
+        return super().resolve_command(ctx, args)
+
 
 launch = typer.Typer(
+    cls=_Targets,
     help="Get nodes and run a run file on them: rollcall launch TARGET run.yaml.",
     no_args_is_help=True,
     add_completion=False,
@@ -49,6 +66,8 @@ def _launch(
     from rollcall.launch.record import check_name
     from rollcall.launch.targets import get_target
 
+    if wait and as_json and not dry_run:
+        raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; give one of them")
     config = load_config(*split_arguments(file, overrides))
     chosen = get_target(target)
     request = make_request(
@@ -65,6 +84,8 @@ def _launch(
     say(
         f"started {record.name!r}; look with `rollcall launch status {record.name}`, end it with `rollcall launch down {record.name}`"
     )
+    if as_json:
+        print(json.dumps(_facts(record)))
     if wait:
         raise typer.Exit(chosen.follow(record))
 
@@ -93,6 +114,21 @@ def _verb(target: str) -> None:
       rollcall launch {target} run.yaml --wait
     """
     launch.command(target)(reported(run))
+
+
+def _facts(record: LaunchRecord) -> dict[str, str]:
+    return {
+        "name": record.name,
+        "target": record.target,
+        "state": record.state,
+        "run_dir": record.run_dir,
+        "started": record.started,
+        "folder": str(record.folder),
+    }
+
+
+def _when(record: LaunchRecord) -> str:
+    return datetime.fromisoformat(record.started).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def default_name(run: str) -> str:
@@ -127,7 +163,7 @@ def init(
     print((files("rollcall.launch") / "sections" / f"{target}.yaml").read_text(), end="")
 
 
-def down(name: Name) -> None:
+def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the launch.")]) -> None:
     """End everything that a launch started, and nothing else. The run saves first.
 
     \b
@@ -151,40 +187,36 @@ def list_launches(as_json: Json = False) -> None:
 
     records = all_records()
     if as_json:
-        rows = [
-            {
-                "name": each.name,
-                "target": each.target,
-                "state": each.state,
-                "run_dir": each.run_dir,
-                "started": each.started,
-            }
-            for each in records
-        ]
-        print(json.dumps({"launches": rows}))
+        print(json.dumps({"launches": [_facts(each) for each in records]}))
         return
-    for each in records:
-        print(f"{each.name:<24} {each.target:<9} {each.state:<9} {each.started}  {each.run_dir}")
+    if not records:
+        say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` does")
+        return
+    rows = [(each.name, each.target, each.state, _when(each), each.run_dir) for each in records]
+    print_table([("NAME", "TARGET", "STATE", "SINCE", "RUN DIR"), *rows])
 
 
-def status(name: Name) -> None:
+def status(name: Name = None, as_json: Json = False) -> None:
     """Say what a launch is doing, as the target's own tool tells it.
 
     \b
-    Example:
-      rollcall launch status gsm8k
+    Examples:
+      rollcall launch status
+      rollcall launch status gsm8k --json
     """
-    from rollcall.launch.record import get_record
+    from rollcall.launch.record import named_record
     from rollcall.launch.targets import get_target
 
-    record = get_record(name)
-    print(
-        f"{record.name} ({record.target}, {record.state} {record.started}): {visible(get_target(record.target).status(record))}"
-    )
+    record = named_record(name)
+    told = visible(get_target(record.target).status(record))
+    if as_json:
+        print(json.dumps({**_facts(record), "told": told}))
+    else:
+        print(f"{record.name} ({record.target}, {record.state} {_when(record)}): {told}")
 
 
 def logs(
-    name: Name,
+    name: Name = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
 ) -> None:
     """Print the log of a launch's run.
@@ -193,10 +225,10 @@ def logs(
     Example:
       rollcall launch logs gsm8k --follow
     """
-    from rollcall.launch.record import get_record
+    from rollcall.launch.record import named_record
     from rollcall.launch.targets import get_target
 
-    record = get_record(name)
+    record = named_record(name)
     target = get_target(record.target)
     if follow:
         raise typer.Exit(target.follow(record))

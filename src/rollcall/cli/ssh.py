@@ -33,9 +33,10 @@ def ssh(
       rollcall ssh node1 -- rollcall status
       rollcall ssh all --name gsm8k -- 'df -h /local | tail -1'
     """
-    from rollcall.launch.remote_hosts import named_record, run_there
+    from rollcall.launch.record import named_record
+    from rollcall.launch.remote_hosts import run_there
 
-    problems = run_there(named_record(name), where=where, command=command)
+    problems = run_there(named_record(name, target="ssh"), where=where, command=command)
     for problem in problems:
         say(problem)
     if problems:
@@ -59,7 +60,7 @@ def tunnel(
       rollcall tunnel
       rollcall tunnel gsm8k --port 8265
     """
-    from rollcall.launch.remote_hosts import named_record
+    from rollcall.launch.record import named_record
     from rollcall.launch.ssh import hold_tunnel
 
-    hold_tunnel(named_record(name), local_port=port)
+    hold_tunnel(named_record(name, target="ssh"), local_port=port)

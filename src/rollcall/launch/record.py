@@ -153,6 +153,21 @@ def get_record(name: str) -> LaunchRecord:
     return record
 
 
+def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord:
+    """The launch of that name; without one, the only launch from this machine (with ``target``, if one is given)."""
+    if name is not None:
+        return get_record(name)
+    found = [record for record in all_records() if target in (None, record.target)]
+    if not found:
+        by = f" with {target}" if target else ""
+        raise LaunchError(
+            f"nothing was launched{by} from this machine; `rollcall launch {target or 'TARGET'} run.yaml` does"
+        )
+    if len(found) > 1:
+        raise LaunchError(f"there are several launches: {', '.join(each.name for each in found)}; name one of them")
+    return found[0]
+
+
 def all_records() -> list[LaunchRecord]:
     """Of this user, the newest first."""
     folders = [path.parent for path in sorted(launches().glob(f"*/{RECORD}"))]

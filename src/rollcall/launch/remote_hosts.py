@@ -6,24 +6,12 @@ import shlex
 from collections.abc import Sequence
 
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, all_records, get_record
+from rollcall.launch.record import LaunchRecord
 from rollcall.launch.remote_shell import prefixed
 from rollcall.launch.site import Site
 from rollcall.wait import on_stdout
 
 ALL = "all"
-
-
-def named_record(name: str | None) -> LaunchRecord:
-    """The launch of that name; without one, the only launch with ssh."""
-    if name is not None:
-        return get_record(name)
-    found = [record for record in all_records() if record.target == "ssh"]
-    if not found:
-        raise LaunchError("nothing was launched with ssh from this machine; `rollcall launch ssh run.yaml` does")
-    if len(found) > 1:
-        raise LaunchError(f"there are several launches: {', '.join(each.name for each in found)}; name one of them")
-    return found[0]
 
 
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ from rollcall.words import visible
 
 Told = TypeVar("Told")
 
+STDERR = 2  # the file descriptor
 TOOL_S = 300.0  # to ask a tool something; `sky` starts a server of its own for the first question
 START_S = 3600.0  # clouds take their time to give machines
 LAST_LINES = 15
@@ -81,14 +82,14 @@ def ask_json(command: Command, answer: TypeAdapter[Told], *, means_nothing: str 
 def run(
     command: Command, *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = START_S
 ) -> None:
-    """Its output goes to the user as it comes."""
-    status = _run(command, timeout_s=timeout_s, env=env, cwd=cwd)
+    """Its output goes to the user as it comes, on stderr: stdout has what a command of Rollcall answers."""
+    status = _run(command, timeout_s=timeout_s, env=env, cwd=cwd, stdout=STDERR)
     if status:
         raise LaunchError(_failed(command, status, ""))
 
 
 def watch(command: Command) -> int:
-    """As ``run``, for as long as it takes; returns the tool's status."""
+    """A tool that prints a log, on stdout and for as long as it takes; returns its status."""
     return _run(command, timeout_s=None)
 
 
@@ -116,11 +117,13 @@ def _run(
     timeout_s: float | None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    stdout: int | None = None,
 ) -> int:
     try:
         return subprocess.run(
             command.words,
             check=False,
+            stdout=stdout,
             env={**os.environ, **(env or {})},
             cwd=cwd,
             timeout=timeout_s,
