@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,19 @@ import yaml
 
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
-from rollcall.launch import slurm_queue
+from rollcall.launch import remote_shell, slurm_queue, ssh
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import HOSTS, choose_hosts, claim, hosts_of
 from rollcall.launch.launch import make_request, stop
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import RECORD, Part, all_records, find_record, get_record, held, new_record, own_folder
+from rollcall.launch.remote_shell import Outcome, RemoteShell
 from rollcall.launch.rendered import Command, Rendered
+from rollcall.launch.site import Site
 from rollcall.launch.targets import get_target, target_names
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask
+from rollcall.nodes.here import Here
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
 
@@ -331,3 +336,68 @@ def test_a_launch_that_has_started_nothing_says_so(target: str) -> None:
     for use in (get_target(target).status, get_target(target).logs, get_target(target).follow):
         with pytest.raises(LaunchError, match="has started nothing yet"):
             use(record)
+
+
+# What hosts print
+
+
+def said_by_a_host(script: str) -> tuple[Outcome, list[str]]:
+    told: list[str] = []
+    shell = RemoteShell(["bash", "-s"], host="a", script=f"{script}\nexit\n", tell=lambda host, line: told.append(line))
+    give_up = time.monotonic() + 30
+    while not shell.is_over and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return shell.outcome(), told
+
+
+def test_what_a_host_prints_does_not_control_the_terminal() -> None:
+    outcome, told = said_by_a_host(r"printf 'one\033[2J\n10%%\r20%%\n\tü\n'; printf '\033]0;mine\007' >&2")
+    assert sorted(told) == sorted(["one\ufffd[2J", "20%", "\tü", "\ufffd]0;mine\ufffd"])
+    assert all(line.replace("\t", "").isprintable() for line in outcome.last)
+
+
+def test_of_a_host_that_prints_without_an_end_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_shell, "MOST_KEPT", 1 << 17)
+    outcome, told = said_by_a_host(
+        "head -c 3000000 /dev/zero | tr '\\0' x; echo; yes | head -n 100000; echo '{\"a\": 1}'"
+    )
+    assert len(outcome.out) <= 1 << 17 and outcome.out.endswith('y\n{"a": 1}\n')
+    assert max(map(len, told)) <= remote_shell.LONGEST_LINE
+
+
+GOOD_HERE = {"version": "1", "host": "a", "address": "10.0.0.1:7000", "is_alone": False, "rank": None}
+
+
+@pytest.mark.parametrize("changes", [
+    {"address": 7}, {"address": "nowhere"}, {"version": ["1"]}, {"rank": "0"}, {"host": "\x1b[2J"}, {"more": 1}, {"is_alone": 0},
+])  # fmt: skip
+def test_a_forged_answer_of_a_machine_is_none(changes: dict[str, Any]) -> None:
+    assert Here.of(json.dumps(GOOD_HERE)) is not None
+    assert Here.of(json.dumps({**GOOD_HERE, **changes})) is None
+    assert Here.of("{" * 100_000) is None
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", '{"num_slots": "4", "dashboard_url": null}', '{"num_slots": 4, "dashboard_url": 3}', "{" * 100_000]
+)
+def test_a_forged_answer_of_a_head_is_one_sentence(line: str) -> None:
+    outcome = Outcome(host="a", status=0, out=f"{line}\n", last=())
+    with pytest.raises(LaunchError, match="a: answered .* which is no answer of Rollcall's"):
+        ssh._last_object(outcome, ssh._JOINED)
+
+
+@pytest.mark.parametrize("fact", ["5", "{}", '{"cluster": 5}', "rubbish", '{"cluster": "one", "port": "x"}'])
+def test_a_forged_way_to_hosts_is_refused(fact: str, launches: Path) -> None:
+    forged(launches, facts={HOSTS: '["a"]', "ssh": fact})
+    with pytest.raises(LaunchError, match="does not say how its hosts are reached"):
+        Site.of_record(get_record("one"))
+
+
+def test_launches_of_other_users_have_containers_of_other_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, again = (rendered("slurm", tmp_path, launch={"container": {"image": "x"}}) for _ in range(2))
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    theirs = rendered("slurm", tmp_path, launch={"container": {"image": "x"}})
+    names = [re.findall(r"rollcall-one-\w+", made.file("node.sh").text)[0] for made in (mine, again, theirs)]
+    assert names[0] == names[1] != names[2]

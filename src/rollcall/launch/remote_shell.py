@@ -25,11 +25,15 @@ from typing import IO
 from rollcall.launch.errors import LaunchError
 from rollcall.redact import redact
 from rollcall.wait import say
+from rollcall.words import visible
 
 CONNECT_S = 20  # for a connection, with its jump hosts
 UNREACHABLE = 255  # the exit status of ssh itself
 NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # those of the user's configuration belong to another session
 LAST_LINES = 12
+LONGEST_LINE = 1 << 16  # bytes; a longer one is read in parts
+MOST_KEPT = 1 << 20  # characters of what a script printed
+QUIET_S, DRAIN_S = 1.0, 30.0  # for what a script that has ended printed: without a new line, and in all
 LET_GO_S = 60.0  # for a tied command to remove what it began
 LOOK_EVERY_S = 0.05
 NO_SSH = "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
@@ -66,7 +70,7 @@ class Login:
 class Outcome:
     host: str
     status: int | None  # None: it was still running when its time was over
-    out: str  # what it printed on stdout
+    out: str  # the end of what it printed on stdout
     last: tuple[str, ...]  # its last lines, of stdout and stderr
     was_let_go: bool = False  # it was told to end, because another host failed
 
@@ -106,8 +110,9 @@ class RemoteShell:
     def _connect(self) -> None:
         self._tries_left -= 1
         self._again_at: float | None = None  # when it connects again; None: it does not
-        self._out: list[str] = []
+        self._out: deque[str] = deque()
         self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._num_read = 0  # lines
         try:
             # A session of its own: Ctrl-C in the terminal is for the launcher, which then ends this in its own way.
             self._process = subprocess.Popen(
@@ -170,13 +175,26 @@ class RemoteShell:
         status = self._process.poll()
         if status is None:
             self.kill()
-        for reader in self._readers:
-            reader.join(1.0)  # a connection that the user's ssh shares with others may hold the pipe longer
+        self._drain()
         was_let_go = self._tries_left == 0 and self._stdin.closed
         self._close()
         return Outcome(
-            host=self.host, status=status, out="".join(self._out), last=tuple(self._last), was_let_go=was_let_go
+            host=self.host,
+            status=status,
+            out="".join(self._out),
+            last=tuple(map(redact, self._last)),
+            was_let_go=was_let_go,
         )
+
+    def _drain(self) -> None:
+        """Wait for what is in the pipes. A connection that the user's ssh shares with others may hold them longer."""
+        give_up, num_read = time.monotonic() + DRAIN_S, -1
+        while num_read != self._num_read and time.monotonic() < give_up:
+            num_read = self._num_read
+            for reader in self._readers:
+                reader.join(QUIET_S)
+            if not any(reader.is_alive() for reader in self._readers):
+                return
 
     def _send(self, script: bytes) -> None:
         with self._lock:
@@ -186,14 +204,20 @@ class RemoteShell:
             except (BrokenPipeError, ValueError):
                 return  # ssh has ended, and says why
 
-    def _read(self, pipe: IO[bytes], kept: list[str] | None) -> None:
+    def _read(self, pipe: IO[bytes], kept: deque[str] | None) -> None:
+        """Lines of the host, which may print what it likes: in pieces, without an end, or what a terminal acts on."""
+        num_kept = 0
         with pipe:
-            for raw in pipe:
+            while raw := pipe.readline(LONGEST_LINE):
                 line = raw.decode(errors="replace")
+                self._num_read += 1
                 if kept is not None:
                     kept.append(line)
-                if text := line.rstrip():
-                    self._last.append(redact(text))
+                    num_kept += len(line)
+                    while num_kept > MOST_KEPT:
+                        num_kept -= len(kept.popleft())
+                if text := visible(line.rstrip().rpartition("\r")[2]):
+                    self._last.append(text)
                     if self._tell is not None:
                         self._tell(self.host, text)
 

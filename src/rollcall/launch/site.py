@@ -12,6 +12,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from rollcall.launch.container import Container, container_of
 from rollcall.launch.errors import LaunchError
@@ -41,7 +44,7 @@ class Site:
     def of_request(cls, request: Request) -> Site:
         section = request.launch.ssh
         assert section is not None
-        container = container_of(request.launch, request.cluster, name=request.name)
+        container = container_of(request.launch, request.cluster, name=request.container_name)
         return cls(
             cluster=request.name,
             hosts=request.hosts,
@@ -60,8 +63,11 @@ class Site:
             raise LaunchError(
                 f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
             )
-        values = json.loads(record.facts[FACT])
-        return cls(**{**values, "hosts": hosts_of(record), "inside": tuple(values["inside"])})
+        try:
+            kept = TypeAdapter(dict[str, Any]).validate_json(record.facts[FACT])
+            return TypeAdapter(cls).validate_python({**kept, "hosts": hosts_of(record)})
+        except ValueError:
+            raise LaunchError(f"the record of {record.name!r} does not say how its hosts are reached") from None
 
     def kept_in(self, record: LaunchRecord) -> LaunchRecord:
         values = {name: value for name, value in asdict(self).items() if name != "hosts"}

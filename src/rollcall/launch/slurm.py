@@ -259,7 +259,9 @@ def _rendezvous(request: Request) -> Path:
 def _node(request: Request, section: SlurmSection) -> list[str]:
     container = None
     if not _has_pyxis(request):
-        container = container_of(request.launch, request.cluster, name=request.name, folders=_folders(request))
+        container = container_of(
+            request.launch, request.cluster, name=request.container_name, folders=_folders(request)
+        )
     options = [] if section.interface is None else ["--interface", section.interface]
     # Slurm knows how many GPUs of the node are this job's. Logical slots are as many as the run file says.
     slots = ' ${SLURM_GPUS_ON_NODE:+--slots "$SLURM_GPUS_ON_NODE"}' if request.cluster.accelerator == "gpu" else ""

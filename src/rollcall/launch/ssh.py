@@ -12,7 +12,6 @@ launch starts, and Ctrl-C, takes all of it down again.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,9 +19,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter
 
 from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
@@ -38,7 +38,7 @@ from rollcall.launch.site import Site
 from rollcall.launch.target import Request
 from rollcall.launch.token import FILE as TOKEN_FILE
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import need_tool
+from rollcall.launch.tool import Told, need_tool
 from rollcall.launch.tunnel import Tunnel, TunnelChannel
 from rollcall.nodes.here import Here
 from rollcall.stop import INTERRUPTED
@@ -151,11 +151,11 @@ class Ssh:
         [asked] = site.run(
             "rollcall", "status", "--cluster", record.name, "--json", hosts=[site.head], timeout_s=LOOK_S
         )
-        found = _last_object(asked)
+        found = _last_object(asked, _STATUS)
         if found is None:
             return asked.problem
-        alive = sum(node["alive"] for node in found["nodes"])
-        nodes = f"{alive} of {counted(found['num_nodes'], 'node')} alive"
+        alive = sum(node.alive for node in found.nodes)
+        nodes = f"{alive} of {counted(found.num_nodes, 'node')} alive"
         with _jobs(record) as jobs:
             job = _find(jobs, _job_id(record))
         return f"{nodes}; {f'{job.id} is {job.status}' if job else 'the run is not submitted'}"
@@ -206,7 +206,7 @@ def _refuse_what_cannot_be_sent(request: Request) -> None:
 
 def _container_lines(request: Request) -> list[str] | None:
     """Lines of shell that leave a container on the host for the node; None: there is none to start."""
-    container = container_of(request.launch, request.cluster, name=request.name)
+    container = container_of(request.launch, request.cluster, name=request.container_name)
     if container is None:
         return None
     lines = [f"{{ {line}; }} || exit 1" for line in container.before()]
@@ -340,14 +340,14 @@ def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> Launch
 def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     scripts = {site.head: rendered.file(JOINED).text}
     [outcome] = site.send(scripts, timeout_s=CHECK_S + LOOK_S, tell=_errors_only(site))
-    found = _last_object(outcome)
+    found = _last_object(outcome, _JOINED)
     if found is None:
         raise LaunchError(f"not all nodes have joined:\n  {outcome.problem}")
-    port = urlsplit(found["dashboard_url"] or "").port
-    if port is None:
-        raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found['dashboard_url']})")
-    say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
-    return replace(record, facts={**record.facts, DASHBOARD: str(port)}).save()
+    port = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", found.dashboard_url or "")
+    if port is None or not 0 < int(port[1]) < 65536:
+        raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found.dashboard_url!r})")
+    say(f"all {counted(found.num_slots, 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
+    return replace(record, facts={**record.facts, DASHBOARD: port[1]}).save()
 
 
 def _errors_only(site: Site) -> Tell:
@@ -430,9 +430,39 @@ def _part(record: LaunchRecord, kind: str, where: str) -> Part | None:
     return next((part for part in record.parts if (part.kind, part.where) == (kind, where)), None)
 
 
-def _last_object(outcome: Outcome) -> dict | None:
+@dataclass(frozen=True, slots=True)
+class _Alive:
+    alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    """Of `rollcall status --json`."""
+
+    num_nodes: int
+    nodes: list[_Alive]
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Of `rollcall check --json`."""
+
+    num_slots: int
+    dashboard_url: str | None
+
+
+_STATUS, _JOINED = TypeAdapter(_Status), TypeAdapter(_Joined)
+
+
+def _last_object(outcome: Outcome, answer: TypeAdapter[Told]) -> Told | None:
+    """What a command of Rollcall answered on its last line of JSON; None: it did not."""
     lines = [line for line in outcome.out.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if outcome.is_good and lines else None
+    if not outcome.is_good or not lines:
+        return None
+    try:
+        return answer.validate_json(lines[-1], strict=True)
+    except ValueError:
+        raise LaunchError(f"{outcome.host}: answered {lines[-1][:200]!r}, which is no answer of Rollcall's") from None
 
 
 def _undo(record: LaunchRecord) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,11 @@ class Request:
     cwd: Path  # where the user is: relative paths and modules of rewards are found from here
     profile: Mapping[str, str] = field(default_factory=dict)  # the variables that the file `launch.profile` has
     hosts: tuple[str, ...] = ()  # by rank, where the target has to be told
+
+    @property
+    def container_name(self) -> str:
+        """Users of one machine share its containers, and an old one of the name is removed: theirs has another."""
+        return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
 
     @property
     def node_env(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from rollcall.config import Config, load_config
 from rollcall.config.sections import ClusterSection
 from rollcall.doctor.examine import examine
 from rollcall.doctor.show import show
+from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.jobs.channel import Unreachable
 from rollcall.jobs.prepare import prepare_node, prepare_once
@@ -164,7 +165,7 @@ def _tell_nodes(cluster: str, status: int) -> None:
 
 def _leaver(folder: str, status: int) -> Callable[[], None]:
     def leave() -> None:
-        (Path(folder) / ENDED).write_text(str(status))
+        write_atomic(Path(folder) / ENDED, str(status))  # a node looks for it all the time
 
     return leave
 

@@ -6,8 +6,12 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
-from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address
+from pydantic import ConfigDict, TypeAdapter
+
+from rollcall.errors import ClusterError
+from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address, split_address
 from rollcall.nodes.bootstrap import is_running
 from rollcall.nodes.state import read_record, sole_owner
 from rollcall.version import __version__
@@ -15,6 +19,8 @@ from rollcall.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
     version: str  # of Rollcall
     host: str  # as it calls itself
     address: str  # HOST:PORT at which a head could listen; of rank 0 that runs already: where it listens
@@ -27,9 +33,12 @@ class Here:
         for line in reversed(text.splitlines()):
             if line.startswith("{"):
                 try:
-                    return cls(**json.loads(line))
-                except (TypeError, ValueError):
+                    here = TypeAdapter(cls).validate_json(line)
+                    split_address(here.address)
+                except (ValueError, ClusterError):
                     continue
+                if f"{here.version}{here.host}{here.address}".isprintable():
+                    return here
         return None
 
     def as_json(self) -> str:
