@@ -18,6 +18,7 @@ import pytest
 import yaml
 from commands import Command, rollcall, start
 from tiny import save_model
+from typer.testing import CliRunner
 
 from rollcall import __version__
 from rollcall.cli.main import app
@@ -338,3 +339,15 @@ def wait_for(happened: Any, process: Command) -> None:
         assert process.poll() is None, f"the run ended by itself: {process.stderr}"
         assert time.monotonic() < give_up, "the run did not get that far"
         time.sleep(0.05)
+
+
+def test_what_is_not_an_address_of_a_ray_is_refused_before_torch_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("ROLLCALL_CLUSTER", raising=False)
+    (tmp_path / "run.yaml").write_text("cluster: {num_nodes: 2}\n")
+    ended = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml")])
+    assert ended.exit_code == 1 and "does not use Ray Client" in ended.stderr
+    assert "loading torch" not in ended.stdout

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def test_the_run_file_says_how_many_nodes_and_slots(tmp_path: Path) -> None:
 def test_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="3 nodes start.*num_nodes=2"):
         WholeRun(run_file(tmp_path)).complete(request(num_nodes=3))
+
+
+def test_what_ends_a_start_is_said_before_the_node_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    whole = WholeRun(run_file(tmp_path))
+    whole.check(whole.complete(request(rank=1)))
+    with pytest.raises(ClusterError, match="offers 8 slots, and the run file has 2 on node 1"):
+        whole.check(whole.complete(request(rank=1, slots=8)))
+    with pytest.raises(ClusterError, match="--rendezvous DIR"):
+        whole.check(replace(whole.complete(request()), rendezvous=None))
 
 
 def test_a_run_file_without_a_cluster_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 Cluster = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, $RAY_ADDRESS, else `default`."),
+    typer.Option(
+        metavar="NAME",
+        help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else the Ray at $RAY_ADDRESS, else `default`.",
+    ),
 ]
 
 
@@ -48,7 +51,10 @@ def node(
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt Ray's traffic. Give it on rank 0; with --head-address on every node.")
     ] = False,
-    cluster: Cluster = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for rank 0.")] = 300.0,
     block: Annotated[
         bool, typer.Option("--block", help="Stay until Ray ends here. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
@@ -117,6 +123,7 @@ def node(
     with heed():  # a signal while it starts leaves nothing behind, and ends it with the status of a run that can go on
         if whole is not None:
             request = whole.complete(request)
+            whole.check(request)
             whole.prepare()
         with tied_to_stdin() if tied else nullcontext():
             record, was_running = start_node(request)

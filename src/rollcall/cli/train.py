@@ -88,6 +88,7 @@ def train(
     """
     from rollcall import api
     from rollcall.config.checks import say_unused
+    from rollcall.nodes.which import wished_cluster
 
     bounds = Bounds(phase=phase, split=split)
     path, changes = split_arguments(file, overrides)
@@ -105,6 +106,8 @@ def train(
     )
     if master:
         say_unused(config, in_folder=True)
+    if run is None and config.cluster is not None:
+        wished_cluster(ray_address=config.cluster.ray_address)  # refuses what is not an address, before torch is loaded
     try:
         with heed():
             calm_libraries()

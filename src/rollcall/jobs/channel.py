@@ -73,8 +73,9 @@ class HttpChannel:
             )  # fmt: skip
         except (requests.ConnectionError, requests.Timeout) as error:
             waited_s = question.timeout_s if isinstance(error, requests.ReadTimeout) else ANSWER_S
+            within = f" within {waited_s:.0f} s" if isinstance(error, requests.Timeout) else ""
             raise Unreachable(
-                f"no answer from the cluster's head at {self.where} within {waited_s:.0f} s ({_reason(error)}); is the cluster "
+                f"no answer from the cluster's head at {self.where}{within} ({_reason(error)}); is the cluster "
                 "up (`rollcall status` on a node), does its dashboard listen on that address, and does this machine reach it?"
             ) from None
         except requests.RequestException as error:

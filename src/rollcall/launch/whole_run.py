@@ -26,15 +26,17 @@ from rollcall.errors import ClusterError, ConfigError
 from rollcall.jobs.channel import Unreachable
 from rollcall.jobs.prepare import prepare_node, prepare_once
 from rollcall.jobs.submit import Job, Jobs, reach
-from rollcall.nodes.bootstrap import NodeRequest
+from rollcall.nodes.bootstrap import NodeRequest, require_meeting
 from rollcall.nodes.check import wait_for_slots
 from rollcall.nodes.foreground import hold
 from rollcall.nodes.ours import OurCluster
+from rollcall.nodes.ray_start import find_slots
 from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, run_on
 from rollcall.stop import INTERRUPTED, SIGNALS, STOPPED
 from rollcall.wait import Wait, say
+from rollcall.words import counted
 
 ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
 TELL_S = 30.0
@@ -63,6 +65,17 @@ class WholeRun:
             )
         logical = self._cluster.slots_per_node[request.rank] if self._cluster.accelerator == "cpu" else None
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
+
+    def check(self, request: NodeRequest) -> None:
+        """What would end this node's start, before an hour goes into a download."""
+        require_meeting(request)
+        offered, _ = find_slots(request.slots)
+        needed = self._cluster.slots_per_node[request.rank]
+        if offered != needed:
+            raise ClusterError(
+                f"this node offers {counted(offered, 'slot')}, and the run file has {needed} on node {request.rank}; make them the same "
+                "(cluster.num_gpus_per_node or cluster.nodes, and --slots)"
+            )
 
     def prepare(self) -> None:
         prepare_node(self._config, once=False)

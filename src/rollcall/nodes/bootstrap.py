@@ -58,12 +58,16 @@ SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second
 TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
 
 
-def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
-    """Make this node part of the cluster, or find that it is: its record, and whether it was running."""
+def require_meeting(request: NodeRequest) -> None:
     if (request.rendezvous is None) == (request.head_address is None):
         raise ClusterError(
             "give the way in which nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
         )
+
+
+def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
+    """Make this node part of the cluster, or find that it is: its record, and whether it was running."""
+    require_meeting(request)
     slots, accelerator = find_slots(request.slots)
     known = partial(
         NodeRecord,

@@ -150,7 +150,10 @@ def ask_head(
             ) from None
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise HeadUnreachable(f"what listens at {address} does not answer as a Ray head does: {last}")
+        raise HeadUnreachable(
+            f"what listens at {address} does not answer as a Ray head does ({last}); is this the address that `ray start --head` or "
+            "`rollcall node` printed as that of the head?"
+        )
     found = json.loads(done.stdout)
     if found.get("refused"):
         raise HeadRefuses(_refusal(address, ours=token is not None, tried=found["refused"]))

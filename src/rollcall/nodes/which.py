@@ -217,7 +217,9 @@ def _plain(wish: _Wish) -> PlainRay:
         host, port = split_address(text)
         return PlainRay(join_address(resolve(host), port), where=wish.where)
     except ClusterError as error:
-        raise ClusterError(f"{wish.where}: {error} (as `ray start --head` prints it, usually with port 6379)") from None
+        raise ClusterError(
+            f"{wish.where}: {error}; give the address that `ray start --head` printed, usually with port 6379"
+        ) from None
 
 
 def _only_ray_here(wish: _Wish) -> str:
