@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -289,8 +290,72 @@ def test_the_address_of_a_dashboard_in_rays_own_variable_is_enough(monkeypatch: 
     monkeypatch.setenv("RAY_ADDRESS", "http://192.0.2.7:8265")
     found = reach(None, address=None, rendezvous=None)
     assert (found.where, found._token) == ("http://192.0.2.7:8265", None)
+    monkeypatch.setenv(TOKEN, "of-our-own-cluster")
+    assert reach(None, address=None, rendezvous=None)._token is None, "not for a Ray of others"
+    assert reach(None, address="http://192.0.2.7:8265", rendezvous=None)._token == "of-our-own-cluster"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "that-rays-own")
     assert reach(None, address=None, rendezvous=None)._token == "that-rays-own"
+
+
+def answering(raw: bytes, *, more: bytes = b"") -> tuple[str, list[bytes]]:
+    """The address of a server that says this to everyone, then ``more`` again and again; and what it has heard."""
+    server, heard = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve() -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                heard.append(connection.recv(65536))
+                connection.sendall(raw)
+                while more:
+                    connection.sendall(more)
+                    time.sleep(0.05)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"http://127.0.0.1:{server.getsockname()[1]}", heard
+
+
+@pytest.mark.parametrize(
+    "text", ["rubbish", "[" * 200_000, '{"a": [1]}', "[3]", '[{"type": "SUBMISSION"}]', "null", "3"]
+)
+def test_what_is_no_dashboard_is_named_whatever_it_answers(text: str) -> None:
+    url, _ = answering(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+    jobs = Jobs(HttpChannel(url, token=None, token_source=""), token=None)
+    for ask in (jobs.jobs, lambda: jobs.job("a"), lambda: jobs.logs("a")):
+        with pytest.raises(ClusterError, match="does not answer as a cluster's dashboard does"):
+            ask()
+
+
+def test_an_error_of_a_head_does_not_control_the_terminal() -> None:
+    url, _ = answering(b"HTTP/1.1 500 no\r\nContent-Length: 10\r\n\r\n\x1b[2J  evil")
+    with pytest.raises(ClusterError, match="evil") as caught:
+        Jobs(HttpChannel(url, token=None, token_source=""), token=None).jobs()
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: "])
+def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_channel, "ANSWER_S", 0.5)
+    url, _ = answering(start, more=b"x")
+    with pytest.raises(Unreachable, match="no answer from the cluster's head"):
+        HttpChannel(url, token=None, token_source="").ask(Question("GET", "/api/jobs/", timeout_s=0.5))
+
+
+def test_an_answer_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_channel, "MOST_BYTES", 1 << 20)
+    url, _ = answering(b"HTTP/1.1 200 OK\r\n\r\n", more=b"[" * (1 << 20))
+    with pytest.raises(ClusterError, match="more than 1 MiB"):
+        HttpChannel(url, token=None, token_source="").ask(Question("GET", "/api/jobs/"))
+
+
+def test_a_proxy_of_the_shell_does_not_get_the_token_of_a_tunnel(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy, heard = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    head.rows = {"rollcall-a": row("rollcall-a")}
+    assert [job.id for job in jobs_of(head).jobs()] == ["rollcall-a"] and not heard
 
 
 def test_a_head_that_is_not_there_is_named(head: Any) -> None:

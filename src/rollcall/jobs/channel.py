@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
+import urllib.parse
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +27,8 @@ from rollcall.worker_env.node_shell import TOKEN
 ANSWER_S = 20.0  # the head answers a question within this
 RELAY_S = 60.0  # the head node starts a process to answer for it
 LOOK_EVERY_S = 1.0
+SLOWEST = 32 << 10  # bytes per second, of what is sent and of an answer
+MOST_BYTES = 1 << 30  # of an answer
 
 
 class Unreachable(ClusterError):
@@ -67,10 +71,7 @@ class HttpChannel:
         import requests
 
         try:
-            response = requests.request(
-                question.method, self.where + question.path, json=question.json, data=question.data, auth=self._authorize,
-                timeout=(ANSWER_S, question.timeout_s), allow_redirects=False,
-            )  # fmt: skip
+            status, text = _within(question, lambda got: self._request(question, got))
         except (requests.ConnectionError, requests.Timeout) as error:
             waited_s = question.timeout_s if isinstance(error, requests.ReadTimeout) else ANSWER_S
             within = f" within {waited_s:.0f} s" if isinstance(error, requests.Timeout) else ""
@@ -80,16 +81,36 @@ class HttpChannel:
             ) from None
         except requests.RequestException as error:
             raise ClusterError(f"{self.where} is not the address of a cluster's dashboard: {_reason(error)}") from None
-        if response.status_code in (401, 403):
+        if status in (401, 403):
             if not self._headers:
                 raise ClusterError(
-                    f"the head at {self.where} wants a token, and none is known here: set {TOKEN} (or Ray's own RAY_AUTH_TOKEN), or "
-                    "give --rendezvous DIR, the folder that its nodes meet in"
+                    f"the head at {self.where} wants a token, and none is known here: set {TOKEN} and give --address (for a Ray that "
+                    "someone else started, its RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes meet in"
                 )
             raise ClusterError(
                 f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's, or an older one"
             )
-        return Reply(response.status_code, response.text)
+        return Reply(status, text)
+
+    def _request(self, question: Question, got: list[bytes]) -> int:
+        """The status; ``got`` gets what is answered, as it comes."""
+        import requests
+
+        # A proxy is for other machines: one that the shell names would be asked for its own loopback, and get the token.
+        host = urllib.parse.urlsplit(self.where).hostname or ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")
+        proxies = {"http": "", "https": ""} if is_here else None
+        with requests.request(
+            question.method, self.where + question.path, json=question.json, data=question.data, auth=self._authorize,
+            timeout=(ANSWER_S, question.timeout_s), allow_redirects=False, stream=True, proxies=proxies,
+        ) as response:  # fmt: skip
+            num_bytes = 0
+            for data in response.iter_content(1 << 16):
+                got.append(data)
+                num_bytes += len(data)
+                if num_bytes > MOST_BYTES:
+                    raise requests.RequestException(f"its answer has more than {MOST_BYTES >> 20} MiB")
+            return response.status_code
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
         return asyncio.run(self._tail(job_id, skip=skip, take=take))
@@ -195,6 +216,32 @@ class AtHead:
         if wrong or status != 200:
             return wrong or f"the log of {job_id} cannot be read: {text[-200:]}", "", False
         return "", json.loads(text)["logs"][skip:], _is_over(details)
+
+
+def _within(question: Question, request: Callable[[list[bytes]], int]) -> tuple[int, str]:
+    """The request's status and text. Its library limits the wait for each byte; here all of them together are limited."""
+    import requests
+
+    got: list[bytes] = []
+    ended: list[int | Exception] = []
+
+    def work() -> None:
+        try:
+            ended.append(request(got))
+        except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+            ended.append(error)
+
+    thread = threading.Thread(target=work, name="question", daemon=True)
+    thread.start()
+    began, sent = time.monotonic(), len(question.data or b"")
+    while thread.is_alive():
+        thread.join(0.2)
+        moved = (sent + sum(map(len, got))) / SLOWEST
+        if thread.is_alive() and time.monotonic() - began > ANSWER_S + question.timeout_s + moved:
+            raise requests.Timeout("timed out")
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+    return ended[0], b"".join(got).decode(errors="replace")
 
 
 def _is_over(details: str) -> bool:

@@ -15,11 +15,12 @@ import secrets
 import socket
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollcall.config import Config, dump_config
 from rollcall.durable.lease import read_holder
@@ -34,6 +35,7 @@ from rollcall.nodes.which import wished_cluster, wished_dashboard
 from rollcall.redact import Redactor, redact, remember
 from rollcall.version import __version__
 from rollcall.wait import Wait, say
+from rollcall.words import visible
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, process_token, sealed_values
 from rollcall.worker_env.node_shell import TOKEN
 
@@ -46,6 +48,8 @@ SAVE_S = 300  # for that, after trainer.stop_grace_s; then Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
 LOST_S = 120.0  # while following: how long the head may be silent
 TELL_EVERY_S = 5.0
+LAST_CHARACTERS = 10_000  # of an answer that is an error
+Read = TypeVar("Read")
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
 # Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
@@ -130,8 +134,9 @@ class Jobs:
 
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first; those of ``ray job submit`` too."""
-        rows = json.loads(self._ask("GET", "/api/jobs/").text)
-        jobs = [_job(row) for row in rows if row["type"] == "SUBMISSION"]
+        reply = self._ask("GET", "/api/jobs/")
+        with self._understanding():
+            jobs = [_job(row) for row in json.loads(reply.text) if row["type"] == "SUBMISSION"]
         return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
 
     def find(self, job_id: str = LATEST) -> Job:
@@ -146,12 +151,14 @@ class Jobs:
         raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; it has:\n{known}")
 
     def job(self, job_id: str) -> Job:
-        return _job(self._details(job_id))
+        details = self._details(job_id)
+        with self._understanding():
+            return _job(details)
 
     def logs(self, job_id: str) -> str:
         """All that the job's driver has printed so far, redacted."""
         self._learn_secrets(job_id)
-        return redact(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs").text)["logs"])
+        return redact(self._log(job_id))
 
     def wait_started(self, job_id: str, *, timeout_s: float = START_S) -> Job:
         wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
@@ -182,7 +189,7 @@ class Jobs:
             try:
                 job = self.job(job_id)
                 if job.is_over:
-                    take(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs").text)["logs"][num_seen:])
+                    take(self._log(job_id)[num_seen:])
                     write(redactor.end())
                     return job
                 heard = time.monotonic()
@@ -208,7 +215,7 @@ class Jobs:
         asked = False
         while not job.is_over:
             # A job that Ray has not started yet has no process to stop: ask again.
-            asked = asked or json.loads(self._ask("POST", f"/api/jobs/{job_id}/stop").text)["stopped"]
+            asked = asked or self._read("POST", f"/api/jobs/{job_id}/stop", "stopped", bool)
             if wait.is_over:
                 raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
             wait.tell(f"waiting for {job_id} to save and to end")
@@ -221,7 +228,31 @@ class Jobs:
         if response.status == 404:
             self.find(job_id)
             raise ClusterError(f"the cluster at {self.where} does not know job {job_id}")
-        return json.loads(response.text)
+        with self._understanding():
+            found = json.loads(response.text)
+            return {**found}
+
+    def _log(self, job_id: str) -> str:
+        return self._read("GET", f"/api/jobs/{job_id}/logs", "logs", str)
+
+    def _read(self, method: str, path: str, key: str, kind: type[Read]) -> Read:
+        """One value of an answer."""
+        reply = self._ask(method, path)
+        with self._understanding():
+            value = json.loads(reply.text)[key]
+            if not isinstance(value, kind):
+                raise TypeError(key)
+            return value
+
+    @contextmanager
+    def _understanding(self) -> Iterator[None]:
+        """While an answer is read, whatever it is."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError):
+            raise ClusterError(
+                f"what listens at {self.where} does not answer as a cluster's dashboard does; is that its address?"
+            ) from None
 
     def _learn_secrets(self, job_id: str) -> None:
         """What came sealed with the job is redacted in its log here, too."""
@@ -241,7 +272,7 @@ class Jobs:
         """``more``: the rest of the ``Question``."""
         reply = self._channel.ask(Question(method, path, **more))
         if reply.status >= 300 and reply.status not in fine:
-            lines = redact(reply.text.strip()).splitlines()
+            lines = visible(redact(reply.text.strip()[-LAST_CHARACTERS:])).splitlines()
             raise ClusterError(f"the head at {self.where} answered {reply.status}: {lines[-1] if lines else ''}")
         return reply
 
@@ -253,9 +284,11 @@ def reach(
 
     ``ray_address`` is the run file's.
     """
-    address = address or (None if rendezvous is not None else wished_dashboard(name, ray_address=ray_address))
-    if address is not None or rendezvous is not None:
-        return _reach_elsewhere(current_cluster(name), address=address, rendezvous=rendezvous)
+    named = None if address or rendezvous is not None else wished_dashboard(name, ray_address=ray_address)
+    if address or named or rendezvous is not None:
+        return _reach_elsewhere(
+            current_cluster(name), address=address or named, rendezvous=rendezvous, is_rays_own=named is not None
+        )
     cluster = wished_cluster(name, ray_address=ray_address)
     if cluster is None or (name is not None and read_record(name) is None):
         raise ClusterError(
@@ -280,8 +313,8 @@ def reach(
     return Jobs(channel, token=desk.token, shared=shared)
 
 
-def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None) -> Jobs:
-    """By the address of a dashboard, or by what a head has published."""
+def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
+    """By the address of a dashboard, or by what a head has published. ``is_rays_own``: a Ray that someone else has started."""
     record = read_record(cluster)
     head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
     if address is None and record is None and head is None:
@@ -295,7 +328,7 @@ def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | No
         return reach(cluster, address=None, rendezvous=None)
     else:
         url = _published(head)
-    token, source = _token(cluster, record=record, rendezvous=rendezvous)
+    token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=is_rays_own)
     shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
     return Jobs(HttpChannel(url, token=token, token_source=source), token=token, shared=shared)
 
@@ -340,11 +373,14 @@ def _url(address: str) -> str:
     return url.rstrip("/")
 
 
-def _token(cluster: str, *, record: NodeRecord | None, rendezvous: Path | None) -> tuple[str | None, str]:
-    """The token and where it comes from, in words; None: none is known, and the cluster may want none."""
+def _token(
+    cluster: str, *, record: NodeRecord | None, rendezvous: Path | None, is_rays_own: bool
+) -> tuple[str | None, str]:
+    """The token and where it comes from, in words; None: none is known, and the cluster may want none. That of our own clusters
+    opens all of their nodes, so no other Ray gets it."""
     if record is not None:
         return read_token(cluster), str(token_path(cluster))
-    if given := os.environ.get(TOKEN):
+    if not is_rays_own and (given := os.environ.get(TOKEN)):
         return given.strip(), TOKEN
     if rendezvous is not None and (published := Rendezvous(rendezvous, cluster).read_token()):
         return published, str(Rendezvous(rendezvous, cluster).token_file)
