@@ -168,7 +168,7 @@ def test_a_start_with_json_prints_one_object_and_nothing_of_the_tool(tmp_path: P
     tool.write_text('#!/bin/sh\ncase "$1" in ps) echo \'{"runs": []}\' ;; *) echo chatter ;; esac\n')
     tool.chmod(0o700)
     run = tmp_path / "run.yaml"
-    run.write_text("cluster: {num_nodes: 2}\nlaunch: {dstack: {}}\n")
+    run.write_text("run: {dir: /shared/r}\ncluster: {num_nodes: 2}\nlaunch: {dstack: {}}\n")
     script = "from rollcall.cli.main import main; main()"
     words = [sys.executable, "-c", script, "launch", "dstack", str(run), "--name", "one", "--json"]
     env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}

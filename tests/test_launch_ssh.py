@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollcall.config import load_config
+from rollcall.errors import ClusterError
 from rollcall.jobs.channel import Question, Unreachable
 from rollcall.jobs.package import Package
 from rollcall.launch import launch as verbs
@@ -334,9 +335,8 @@ def test_two_launches_from_one_file_have_hosts_of_their_own(hosts: Path, tmp_pat
 
 def test_paths_that_the_hosts_do_not_see_are_refused_before_any_connection(hosts: Path, tmp_path: Path) -> None:
     raw = {"run": {"dir": "runs/x"}, "cluster": {"num_nodes": 2}, "launch": {"ssh": {"hosts": HOSTS}}}
-    request = make_request(load_config(raw), target="ssh", name="one", cwd=tmp_path)
-    with pytest.raises(Exception, match="run.dir=runs/x"):
-        start(request)
+    with pytest.raises(ClusterError, match="run.dir=runs/x"):
+        make_request(load_config(raw), target="ssh", name="one", cwd=tmp_path)
     assert calls(hosts, "a") == [] and find_record("one") is None
 
 

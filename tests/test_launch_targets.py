@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollcall.config import load_config
+from rollcall.errors import ClusterError
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.launch import make_request, start, stop
@@ -379,7 +380,8 @@ def test_the_manifest_is_what_kuberay_takes(tmp_path: Path, changes: dict[str, A
 
 def test_pods_of_different_sizes_are_refused(tmp_path: Path) -> None:
     raw = yaml.safe_load((SECTIONS / "kuberay.yaml").read_text())
-    config = load_config({**raw, "cluster": {"nodes": [{"gpus": 4}, {"gpus": 2}]}})
+    sizes = {"nodes": [{"gpus": 4}, {"gpus": 2}]}
+    config = load_config({**raw, "run": {"dir": "/shared/r"}, "cluster": sizes})
     request = make_request(config, target="kuberay", name="one", cwd=tmp_path)
     with pytest.raises(LaunchError, match="one size"):
         get_target("kuberay").render(request)
@@ -388,6 +390,7 @@ def test_pods_of_different_sizes_are_refused(tmp_path: Path) -> None:
 def test_the_run_file_that_nodes_get_has_the_keys_that_were_given(tmp_path: Path) -> None:
     raw = yaml.safe_load((SECTIONS / "ssh.yaml").read_text())
     given = {
+        "run": {"dir": "/shared/r"},
         "algorithm": {"name": "ppo"},
         "critic": {"weight_decay": 0.1},
         "reward": [{"type": "math"}, {"type": "exact", "weight": 2.0}],
@@ -405,7 +408,8 @@ def test_keys_that_only_plain_machines_heed_are_refused_elsewhere(
     target: str, launch: dict[str, Any], tmp_path: Path
 ) -> None:
     raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
-    config = load_config({"launch": {**raw["launch"], **launch}, "cluster": {"num_nodes": 2}})
+    run = {"run": {"dir": "/shared/r"}, "cluster": {"num_nodes": 2}}
+    config = load_config({"launch": {**raw["launch"], **launch}, **run})
     if target in ("ssh", "slurm"):
         make_request(config, target=target, name="one", cwd=tmp_path)
         return
@@ -417,4 +421,14 @@ def test_a_launch_does_not_go_to_a_ray_that_already_runs(target: str, tmp_path: 
     raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
     config = load_config({**raw, "cluster": {"num_nodes": 2, "ray_address": "head:6379"}})
     with pytest.raises(LaunchError, match="ray_address=head:6379.*leave it out"):
+        make_request(config, target=target, name="one", cwd=tmp_path)
+
+
+def test_paths_that_the_nodes_do_not_have_are_refused_before_anything_is_rented(target: str, tmp_path: Path) -> None:
+    raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
+    config = load_config({**raw, "run": {"dir": "runs/mine"}, "cluster": {"num_nodes": 2}})
+    if target == "slurm":
+        make_request(config, target=target, name="one", cwd=tmp_path)
+        return
+    with pytest.raises(ClusterError, match=r"run\.dir=runs/mine: relative to .*run\.dir=/SHARED/runs/mine"):
         make_request(config, target=target, name="one", cwd=tmp_path)

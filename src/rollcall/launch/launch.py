@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollcall.config import Config
 from rollcall.config.launch import LaunchSection
+from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import choose_hosts
 from rollcall.launch.profile import read_profile
@@ -41,6 +42,8 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
     hosts: tuple[str, ...] = ()
     if target == "ssh" and launch.ssh is not None:
         hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
+    if target == "ssh" or (target != "slurm" and cluster.num_nodes > 1):  # a job of Slurm runs in this folder
+        resolve_paths(config, folder=cwd, shared=None)
     return Request(
         name=name,
         config=config,

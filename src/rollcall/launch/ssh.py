@@ -26,7 +26,6 @@ from pydantic import TypeAdapter
 
 from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
-from rollcall.jobs.paths import resolve_paths
 from rollcall.jobs.submit import Job, Jobs, new_id
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
@@ -198,10 +197,9 @@ def _node_line(request: Request, rank: int) -> str:
 
 
 def _refuse_what_cannot_be_sent(request: Request) -> None:
-    """Before anything is started: variables and modules of rewards that are not here, paths that the nodes do not see."""
+    """Before anything is started: variables and modules of rewards that are not here."""
     passed(request.cluster, environ=os.environ)
-    config = resolve_paths(request.config, folder=request.cwd, shared=None)
-    build_package(config, run_file="", folder=request.cwd)
+    build_package(request.config, run_file="", folder=request.cwd)
 
 
 def _container_lines(request: Request) -> list[str] | None:
