@@ -15,7 +15,8 @@ import yaml
 
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
-from rollcall.launch import remote_shell, slurm_queue, ssh
+from rollcall.launch import remote_shell, slurm_queue
+from rollcall.launch.answers import OF_CHECK, last_answer
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import HOSTS, choose_hosts, claim, hosts_of
 from rollcall.launch.launch import make_request, stop
@@ -138,7 +139,7 @@ def forged(launches: Path, **changes: Any) -> Path:
     folder = launches / "one"
     folder.mkdir(parents=True, exist_ok=True)
     good = {
-        "name": "one", "target": "ssh", "state": "started", "run_dir": "r", "started": "2026", "by": "me@here", "parts": [],
+        "name": "one", "target": "ssh", "state": "started", "run_dir": "r", "started": "2026-11-16T12:00:00+00:00", "by": "me@here", "parts": [],
         "facts": {},
     }  # fmt: skip
     (folder / RECORD).write_text(json.dumps({**good, **changes}))
@@ -146,7 +147,7 @@ def forged(launches: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("changes", [
-    {"name": "../../victim"}, {"name": "two"}, {"facts": []}, {"facts": {"a": 1}}, {"started": 5}, {"state": "x"}, {"more": 1},
+    {"name": "../../victim"}, {"name": "two"}, {"facts": []}, {"facts": {"a": 1}}, {"started": 5}, {"started": "\x1b[2J"}, {"state": "x"}, {"more": 1},
     {"parts": [{"kind": 1, "where": "a"}]}, {"parts": [{"kind": "node", "where": "a", "more": 1}]}, {"parts": {}},
 ])  # fmt: skip
 def test_a_forged_record_is_refused_before_anything_is_done_with_it(changes: dict[str, Any], launches: Path) -> None:
@@ -383,7 +384,7 @@ def test_a_forged_answer_of_a_machine_is_none(changes: dict[str, Any]) -> None:
 def test_a_forged_answer_of_a_head_is_one_sentence(line: str) -> None:
     outcome = Outcome(host="a", status=0, out=f"{line}\n", last=())
     with pytest.raises(LaunchError, match="a: answered .* which is no answer of Rollcall's"):
-        ssh._last_object(outcome, ssh._JOINED)
+        last_answer(outcome, OF_CHECK)
 
 
 @pytest.mark.parametrize("fact", ["5", "{}", '{"cluster": 5}', "rubbish", '{"cluster": "one", "port": "x"}'])

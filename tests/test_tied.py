@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.errors import ClusterError
 from rollcall.nodes.here import Here, look_here
+from rollcall.nodes.tied import tied_to_stdin
 from rollcall.version import __version__
 
 WAIT_S = 60.0
@@ -64,3 +67,13 @@ def test_a_machine_says_where_a_head_could_listen_and_keeps_nothing(
     assert not (tmp_path / "state").exists()
     assert Here.of(f"Welcome!\n{{not json\n{here.as_json()}\nbye\n") == here
     assert Here.of("nothing") is None
+
+
+def test_a_closed_stdin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(fd: int) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with monkeypatch.context() as patch, pytest.raises(ClusterError, match="stdin is closed"):
+        patch.setattr("rollcall.nodes.tied.os.fstat", closed)
+        with tied_to_stdin():
+            pass

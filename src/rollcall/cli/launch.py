@@ -192,7 +192,7 @@ def list_launches(as_json: Json = False) -> None:
     if not records:
         say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` does")
         return
-    rows = [(each.name, each.target, each.state, _when(each), each.run_dir) for each in records]
+    rows = [(each.name, each.target, each.state, _when(each), visible(each.run_dir)) for each in records]
     print_table([("NAME", "TARGET", "STATE", "SINCE", "RUN DIR"), *rows])
 
 

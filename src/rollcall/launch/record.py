@@ -130,6 +130,7 @@ def find_record(name: str) -> LaunchRecord | None:
         record = _RECORD.validate_json(read_small(path, most=MOST_BYTES))
         if record.name != name:
             raise ValueError(f"it is of {record.name!r}")
+        datetime.fromisoformat(record.started)
         return record
     except (FileNotFoundError, NotADirectoryError):
         return None

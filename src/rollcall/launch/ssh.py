@@ -19,14 +19,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-from pydantic import TypeAdapter
 
 from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
 from rollcall.jobs.submit import Job, Jobs, new_id
+from rollcall.launch.answers import OF_CHECK, OF_STATUS, last_answer
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.hosts import claim
@@ -37,7 +36,7 @@ from rollcall.launch.site import Site
 from rollcall.launch.target import Request
 from rollcall.launch.token import FILE as TOKEN_FILE
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import Told, need_tool
+from rollcall.launch.tool import need_tool
 from rollcall.launch.tunnel import Tunnel, TunnelChannel
 from rollcall.nodes.here import Here
 from rollcall.stop import INTERRUPTED
@@ -150,7 +149,7 @@ class Ssh:
         [asked] = site.run(
             "rollcall", "status", "--cluster", record.name, "--json", hosts=[site.head], timeout_s=LOOK_S
         )
-        found = _last_object(asked, _STATUS)
+        found = last_answer(asked, OF_STATUS)
         if found is None:
             return asked.problem
         alive = sum(node.alive for node in found.nodes)
@@ -338,7 +337,7 @@ def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> Launch
 def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     scripts = {site.head: rendered.file(JOINED).text}
     [outcome] = site.send(scripts, timeout_s=CHECK_S + LOOK_S, tell=_errors_only(site))
-    found = _last_object(outcome, _JOINED)
+    found = last_answer(outcome, OF_CHECK)
     if found is None:
         raise LaunchError(f"not all nodes have joined:\n  {outcome.problem}")
     port = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", found.dashboard_url or "")
@@ -426,41 +425,6 @@ def _job_id(record: LaunchRecord) -> str:
 
 def _part(record: LaunchRecord, kind: str, where: str) -> Part | None:
     return next((part for part in record.parts if (part.kind, part.where) == (kind, where)), None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Alive:
-    alive: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Status:
-    """Of `rollcall status --json`."""
-
-    num_nodes: int
-    nodes: list[_Alive]
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Of `rollcall check --json`."""
-
-    num_slots: int
-    dashboard_url: str | None
-
-
-_STATUS, _JOINED = TypeAdapter(_Status), TypeAdapter(_Joined)
-
-
-def _last_object(outcome: Outcome, answer: TypeAdapter[Told]) -> Told | None:
-    """What a command of Rollcall answered on its last line of JSON; None: it did not."""
-    lines = [line for line in outcome.out.splitlines() if line.startswith("{")]
-    if not outcome.is_good or not lines:
-        return None
-    try:
-        return answer.validate_json(lines[-1], strict=True)
-    except ValueError:
-        raise LaunchError(f"{outcome.host}: answered {lines[-1][:200]!r}, which is no answer of Rollcall's") from None
 
 
 def _undo(record: LaunchRecord) -> None:

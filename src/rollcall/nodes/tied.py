@@ -12,9 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rollcall.errors import ClusterError
+
 
 @contextmanager
 def tied_to_stdin() -> Iterator[None]:
+    try:
+        os.fstat(0)
+    except OSError:  # another file could get its number
+        raise ClusterError("--tied ends the command with its stdin, and stdin is closed; give it one") from None
     done = threading.Event()
 
     def watch() -> None:
