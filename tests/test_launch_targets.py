@@ -432,3 +432,15 @@ def test_paths_that_the_nodes_do_not_have_are_refused_before_anything_is_rented(
         return
     with pytest.raises(ClusterError, match=r"run\.dir=runs/mine: relative to .*run\.dir=/SHARED/runs/mine"):
         make_request(config, target=target, name="one", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "asked"),
+    [("skypilot", "accelerators", "H100:4"), ("dstack", "gpu", "H100:80GB:4"), ("dstack", "gpu", 4)],
+)
+def test_another_number_of_gpus_than_slots_is_noted(target: str, key: str, asked: str | int, tmp_path: Path) -> None:
+    raw = {"run": {"dir": "/shared/r"}, "launch": {target: {"resources": {key: asked}}}}
+    for slots, is_noted in ((8, True), (4, False)):
+        config = load_config({**raw, "cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
+        notes = get_target(target).render(make_request(config, target=target, name="one", cwd=tmp_path)).notes
+        assert any(f"{key}={asked} gives each node 4 GPUs" in note for note in notes) == is_noted

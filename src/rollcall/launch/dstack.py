@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rollcall.config.launch import DstackSection
+from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import JOIN_S, node_lines
@@ -117,10 +118,14 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
 
 
 def _notes(request: Request, section: DstackSection) -> tuple[str, ...]:
+    wrong = unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu")
     if section.volumes:
-        return ()
+        return wrong
     lost = f"run.dir={request.config.run.dir} is lost with the machines"
-    return (f"{lost}: name a volume in launch.dstack.volumes, and put run.dir on it",)
+    return (
+        *wrong,
+        f"{lost}: name a volume in launch.dstack.volumes, and put run.dir on it",
+    )
 
 
 def _guard(line: str) -> str:

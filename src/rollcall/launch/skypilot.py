@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.errors import LaunchError
+from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import JOIN_S, node_lines
@@ -225,8 +226,11 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
 
 
 def _notes(request: Request, section: SkypilotSection) -> tuple[str, ...]:
+    asked = section.resources.get("accelerators")
+    wrong = unlike_slots(asked, request.cluster, key="launch.skypilot.resources.accelerators")
     if not section.managed:
-        return ()
+        return wrong
     return (
+        *wrong,
         f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume",
     )
