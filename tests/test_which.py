@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_check import make_node, make_record
@@ -10,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.errors import ClusterError
-from rollcall.nodes import bootstrap, plain_ray, which
+from rollcall.nodes import bootstrap, head, plain_ray, which
 from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
@@ -31,6 +34,29 @@ def nothing_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def heard(said: list[str], name: str | None = None, **wish: str) -> which.Cluster:
     with speaking(said.append):
         return find_cluster(name, **wish)
+
+
+def told_by_a_stranger(monkeypatch: pytest.MonkeyPatch, *, status: int = 0, err: str = "", **row: Any) -> Answer:
+    """The answer of a head that says this of its one node."""
+    good = {
+        "node_id": "ab", "alive": True, "is_head": True, "address": "192.0.2.7", "host": "theirs", "started_ms": 1, "temp_dir": "/t",
+        "labels": {}, "resources": {"GPU": 2}, "ports": {},
+    }  # fmt: skip
+    found = {"nodes": [{**good, **row}], "dashboard": None, "open": True, "versions": {"Ray": 2}}
+    done = subprocess.CompletedProcess([], status, json.dumps(found), err)
+    monkeypatch.setattr(head, "listens", lambda *args, **options: True)
+    monkeypatch.setattr("rollcall.nodes.head.subprocess.run", lambda *args, **options: done)
+    return head.ask_head("192.0.2.7:6379", token=None)
+
+
+def test_what_a_stranger_at_an_address_says_is_text_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = told_by_a_stranger(monkeypatch, host="\x1b[2Jevil")
+    assert answer.nodes[0].host == "\ufffd[2Jevil" and answer.versions == {"Ray": "2"}
+    with pytest.raises(HeadUnreachable, match="labels that are not Rollcall's"):
+        told_by_a_stranger(monkeypatch, labels={"rollcall.rank": "first"})
+    with pytest.raises(HeadUnreachable, match="evil") as caught:
+        told_by_a_stranger(monkeypatch, status=1, err="Traceback\nRpcError: \x1b[2Jevil")
+    assert str(caught.value).isprintable()
 
 
 def test_without_a_wish_it_is_the_cluster_of_this_node() -> None:

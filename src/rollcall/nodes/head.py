@@ -16,11 +16,14 @@ from rollcall.errors import ClusterError
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
 from rollcall.nodes.state import read_token, tls_dir, tls_env
 from rollcall.nodes.tls import write_certificates
+from rollcall.redact import redact
+from rollcall.words import visible
 
 LABEL = "rollcall."  # of every label below
 CONNECT_S = 3.0
 ASK_S = 15.0  # for a head that accepts connections; importing Ray is most of it
 
+LAST_CHARACTERS = 10_000  # of what a failed question printed
 GIB = 2**30
 RAYS_OWN = ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")  # variables of token and certificates
 
@@ -60,8 +63,8 @@ class NodeInfo:
         rank, num_nodes = labels.get(LABEL + "rank"), labels.get(LABEL + "num-nodes")
         return cls(
             rank=None if rank is None else int(rank),
-            host=row["host"],
-            address=row["address"],
+            host=visible(row["host"]),
+            address=visible(row["address"]),
             slots=round(resources.get("GPU", 0)),
             accelerator=labels.get(LABEL + "accelerator", "gpu"),
             memory_gib=round((resources.get("memory", 0) + resources.get("object_store_memory", 0)) / GIB, 1),
@@ -149,7 +152,7 @@ def ask_head(
                 f"the head at {address} does not answer within {timeout_s:.0f} s; {_doubt(tls, token)}?"
             ) from None
     if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        last = visible(redact(done.stderr.strip()[-LAST_CHARACTERS:] or "no message")).splitlines()[-1]
         raise HeadUnreachable(
             f"what listens at {address} does not answer as a Ray head does ({last}); is this the address that `ray start --head` or "
             "`rollcall node` printed as that of the head?"
@@ -157,12 +160,19 @@ def ask_head(
     found = json.loads(done.stdout)
     if found.get("refused"):
         raise HeadRefuses(_refusal(address, ours=token is not None, tried=found["refused"]))
-    nodes = sorted(map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms))
+    try:
+        nodes = sorted(
+            map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms)
+        )
+    except ValueError as error:  # a label of ours that has another's value
+        raise HeadUnreachable(
+            f"the nodes of the Ray at {address} have labels that are not Rollcall's: {error}"
+        ) from None
     return Answer(
         nodes=tuple(nodes),
         dashboard=found["dashboard"],
         is_open=found["open"],
-        versions=found["versions"],
+        versions={what: visible(str(version)) for what, version in found["versions"].items()},
         holder=found.get("holder"),
     )
 
