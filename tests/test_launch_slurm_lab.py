@@ -153,7 +153,8 @@ def test_before_its_time_limit_a_job_saves_requeues_itself_and_ends_at_the_same_
     assert before and len(before) < STEPS, "the limit came in the middle"
     slurm.wait_until(lambda: slurm.state_of(job) == "PENDING", "the job waits again", timeout_s=90)
     assert not left_on(slurm)
-    slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now", "timelimit=20")
+    # Slurm waits two minutes. Within the second of the requeue it would still take the job for the one that was killed.
+    slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+10", "timelimit=20")
     (launch.folder / "lab_rewards.py").write_text(REWARDS.format(pause_s=0.0))
     done = launch.rollcall("logs", "limit", "--follow", timeout_s=RUN_S)
     assert done.returncode == 0, done.stdout + done.stderr + slurm.tell()
@@ -176,7 +177,7 @@ def test_a_node_that_is_drained_in_the_middle_keeps_its_job_and_gets_no_other(sl
     slurm.ask("scancel", "--signal=USR1", "--batch", job)  # as Slurm does it before the time limit
     launch.wait_for("requeues itself")
     slurm.wait_until(lambda: slurm.state_of(job) == "PENDING", "the job waits again", timeout_s=90)
-    slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now")
+    slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now+10")
     (launch.folder / "lab_rewards.py").write_text(REWARDS.format(pause_s=0.0))
     slurm.wait_until(lambda: slurm.state_of(job) == "RUNNING", "the job runs again", timeout_s=90)
     nodes = slurm.ask("scontrol", "show", "hostnames", slurm.ask("squeue", "-h", "-j", job, "-o", "%N")).splitlines()
