@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.hosts import choose_hosts, claim
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import Part, all_records, find_record, forget, get_record, held, named_record, new_record
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
+from rollcall.launch.ssh.hosts import choose_hosts, claim
 
 
 @pytest.fixture(autouse=True)

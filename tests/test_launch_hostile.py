@@ -15,16 +15,17 @@ import yaml
 
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
-from rollcall.launch import remote_shell, slurm_queue
-from rollcall.launch.answers import OF_CHECK, last_answer
+from rollcall.launch import slurm_queue
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.hosts import HOSTS, choose_hosts, claim, hosts_of
 from rollcall.launch.launch import make_request, stop
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import RECORD, Part, all_records, find_record, get_record, held, new_record, own_folder
-from rollcall.launch.remote_shell import Outcome, RemoteShell
 from rollcall.launch.rendered import Command, Rendered
-from rollcall.launch.site import Site
+from rollcall.launch.ssh import shell as remote_shell
+from rollcall.launch.ssh.answers import OF_CHECK, last_answer
+from rollcall.launch.ssh.hosts import HOSTS, choose_hosts, claim, hosts_of
+from rollcall.launch.ssh.shell import Outcome, RemoteShell
+from rollcall.launch.ssh.site import Site
 from rollcall.launch.targets import get_target, target_names
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask

@@ -24,15 +24,15 @@ from rollcall.errors import ClusterError
 from rollcall.jobs.channel import Question, Unreachable
 from rollcall.jobs.package import Package
 from rollcall.launch import launch as verbs
-from rollcall.launch import remote_shell
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request
 from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
-from rollcall.launch.remote_hosts import run_there
-from rollcall.launch.ssh import open_tunnel
+from rollcall.launch.ssh import shell as remote_shell
+from rollcall.launch.ssh.run_there import run_there
+from rollcall.launch.ssh.target import open_tunnel
+from rollcall.launch.ssh.tunnel import TunnelChannel
 from rollcall.launch.target import Request
 from rollcall.launch.targets import get_target
-from rollcall.launch.tunnel import TunnelChannel
 from rollcall.nodes.address import free_ports, listens
 from rollcall.version import __version__
 
@@ -297,7 +297,7 @@ def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
 
     with monkeypatch.context() as patch:
         patch.setattr(LaunchRecord, "save", saved_and_killed)
-        patch.setattr("rollcall.launch.ssh._undo", lambda record: None)
+        patch.setattr("rollcall.launch.ssh.target._undo", lambda record: None)
         patch.setattr("rollcall.launch.launch._forget_if_nothing_started", lambda name: None)
         try:
             start(request_on(tmp_path))

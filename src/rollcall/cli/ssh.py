@@ -34,7 +34,7 @@ def ssh(
       rollcall ssh all --name gsm8k -- 'df -h /local | tail -1'
     """
     from rollcall.launch.record import named_record
-    from rollcall.launch.remote_hosts import run_there
+    from rollcall.launch.ssh.run_there import run_there
 
     problems = run_there(named_record(name, target="ssh"), where=where, command=command)
     for problem in problems:
@@ -61,6 +61,6 @@ def tunnel(
       rollcall tunnel gsm8k --port 8265
     """
     from rollcall.launch.record import named_record
-    from rollcall.launch.ssh import hold_tunnel
+    from rollcall.launch.ssh.target import hold_tunnel
 
     hold_tunnel(named_record(name, target="ssh"), local_port=port)

@@ -10,10 +10,10 @@ from rollcall.config import Config
 from rollcall.config.launch import LaunchSection
 from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.hosts import choose_hosts
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record
 from rollcall.launch.rendered import Rendered
+from rollcall.launch.ssh.hosts import choose_hosts
 from rollcall.launch.target import Request, Target
 from rollcall.launch.targets import get_target
 from rollcall.plan.judge import workable_plan

@@ -7,7 +7,7 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.kuberay import Kuberay
 from rollcall.launch.skypilot import Skypilot
 from rollcall.launch.slurm import Slurm
-from rollcall.launch.ssh import Ssh
+from rollcall.launch.ssh.target import Ssh
 from rollcall.launch.target import Target
 
 

@@ -25,19 +25,19 @@ from pathlib import Path
 from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
 from rollcall.jobs.submit import Job, Jobs, new_id
-from rollcall.launch.answers import OF_CHECK, OF_STATUS, last_answer
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.hosts import claim
 from rollcall.launch.record import LaunchRecord, Part, forget, get_record
-from rollcall.launch.remote_shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
-from rollcall.launch.site import Site
+from rollcall.launch.ssh.answers import OF_CHECK, OF_STATUS, last_answer
+from rollcall.launch.ssh.hosts import claim
+from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
+from rollcall.launch.ssh.site import Site
+from rollcall.launch.ssh.tunnel import Tunnel, TunnelChannel
 from rollcall.launch.target import Request
 from rollcall.launch.token import FILE as TOKEN_FILE
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import need_tool
-from rollcall.launch.tunnel import Tunnel, TunnelChannel
 from rollcall.nodes.here import Here
 from rollcall.stop import INTERRUPTED
 from rollcall.version import __version__

@@ -16,7 +16,7 @@ from typing import IO
 
 from rollcall.jobs.channel import HttpChannel, Question, Reply, Unreachable
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.remote_shell import CONNECT_S, NO_SSH, Login
+from rollcall.launch.ssh.shell import CONNECT_S, NO_SSH, Login
 
 # A connection that the user's ssh shares would keep the port open after this.
 OWN_CONNECTION = ("-o", "ControlMaster=no", "-o", "ControlPath=none")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.remote_shell import prefixed
-from rollcall.launch.site import Site
+from rollcall.launch.ssh.shell import prefixed
+from rollcall.launch.ssh.site import Site
 from rollcall.wait import on_stdout
 
 ALL = "all"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.remote_shell import Outcome
+from rollcall.launch.ssh.shell import Outcome
 from rollcall.launch.tool import Told
 
 

@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 
 from rollcall.launch.container import Container, container_of
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.hosts import hosts_of
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.remote_shell import Login, Outcome, Tell, run_on_all
 from rollcall.launch.rendered import exports, shell_path
+from rollcall.launch.ssh.hosts import hosts_of
+from rollcall.launch.ssh.shell import Login, Outcome, Tell, run_on_all
 from rollcall.launch.target import Request
 from rollcall.nodes.state import CLUSTER
 
