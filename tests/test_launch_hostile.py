@@ -384,7 +384,7 @@ def test_a_forged_answer_of_a_machine_is_none(changes: dict[str, Any]) -> None:
 )
 def test_a_forged_answer_of_a_head_is_one_sentence(line: str) -> None:
     outcome = Outcome(host="a", status=0, out=f"{line}\n", last=())
-    with pytest.raises(LaunchError, match="a: answered .* which is no answer of Rollcall's"):
+    with pytest.raises(LaunchError, match="a: answered .* which is not what Rollcall prints"):
         last_answer(outcome, OF_CHECK)
 
 

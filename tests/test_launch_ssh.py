@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def dashboard() -> Iterator[Any]:
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Path:
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
     monkeypatch.setattr(remote_shell, "LET_GO_S", 20.0)
-    for module in ("launch.ssh", "jobs.submit"):  # compressing all of Rollcall is most of the work of a launch
+    for module in ("launch.ssh.target", "jobs.submit"):  # compressing all of Rollcall is most of the work of a launch
         monkeypatch.setattr(f"rollcall.{module}.build_package", lambda *args, **options: Package(data=b"code"))
     found = make_hosts(
         tmp_path / "fake", ["a", "b", "c", "d"], version=__version__, dashboard=dashboard.server_address[1]
@@ -256,19 +256,24 @@ def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Pa
     assert find_record("one") is None and calls(hosts, "a").count("down") == 1
 
 
-def test_ctrl_c_while_nodes_start_takes_them_down(
-    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (hosts / "b/waits-node").touch()
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> None:
+    """In the launcher's next wait for a host that finds it so."""
     real = remote_shell.time.sleep
 
     def sleep(seconds: float) -> None:
         real(seconds)
-        if "waiting in node" in capsys.readouterr().err:
+        if when():
             monkeypatch.setattr(remote_shell.time, "sleep", real)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(remote_shell.time, "sleep", sleep)
+
+
+def test_ctrl_c_while_nodes_start_takes_them_down(
+    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (hosts / "b/waits-node").touch()
+    press_ctrl_c(monkeypatch, when=lambda: "waiting in node" in capsys.readouterr().err)
     with pytest.raises(KeyboardInterrupt):
         start(request_on(tmp_path))
     assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
@@ -360,19 +365,11 @@ def test_ctrl_c_ends_a_command_on_the_hosts(
     hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = start(request_on(tmp_path))
-    real = remote_shell.time.sleep
-
-    def sleep(seconds: float) -> None:
-        real(seconds)
-        if "a | 1" in capsys.readouterr().out:
-            monkeypatch.setattr(remote_shell.time, "sleep", real)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(remote_shell.time, "sleep", sleep)
+    press_ctrl_c(monkeypatch, when=lambda: "a | 1" in capsys.readouterr().out)
     with pytest.raises(KeyboardInterrupt):
         run_there(record, where="a", command=["echo $$ > ~/shell; trap 'touch ~/told' TERM; echo 1; sleep 600 & wait"])
     while not (hosts / "a/told").exists():
-        real(0.05)
+        time.sleep(0.05)
 
 
 SSHD = "/usr/sbin/sshd"

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,6 +82,11 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         ended = self.ended.isoformat() if self.ended else None
         return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
+
+
+def to_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 class Jobs:
@@ -173,7 +179,7 @@ class Jobs:
             time.sleep(0.3)
         return job
 
-    def follow(self, job_id: str, *, write: Callable[[str], None]) -> Job:
+    def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
         """Write the job's log as it grows, until the job is over; returns the job as it ended."""
         self._learn_secrets(job_id)
         redactor = Redactor()

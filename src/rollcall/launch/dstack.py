@@ -17,7 +17,7 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import JOIN_S, node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask_json, is_own, leave_others, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import ask_json, check_for_tool, is_own, leave_others, need_tool, refuse_others, run, watch
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
@@ -28,6 +28,9 @@ INSTALL = "install it with `pip install dstack`"
 
 class Dstack:
     name = "dstack"
+
+    def check(self, request: Request) -> None:
+        check_for_tool(request, target=self.name, image_key="launch.dstack.image")
 
     def render(self, request: Request) -> Rendered:
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))

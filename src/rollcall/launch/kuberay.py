@@ -22,7 +22,17 @@ from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.target import Request
-from rollcall.launch.tool import ask, ask_json, is_own, leave_others, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import (
+    ask,
+    ask_json,
+    check_for_tool,
+    is_own,
+    leave_others,
+    need_tool,
+    refuse_others,
+    run,
+    watch,
+)
 from rollcall.wait import Wait, say
 
 MANIFEST = "rayjob.yaml"
@@ -35,6 +45,9 @@ INSTALL = "install Kubernetes' command line"
 
 class Kuberay:
     name = "kuberay"
+
+    def check(self, request: Request) -> None:
+        check_for_tool(request, target=self.name, image_key="launch.kuberay.image")
 
     def render(self, request: Request) -> Rendered:
         section = _section(request)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcall.config import Config
-from rollcall.config.launch import LaunchSection
-from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record
@@ -33,7 +31,11 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
             f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
         )
     launch = config.launch
-    _refuse_unused(config, launch, target=target)
+    if config.cluster.ray_address is not None:
+        raise LaunchError(
+            f"cluster.ray_address={config.cluster.ray_address} names a Ray that already runs, and a launch starts nodes of its own; "
+            "leave it out, or use `rollcall submit` (with kuberay, `launch.kuberay.ray_cluster` names one)"
+        )
     profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
     _refuse_secrets(config, env={**profile, **getattr(launch, target).env})
     cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
@@ -42,9 +44,7 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
     hosts: tuple[str, ...] = ()
     if target == "ssh" and launch.ssh is not None:
         hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
-    if target == "ssh" or (target != "slurm" and cluster.num_nodes > 1):  # a job of Slurm runs in this folder
-        resolve_paths(config, folder=cwd, shared=None)
-    return Request(
+    request = Request(
         name=name,
         config=config,
         cluster=cluster,
@@ -54,23 +54,8 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
         profile=profile,
         hosts=hosts,
     )
-
-
-def _refuse_unused(config: Config, launch: LaunchSection, *, target: str) -> None:
-    """What this target would not heed."""
-    if config.cluster is not None and config.cluster.ray_address is not None:
-        raise LaunchError(
-            f"cluster.ray_address={config.cluster.ray_address} names a Ray that already runs, and a launch starts nodes of its own; "
-            "leave it out, or use `rollcall submit` (with kuberay, `launch.kuberay.ray_cluster` names one)"
-        )
-    own = {"skypilot": "launch.skypilot.resources.image_id", "dstack": "launch.dstack.image"}
-    own["kuberay"] = "launch.kuberay.image"
-    if launch.container is not None and target in own:
-        raise LaunchError(f"launch.container is for ssh and slurm; for {target} name the image in {own[target]}")
-    if launch.rendezvous is not None and target in own:
-        raise LaunchError(
-            f"launch.rendezvous is for ssh and slurm; {target} tells its nodes where the head is, so leave it out"
-        )
+    get_target(target).check(request)
+    return request
 
 
 def _refuse_secrets(config: Config, *, env: Mapping[str, str]) -> None:

@@ -32,6 +32,11 @@ def make_ready(config: Config, section: ClusterSection) -> None:
     nodes = _wait_for_nodes(cluster, num_slots=section.num_slots)
     if config.prepare.each_node or config.prepare.fetch_model:
         _prepare(cluster, nodes, config)
+    look_first(cluster, config)
+
+
+def look_first(cluster: Cluster, config: Config) -> None:
+    """What comes last before a run, on one node for all: `prepare.once`, and a quick look for what would break it."""
     prepare_once(config)
     report = examine(cluster, config=config, quick=True)
     show(report)

@@ -43,6 +43,9 @@ MODULE_FILES = (
 class Slurm:
     name = "slurm"
 
+    def check(self, request: Request) -> None:
+        """A job of Slurm runs in the folder of this command, so it finds relative paths too."""
+
     def render(self, request: Request) -> Rendered:
         section = _section(request)
         node = RenderedFile(name=NODE, text=_text(_node(request, section)), executable=True)

@@ -52,6 +52,10 @@ class Request:
 class Target(Protocol):
     name: str
 
+    def check(self, request: Request) -> None:
+        """Refuse what this target would not heed, or its nodes could not find. Before rendering, so also in a dry run."""
+        ...
+
     def render(self, request: Request) -> Rendered:
         """Files and commands. Pure: the same request gives the same text, and nothing is read or started."""
         ...

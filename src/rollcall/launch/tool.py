@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
+from rollcall.launch.target import Request
 from rollcall.redact import redact
 from rollcall.wait import say
 from rollcall.words import visible
@@ -34,6 +36,18 @@ LAST_LINES = 15
 LAST_BYTES = 10_000
 MOST_BYTES = 64 << 20  # of what a tool answers
 LOOK_EVERY_S = 0.2
+
+
+def check_for_tool(request: Request, *, target: str, image_key: str) -> None:
+    """What every target refuses whose tool gets the machines, and whose section names the image."""
+    if request.launch.container is not None:
+        raise LaunchError(f"launch.container is for ssh and slurm; for {target} name the image in {image_key}")
+    if request.launch.rendezvous is not None:
+        raise LaunchError(
+            f"launch.rendezvous is for ssh and slurm; {target} tells its nodes where the head is, so leave it out"
+        )
+    if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
+        resolve_paths(request.config, folder=request.cwd, shared=None)
 
 
 def need_tool(name: str, *, install: str) -> None:

@@ -19,13 +19,12 @@ from pathlib import Path
 
 from rollcall.config import Config, load_config
 from rollcall.config.sections import ClusterSection
-from rollcall.doctor.examine import examine
-from rollcall.doctor.show import show
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.jobs.channel import Unreachable
-from rollcall.jobs.prepare import prepare_node, prepare_once
+from rollcall.jobs.prepare import prepare_node
 from rollcall.jobs.submit import Job, Jobs, reach
+from rollcall.launch.ready import look_first
 from rollcall.nodes.bootstrap import NodeRequest, require_meeting
 from rollcall.nodes.check import wait_for_slots
 from rollcall.nodes.foreground import hold
@@ -130,17 +129,13 @@ def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
 def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     ours = OurCluster(cluster)
     wait_for_slots(ours, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
-    prepare_once(config)
-    report = examine(ours, config=config, quick=True)
-    show(report)
-    if report.breaks:
-        raise ClusterError("the run was not started: doctor has found what would break it (above)")
+    look_first(ours, config)
     jobs = reach(cluster, address=None, rendezvous=None)
     going = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
     job = going[0] if going else jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"{'following' if going else 'submitted'} {job.id}")
     jobs.wait_started(job.id)
-    return jobs.follow(job.id, write=_print).exit_status
+    return jobs.follow(job.id).exit_status
 
 
 def _known(jobs: Jobs) -> list[Job]:
@@ -154,11 +149,6 @@ def _known(jobs: Jobs) -> list[Job]:
                 raise
             wait.tell("waiting for the dashboard of this node, which takes jobs")
             wait.sleep(1.0)
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _tell_nodes(cluster: str, status: int) -> None:

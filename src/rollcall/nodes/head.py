@@ -194,7 +194,7 @@ def _refusal(address: str, *, ours: bool, tried: str) -> str:
             f"the Ray at {address} wants a token, and this shell has none: set RAY_AUTH_TOKEN to it, or RAY_AUTH_TOKEN_PATH to a "
             "file that holds it"
         )
-    return f"the Ray at {address} does not accept the token of this shell ({tried}); ask whoever started it for the one it has"
+    return f"the Ray at {address} does not accept the token of this shell ({tried}); ask the person who started it for its token"
 
 
 def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) -> str | None:

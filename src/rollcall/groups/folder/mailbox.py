@@ -214,7 +214,7 @@ class Presence:
                 self._write(durable=False)
                 if self._beside is not None:
                     self._beside()
-            except OSError as error:  # others see that the counter stands still, and wait until the folder is back
+            except OSError as error:  # others see that the counter does not grow, and wait until the folder is back
                 warn(f"{self._path} cannot be written: {error}")
 
 

@@ -43,4 +43,6 @@ def last_answer(outcome: Outcome, answer: TypeAdapter[Told]) -> Told | None:
     try:
         return answer.validate_json(lines[-1], strict=True)
     except ValueError:
-        raise LaunchError(f"{outcome.host}: answered {lines[-1][:200]!r}, which is no answer of Rollcall's") from None
+        raise LaunchError(
+            f"{outcome.host}: answered {lines[-1][:200]!r}, which is not what Rollcall prints; look at that host's rollcall"
+        ) from None

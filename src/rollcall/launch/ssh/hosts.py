@@ -30,7 +30,7 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
     """By rank, one for each node. A launch that exists keeps those it has."""
     before = hosts_of(find_record(name))
     listed = _checked(given if isinstance(given, list) else _read(cwd / given.expanduser()))
-    used = {host: other.name for other in all_records() if other.name != name for host in hosts_of(other)}
+    used = _used_by_others(name)
     if isinstance(given, list):
         if len(listed) != count:
             raise LaunchError(
@@ -62,10 +62,7 @@ def claim(record: LaunchRecord, hosts: Sequence[str]) -> LaunchRecord:
     lock = launches() / f".hosts-{os.getuid()}.lock"  # a folder of launches may have several users
     with open(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        _refuse_used(
-            hosts,
-            {host: other.name for other in all_records() if other.name != record.name for host in hosts_of(other)},
-        )
+        _refuse_used(hosts, _used_by_others(record.name))
         return replace(record, facts={**record.facts, HOSTS: json.dumps(list(hosts))}).save()
 
 
@@ -76,6 +73,11 @@ def hosts_of(record: LaunchRecord | None) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(host, str) for host in found):
         raise LaunchError(f"the record of {record.name!r} has no list of hosts but {record.facts[HOSTS]!r}")
     return tuple(_checked(found))
+
+
+def _used_by_others(name: str) -> dict[str, str]:
+    """Hosts, each with the launch that has it."""
+    return {host: other.name for other in all_records() if other.name != name for host in hosts_of(other)}
 
 
 def _refuse_used(hosts: Sequence[str], used: dict[str, str]) -> None:

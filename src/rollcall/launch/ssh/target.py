@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from pathlib import Path
 
 from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
-from rollcall.jobs.submit import Job, Jobs, new_id
+from rollcall.jobs.paths import resolve_paths
+from rollcall.jobs.submit import Job, Jobs, new_id, to_stdout
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part, forget, get_record
@@ -61,6 +61,9 @@ DASHBOARD, HEAD = "dashboard", "head"  # facts: the port on the head's loopback,
 
 class Ssh:
     name = "ssh"
+
+    def check(self, request: Request) -> None:
+        resolve_paths(request.config, folder=request.cwd, shared=None)
 
     def render(self, request: Request) -> Rendered:
         site = Site.of_request(request)
@@ -137,7 +140,7 @@ class Ssh:
             job_id = _job_id(record)
             try:
                 jobs.wait_started(job_id)
-                job = jobs.follow(job_id, write=_print)
+                job = jobs.follow(job_id)
             except KeyboardInterrupt:
                 say(f"\n{job_id} goes on; follow it with `rollcall launch logs {record.name} --follow`")
                 return INTERRUPTED
@@ -160,7 +163,7 @@ class Ssh:
 
     def logs(self, record: LaunchRecord) -> None:
         with _jobs(record) as jobs:
-            _print(jobs.logs(_job_id(record)))
+            to_stdout(jobs.logs(_job_id(record)))
 
     def stop(self, record: LaunchRecord) -> None:
         _stop_job(record)
@@ -467,8 +470,3 @@ def _take_down(record: LaunchRecord) -> list[str]:
     down = {each.host for each in outcomes if each.is_good}
     replace(record, parts=tuple(part for part in record.parts if part.where not in down or part.kind == JOB)).save()
     return [each.problem for each in outcomes if not each.is_good]
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
