@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
-from rollcall.weights.safetensors_header import STORED_NAMES, write_header
+from rollcall.stored.safetensors_header import STORED_NAMES, write_header
 
 
 def export_model(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
+from rollcall.stored.safetensors_header import read_metadata, write_header
 from rollcall.wait import Wait
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import BucketSize, Entry, Layout, Views, fit, view
@@ -36,7 +37,6 @@ from rollcall.weights.protocol import (
     TornUpdateError,
     WeightReceiver,
 )
-from rollcall.weights.safetensors_header import read_metadata, write_header
 
 # Spans follow each other as in the files, and each is summed while it is in the cache.
 BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)

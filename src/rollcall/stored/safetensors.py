@@ -1,0 +1,149 @@
+"""Tensors in safetensors files: a plain model directory, and the parts of a sharded checkpoint.
+
+A part holds blocks of tensors. Its metadata has the key ``parts``: for each key of the file the tensor's name, where the block
+begins in it, and the tensor's whole shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcall.config.yaml import read_small
+from rollcall.stored.safetensors_header import STORED_NAMES
+from rollcall.stored.tensors import Piece, Stored, StoredError, StoredFile, StoredTensor, stored_of
+
+INDEX = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+MOST_INDEX_BYTES = 1 << 28
+_DTYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
+_OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # in the file
+
+
+def open_model_dir(folder: Path) -> Stored:
+    """A model directory as transformers writes it: one file, or several with an index."""
+    paths, named = _weight_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, entry in read_header(path)[0].items():
+            if named is not None and named.get(name) != path.name:
+                continue
+            if name in tensors:
+                raise StoredError(f"{tensors[name].pieces[0].file} and {path} both hold {name}; remove the wrong one")
+            piece = Piece(file=path, offset=entry.offset, start=(0,) * len(entry.shape), shape=entry.shape)
+            tensors[name] = StoredTensor(name=name, dtype=entry.dtype, shape=entry.shape, pieces=(piece,))
+    if missing := [name for name in named or () if name not in tensors]:
+        file = folder / (named or {})[missing[0]]
+        raise StoredError(f"{file} does not hold {missing[0]}, although {folder / INDEX} says so; restore the file")
+    files = [StoredFile(path=path, size=path.stat().st_size) for path in paths]
+    return stored_of(tensors.values(), files=files, origin=str(folder), folder=folder, kind="model directory")
+
+
+def open_parts(
+    files: Sequence[StoredFile], *, origin: str, folder: Path | None = None, facts: Mapping[str, Any] | None = None
+) -> Stored:
+    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors."""
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...], StoredFile]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for file in files:
+        for name, whole, dtype, piece in _blocks(file):
+            first = kinds.setdefault(name, (dtype, whole, file))
+            if first[:2] != (dtype, whole):
+                raise StoredError(
+                    f"{file} says that {name} is {dtype} {list(whole)}, and {first[2]} that it is {first[0]} {list(first[1])}: the "
+                    "files do not belong to one checkpoint"
+                )
+            pieces.setdefault(name, []).append(piece)
+    tensors = (
+        StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
+        for name, (dtype, shape, _) in kinds.items()
+    )
+    return stored_of(tensors, files=files, origin=origin, folder=folder, kind="sharded checkpoint", facts=facts)
+
+
+def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], torch.dtype, Piece]]:
+    """Each block in a part: the tensor's name, whole shape and type, and where the block is."""
+    entries, metadata = read_header(file.path)
+    try:
+        parts = json.loads(metadata["parts"]) if "parts" in metadata else None
+        for key, entry in entries.items():
+            about = (
+                {"name": key, "start": [0] * len(entry.shape), "shape": entry.shape} if parts is None else parts[key]
+            )
+            start, whole = (tuple(int(n) for n in about[which]) for which in ("start", "shape"))
+            piece = Piece(file=file.path, offset=entry.offset, start=start, shape=entry.shape)
+            yield str(about["name"]), whole, entry.dtype, piece
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise StoredError(
+            f"{file}: its metadata does not say which blocks it holds ({type(error).__name__}: {error}); restore the file"
+        ) from None
+
+
+def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
+    """The tensors of a file and its metadata; everything about them is checked but the bytes themselves."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+            header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", None) or {}
+        entries, ends = {}, [0]
+        for name, about in header.items():
+            dtype, shape = _DTYPES[about["dtype"]], tuple(int(n) for n in about["shape"])
+            begin, end = (int(n) for n in about["data_offsets"])
+            if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} has {end - begin} bytes, which is not a {about['dtype']} of {list(shape)}")
+            entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
+            ends.append(8 + length + end)
+    except FileNotFoundError:
+        raise StoredError(f"{path} does not exist; restore the file") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise StoredError(
+            f"{path} is not a whole safetensors file ({type(error).__name__}: {error}); restore the file"
+        ) from None
+    if max(ends) > size:
+        raise StoredError(
+            f"{path} has {size:,} bytes, and its tensors end at byte {max(ends):,}: the file was cut off; restore it"
+        )
+    return entries, metadata
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files, and which of them holds each tensor if an index says so."""
+    if (folder / INDEX).is_file():
+        try:
+            named: dict[str, str] = json.loads(read_small(folder / INDEX, most=MOST_INDEX_BYTES))["weight_map"]
+            paths = [folder / name for name in sorted(set(named.values()))]
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise StoredError(f"{folder / INDEX} is not an index of weights ({error}); restore the file") from None
+        if outside := next((path for path in paths if path.parent != folder), None):
+            raise StoredError(f"{folder / INDEX} names {outside}, which is not in its folder; restore the file")
+        if missing := next((path for path in paths if not path.is_file()), None):
+            raise StoredError(f"{missing} does not exist, and {folder / INDEX} names it; restore the file")
+        return paths, named
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        if match := _OF.fullmatch(path.name):
+            number, count = match.groups()
+            there = len([one for one in paths if one.name.endswith(f"-of-{count}.safetensors")])
+            if there != int(count):
+                raise StoredError(
+                    f"{folder} has {there} of the {int(count)} files that {path.name} belongs to; restore the others"
+                )
+    return paths, None
