@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollcall.checkpoint.probe import PROBE, Probe
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
@@ -28,11 +29,13 @@ def export_model(
     *,
     dtype: str | None = None,
     stops: Sequence[int] = (),
+    probe: Probe | None = None,
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
 
     ``dtype`` is a torch name such as ``bfloat16``; None keeps the model's own. A model directory already at ``dir`` is
-    replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at.
+    replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
+    is written beside the weights.
     """
     dir = Path(dir)
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
@@ -45,6 +48,8 @@ def export_model(
             _write_configs(model, tokenizer, tmp, dtype=target, stops=stops)
             _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
             tokenizer.save_pretrained(tmp)
+            if probe is not None:
+                (tmp / PROBE).write_text(probe.dump())
             fsync_tree(tmp)
             swap_in(tmp, dir)
     except OSError as error:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.export import export_model
+from rollcall.checkpoint.probe import probe_of
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
 from rollcall.learner.learner import Critic, Learner
@@ -33,9 +34,9 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: S
 def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
     """The model directory alone, from the gang's first rank; ``stops`` as in ``write_learner``."""
     refuse_non_finite(learner, name="actor")
-    model = learner.whole_model()
+    probe, model = probe_of(learner), learner.whole_model()
     if model is not None:
-        export_model(model, tokenizer, directory, dtype=None, stops=stops)
+        export_model(model, tokenizer, directory, dtype=None, stops=stops, probe=probe)
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
