@@ -28,7 +28,7 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
 from rollcall.nodes.bootstrap import start_node, stop_node
-from rollcall.nodes.head import Answer, HeadRefuses, ask_head, dashboard_url
+from rollcall.nodes.head import HeadAnswer, HeadRefuses, ask_head, dashboard_url
 from rollcall.nodes.processes import MARK, find_processes, stop_processes
 from rollcall.nodes.rank import LAUNCHERS, find_identity
 from rollcall.nodes.ray_start import NodeRequest, Start, choose_temp_dir, find_slots
@@ -683,7 +683,7 @@ def test_a_node_counts_as_running_while_its_head_lists_it_as_alive(
     alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = replace(make_record(), rank=1, node_ip="10.0.0.1")
-    answer = Answer(nodes=(make_node(0), make_node(1, alive=alive)), dashboard=None)
+    answer = HeadAnswer(nodes=(make_node(0), make_node(1, alive=alive)), dashboard=None)
     monkeypatch.setattr(bootstrap, "read_record", lambda cluster: record)
     monkeypatch.setattr(bootstrap, "is_running", lambda record: True)
     monkeypatch.setattr(bootstrap, "ask_own_head", lambda cluster, head_address: answer)

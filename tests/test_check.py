@@ -11,7 +11,7 @@ import pytest
 from rollcall.errors import ClusterError
 from rollcall.nodes import check, ours
 from rollcall.nodes.check import list_nodes, roster, wait_for_slots
-from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo
+from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import NodeRecord, forget, write_record
@@ -56,11 +56,11 @@ def make_record(*, num_nodes: int = 4) -> NodeRecord:
 
 
 @pytest.fixture
-def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Answer | Exception]:
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[HeadAnswer | Exception]:
     """What the head answers, one after the other; the last answer stays."""
-    answers: list[Answer | Exception] = []
+    answers: list[HeadAnswer | Exception] = []
 
-    def ask(cluster: str, *, head_address: str, timeout_s: float) -> Answer:
+    def ask(cluster: str, *, head_address: str, timeout_s: float) -> HeadAnswer:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -73,8 +73,8 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Answer | Excep
     return answers
 
 
-def answer(*nodes: NodeInfo) -> Answer:
-    return Answer(nodes=nodes, dashboard=None)
+def answer(*nodes: NodeInfo) -> HeadAnswer:
+    return HeadAnswer(nodes=nodes, dashboard=None)
 
 
 def wait(num_slots: int, *, timeout_s: float = 30.0) -> tuple[check.Roster, list[str]]:
@@ -182,7 +182,7 @@ def test_a_node_that_was_not_started_by_us_counts_and_has_no_rank(head: list) ->
 def test_a_head_of_another_bring_up_is_not_taken_for_this_one(head: list) -> None:
     write_record(make_record())
     other = answer(make_node(0))
-    head += [Answer(nodes=tuple(_with_id(node, "id-2") for node in other.nodes), dashboard=None)]
+    head += [HeadAnswer(nodes=tuple(_with_id(node, "id-2") for node in other.nodes), dashboard=None)]
     with pytest.raises(ClusterError, match="was started again since this node joined"):
         list_nodes(OurCluster("default"))
 

@@ -20,7 +20,7 @@ from rollcall.config import parse_config
 from rollcall.doctor import checks
 from rollcall.doctor import probe as doctor_facts
 from rollcall.doctor.checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
-from rollcall.doctor.examine import Report, checkpoint_bytes, judge_plan, judge_slots, partners
+from rollcall.doctor.examine import Diagnosis, checkpoint_bytes, judge_plan, judge_slots, partners
 from rollcall.doctor.ports import firewall_rule, judge_exposure
 from rollcall.doctor.probe import Probe
 from rollcall.doctor.show import show
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
 def test_a_folder_that_is_not_shared_is_not_shown_as_seen_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = (make_node(0), make_node(1))
     shared = SharedFolder(path="/tmp", unwritable={}, unseen={}, torn={}, seen_after_s=0.1, num_renames=9)
-    report = Report(
+    report = Diagnosis(
         cluster="default", nodes=nodes, findings=(), skews={}, shared=shared, backend=None, bytes_per_s=None
     )
     show(report)
@@ -203,7 +203,7 @@ def test_the_report_says_how_rewards_are_confined_here(
     monkeypatch.setattr("rollcall.reward.landlock.version", lambda: 0)
     monkeypatch.setattr("rollcall.reward.seccomp.why_missing", lambda: "")
     facts: Any = {"cluster": "default", "nodes": (make_node(0),), "findings": (), "skews": {}}
-    report = Report(**facts, shared=None, backend=None, bytes_per_s=None)
+    report = Diagnosis(**facts, shared=None, backend=None, bytes_per_s=None)
     show(report)
     files = "not restricted (the kernel has no landlock)"
     said = (

@@ -13,7 +13,7 @@ from test_check import make_node
 from rollcall.errors import ClusterError
 from rollcall.nodes import rendezvous as module
 from rollcall.nodes.address import free_ports, is_free, join_address, listens, own_address, split_address
-from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable
+from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
 from rollcall.wait import speaking
 
@@ -35,13 +35,13 @@ def answers(monkeypatch: pytest.MonkeyPatch, *given: str | Exception) -> list[tu
     """The head answers with these cluster ids or errors, in order; returns who was asked with which token."""
     asked: list[tuple[str, str]] = []
 
-    def ask(address: str, *, token: str, tls: bool) -> Answer:
+    def ask(address: str, *, token: str, tls: bool) -> HeadAnswer:
         asked.append((address, token))
         found = given[min(len(asked), len(given)) - 1]
         if isinstance(found, Exception):
             raise found
         node = make_node(0)
-        return Answer(nodes=(_with_id(node, found),), dashboard=None)
+        return HeadAnswer(nodes=(_with_id(node, found),), dashboard=None)
 
     monkeypatch.setattr(module, "ask_head", ask)
     monkeypatch.setattr(module, "ASK_EVERY_S", 0.01)
@@ -152,7 +152,7 @@ def test_a_head_without_a_token_in_the_folder_says_which_variable_is_missing(tmp
 
 
 def test_a_ray_that_is_not_ours_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    stranger = Answer(nodes=(_with_id(make_node(0), None),), dashboard=None)  # pyright: ignore[reportArgumentType]
+    stranger = HeadAnswer(nodes=(_with_id(make_node(0), None),), dashboard=None)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(module, "ask_head", lambda address, *, token, tls: stranger)
     with pytest.raises(ClusterError, match="was not started by `rollcall node`"):
         wait_at("10.0.0.1:6379", token="secret", tls=False, timeout_s=5.0)

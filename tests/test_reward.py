@@ -30,7 +30,7 @@ from rollcall.reward.functions import build_function, encode_entry, extract_expr
 from rollcall.reward.math_answer import last_boxed
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.scorer import Scorer, reward_names
-from rollcall.reward.worker import Answer, Item
+from rollcall.reward.worker import Item, RewardResult
 from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
 
 USER_MODULE = """
@@ -703,7 +703,7 @@ def test_a_hung_item_shows_a_plain_stack_of_the_users_calls(tmp_path: Path, monk
     in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
     with RewardPool({0: {"type": "function", "path": "my_rewards:score"}}, num_workers=1) as pool:
         pool.submit([Task(item=Item(0, "", "", "", {}), timeout_s=0.3)])
-        answers: list[Answer] = []
+        answers: list[RewardResult] = []
         while not answers:
             answers += [answer for _, answers in pool.poll(5) for answer in answers]
     place = tmp_path / "my_rewards.py"

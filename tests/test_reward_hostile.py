@@ -34,7 +34,7 @@ from rollcall.reward.functions import encode_entry
 from rollcall.reward.math_answer import final_answer, last_tagged
 from rollcall.reward.pool import RewardPool, Task, read_said
 from rollcall.reward.scorer import Scorer
-from rollcall.reward.worker import Answer, Item
+from rollcall.reward.worker import Item, RewardResult
 
 # Scorers of reasoning-gym that evaluate the answer, found by listening for compile events in all of its 105 tasks.
 EVALUATING = (
@@ -521,4 +521,4 @@ def test_a_limit_beyond_what_the_kernel_counts_to_is_no_limit(tmp_path: Path, mo
 def test_an_error_cannot_steer_the_terminal_that_shows_it() -> None:
     said = {"value": 0.0, "kind": "raised", "why": "no \x1b[2Jnumber\n\tin \x07it", "elapsed_s": 0.1}
     (answer,) = read_said(json.dumps([said]).encode())  # type: ignore[misc]
-    assert isinstance(answer, Answer) and answer.why == "no �[2Jnumber\n\tin �it"
+    assert isinstance(answer, RewardResult) and answer.why == "no �[2Jnumber\n\tin �it"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, head, plain_ray, which
-from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable
+from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
 from rollcall.nodes.rank import rank_by_address
@@ -36,7 +36,7 @@ def heard(said: list[str], name: str | None = None, **wish: str) -> which.Cluste
         return find_cluster(name, **wish)
 
 
-def told_by_a_stranger(monkeypatch: pytest.MonkeyPatch, *, status: int = 0, err: str = "", **row: Any) -> Answer:
+def told_by_a_stranger(monkeypatch: pytest.MonkeyPatch, *, status: int = 0, err: str = "", **row: Any) -> HeadAnswer:
     """The answer of a head that says this of its one node."""
     good = {
         "node_id": "ab", "alive": True, "is_head": True, "address": "192.0.2.7", "host": "theirs", "started_ms": 1, "temp_dir": "/t",
@@ -191,17 +191,17 @@ def test_a_node_keeps_its_rank_while_another_is_gone_and_a_new_one_takes_the_fre
 # A Ray that is known by its address
 
 
-def answer(*addresses: str, alive: bool = True, **more: object) -> Answer:
+def answer(*addresses: str, alive: bool = True, **more: object) -> HeadAnswer:
     from dataclasses import replace
 
     nodes = tuple(
         replace(make_node(None, host=address, alive=alive), address=address, node_id=address) for address in addresses
     )
-    return Answer(nodes=nodes, dashboard=None, **more)  # type: ignore[arg-type]
+    return HeadAnswer(nodes=nodes, dashboard=None, **more)  # type: ignore[arg-type]
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, found: Answer | Exception) -> PlainRay:
-    def ask(address: str, *, token: str | None, timeout_s: float) -> Answer:
+def asked(monkeypatch: pytest.MonkeyPatch, found: HeadAnswer | Exception) -> PlainRay:
+    def ask(address: str, *, token: str | None, timeout_s: float) -> HeadAnswer:
         assert token is None
         if isinstance(found, Exception):
             raise found
@@ -214,7 +214,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, found: Answer | Exception) -> PlainRa
 
 def test_its_living_nodes_have_ranks_and_the_dead_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = answer("10.0.0.3", "10.0.0.9", alive=False)
-    cluster = asked(monkeypatch, Answer(nodes=(*answer("10.0.0.10", "10.0.0.9").nodes, *dead.nodes), dashboard=None))
+    cluster = asked(
+        monkeypatch, HeadAnswer(nodes=(*answer("10.0.0.10", "10.0.0.9").nodes, *dead.nodes), dashboard=None)
+    )
     nodes = cluster.ask().nodes
     assert [(node.rank, node.address) for node in nodes] == [(0, "10.0.0.9"), (1, "10.0.0.10"), (None, "10.0.0.3")]
     assert cluster.num_nodes(cluster.ask()) == 2

@@ -32,7 +32,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ProcessRow:
     process: Process
     name: str
     state: str  # R, S, D, T (stopped), Z (dead, its parent has not asked for its status)
@@ -40,7 +40,7 @@ class Row:
     session: int
 
 
-def read_row(pid: int) -> Row | None:
+def read_row(pid: int) -> ProcessRow | None:
     """None: there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -48,7 +48,7 @@ def read_row(pid: int) -> Row | None:
         return None
     head, _, tail = text.rpartition(")")  # a name may hold anything, also ")"
     fields = tail.split()
-    return Row(
+    return ProcessRow(
         process=Process(pid=pid, started=int(fields[19])),
         name=head.partition("(")[2],
         state=fields[0],

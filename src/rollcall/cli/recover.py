@@ -14,7 +14,7 @@ from rollcall.cli import Json
 from rollcall.words import counted
 
 if TYPE_CHECKING:
-    from rollcall.inspect.recover import Report
+    from rollcall.inspect.recover import RunReport
     from rollcall.observe.events import PhaseEvent
 
 STEPS_SHOWN = 3
@@ -121,7 +121,7 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
     ]
 
 
-def _show(report: Report) -> None:
+def _show(report: RunReport) -> None:
     from rollcall.inspect.recover import describe
 
     rows = [("run", str(report.run_dir)), ("held by", describe(report.holder))]

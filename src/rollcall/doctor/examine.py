@@ -48,7 +48,7 @@ PINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Diagnosis:
     cluster: str
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...]
@@ -67,7 +67,7 @@ class Report:
         return {"ok": not self.breaks, **asdict(self)}
 
 
-def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Report:
+def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Diagnosis:
     """``quick``: what takes seconds. The all-reduce is left out, most of which is importing torch on every node."""
     connect(cluster, log_to_driver=False)
     try:
@@ -83,7 +83,7 @@ class _Examination:
         self.findings: list[Finding] = []
         self.probes: dict[int, Pinned] = {}
 
-    def run(self) -> Report:
+    def run(self) -> Diagnosis:
         self.findings += _judge_roster(self.roster, self.cluster)
         if self.config is not None:
             self.findings += judge_slots(self.config, self.roster, self.cluster)
@@ -99,7 +99,7 @@ class _Examination:
         backend, bytes_per_s = self._bandwidth(nodes)
         order = {"breaks": 0, "warns": 1}
         findings = sorted(self.findings, key=lambda one: (order[one.severity], one.node is None, one.node or 0))
-        return Report(
+        return Diagnosis(
             cluster=self.roster.cluster,
             nodes=tuple(nodes),
             findings=tuple(findings),

@@ -1,4 +1,4 @@
-"""The doctor's report on a terminal: a line per node, then the findings, then the verdict."""
+"""The doctor's diagnosis on a terminal: a line per node, then the findings, then the verdict."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollcall.doctor.checks import Finding, NodeFacts
-from rollcall.doctor.examine import Report
+from rollcall.doctor.examine import Diagnosis
 from rollcall.plan.draw import make_console
 from rollcall.plan.memory import GIB
 from rollcall.words import counted
@@ -14,24 +14,24 @@ from rollcall.words import counted
 MAX_NODES = 16  # a longer table shows only nodes that have findings
 
 
-def show(report: Report) -> None:
+def show(diagnosis: Diagnosis) -> None:
     console = make_console()
-    console.print(_nodes(report))
-    for text in _measured(report):
+    console.print(_nodes(diagnosis))
+    for text in _measured(diagnosis):
         console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
-    for finding in report.findings:
+    for finding in diagnosis.findings:
         console.print(_finding(finding), soft_wrap=True)
-    console.print(_verdict(report))
+    console.print(_verdict(diagnosis))
 
 
-def _nodes(report: Report) -> Table:
+def _nodes(diagnosis: Diagnosis) -> Table:
     table = Table(
         "rank", "host", "Python", "torch", "GPUs", "memory", "disk", "clock", "link", box=None, padding=(0, 2, 0, 0)
     )
-    named = {finding.node for finding in report.findings}
-    shown = [node for node in report.nodes if len(report.nodes) <= MAX_NODES or node.rank in named]
+    named = {finding.node for finding in diagnosis.findings}
+    shown = [node for node in diagnosis.nodes if len(diagnosis.nodes) <= MAX_NODES or node.rank in named]
     for node in shown:
-        ahead, doubt = report.skews.get(node.rank, (0.0, 0.0))
+        ahead, doubt = diagnosis.skews.get(node.rank, (0.0, 0.0))
         table.add_row(
             str(node.rank),
             node.host,
@@ -40,11 +40,11 @@ def _nodes(report: Report) -> Table:
             f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else f"none, {node.slots} slots",
             f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB",
             f"{min(disk.free for disk in node.disks) / GIB:.1f} GiB free",
-            f"{1000 * ahead:+.0f} ± {1000 * doubt:.0f} ms" if node.rank in report.skews else "?",
+            f"{1000 * ahead:+.0f} ± {1000 * doubt:.0f} ms" if node.rank in diagnosis.skews else "?",
             f"{node.interface or '?'}" + (f" {node.link_mbit} Mbit/s" if node.link_mbit else ""),
         )
-    if len(shown) < len(report.nodes):
-        table.add_row("...", f"{len(report.nodes) - len(shown)} more without a finding")
+    if len(shown) < len(diagnosis.nodes):
+        table.add_row("...", f"{len(diagnosis.nodes) - len(shown)} more without a finding")
     return table
 
 
@@ -53,16 +53,16 @@ def _torch(node: NodeFacts) -> str:
     return f"{node.packages.get('torch')} {build}" + (f", driver {node.driver}" if node.driver else "")
 
 
-def _measured(report: Report) -> list[str]:
+def _measured(diagnosis: Diagnosis) -> list[str]:
     lines = []
-    if report.shared is not None and not report.shared.unseen:  # else a finding tells
-        seen = f"seen everywhere after {report.shared.seen_after_s:.2f} s, {report.shared.num_renames} renames watched"
-        lines.append(f"shared folder {report.shared.path}: {seen}")
-    if report.bytes_per_s is not None:
-        lines.append(f"all-reduce between nodes ({report.backend}): {report.bytes_per_s / 1e9:.2f} GB/s")
-    if report.firewall is not None:
-        lines.append(f"firewall, on each node as root (or start the nodes with --tls): {report.firewall}")
-    confined = ", ".join(f"{thing}: {state}" for thing, state in report.rewards.items())
+    if diagnosis.shared is not None and not diagnosis.shared.unseen:  # else a finding tells
+        seen = f"seen everywhere after {diagnosis.shared.seen_after_s:.2f} s, {diagnosis.shared.num_renames} renames watched"
+        lines.append(f"shared folder {diagnosis.shared.path}: {seen}")
+    if diagnosis.bytes_per_s is not None:
+        lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
+    if diagnosis.firewall is not None:
+        lines.append(f"firewall, on each node as root (or start the nodes with --tls): {diagnosis.firewall}")
+    confined = ", ".join(f"{thing}: {state}" for thing, state in diagnosis.rewards.items())
     lines.append(f"built-in rewards on this machine run with {confined}")
     return lines
 
@@ -77,9 +77,9 @@ def _finding(finding: Finding) -> Text:
     )
 
 
-def _verdict(report: Report) -> Text:
-    broken = sum(finding.severity == "breaks" for finding in report.findings)
-    warned = len(report.findings) - broken
+def _verdict(diagnosis: Diagnosis) -> Text:
+    broken = sum(finding.severity == "breaks" for finding in diagnosis.findings)
+    warned = len(diagnosis.findings) - broken
     if broken:
         return Text(f"{broken} of these would break a run; {counted(warned, 'warning')}", style="bold red")
     if warned:

@@ -14,7 +14,7 @@ _NAMES = ("run.name", "run.dir")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ComparedNumber:
     """One number of both runs."""
 
     name: str
@@ -32,7 +32,7 @@ class Line:
 class Comparison:
     runs: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]  # key -> both values, where they differ
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedNumber, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -50,7 +50,7 @@ def compare(first: Run, second: Run) -> Comparison:
         runs=(str(first.dir), str(second.dir)),
         settings={change.key: (change.before, change.after) for change in changes if change.key not in _NAMES},
         lines=tuple(
-            Line(name=name, values=(value, numbers[1][name][0]), digits=digits)
+            ComparedNumber(name=name, values=(value, numbers[1][name][0]), digits=digits)
             for name, (value, digits) in numbers[0].items()
         ),
     )

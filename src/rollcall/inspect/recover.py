@@ -29,7 +29,7 @@ SET_ASIDE = "set-aside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     run_dir: Path
     checkpoints: tuple[CheckpointEntry, ...]  # oldest first
     last: CheckpointEntry | None  # the newest that is whole
@@ -82,7 +82,7 @@ class Report:
         }
 
 
-def look(run_dir: Path) -> Report:
+def look(run_dir: Path) -> RunReport:
     run_dir = Path(run_dir)
     counted = audit(run_dir)
     checkpoints = store_of(run_dir).inspect()
@@ -90,7 +90,7 @@ def look(run_dir: Path) -> Report:
     start = last.step if last else 0
     run_file = _run_file(run_dir)
     phases = read_phases(run_dir)
-    return Report(
+    return RunReport(
         run_dir=run_dir,
         checkpoints=tuple(checkpoints),
         last=last,

@@ -302,21 +302,21 @@ def reach(
             f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
             "DIR; for a Ray that someone else started set RAY_ADDRESS"
         )
-    desk = cluster.desk()
-    shared = Shared(num_nodes=desk.num_nodes, folder=cluster.rendezvous) if desk.is_node else None
+    job_server = cluster.job_server()
+    shared = Shared(num_nodes=job_server.num_nodes, folder=cluster.rendezvous) if job_server.is_node else None
     source = f"that of {cluster.title}"
     channel = (
         RelayChannel(cluster)
-        if desk.url is None
-        else HttpChannel(_url(desk.url), token=desk.token, token_source=source)
+        if job_server.url is None
+        else HttpChannel(_url(job_server.url), token=job_server.token, token_source=source)
     )
     if leaves_loopback(split_address(cluster.head_address)[0]):
         loopback = (
             f"{cluster.title} listens on loopback alone, and the part of Ray that runs jobs looks for it at this machine's outer "
             "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
         )
-        return Jobs(channel, token=desk.token, shared=shared, refusal=loopback)
-    return Jobs(channel, token=desk.token, shared=shared)
+        return Jobs(channel, token=job_server.token, shared=shared, refusal=loopback)
+    return Jobs(channel, token=job_server.token, shared=shared)
 
 
 def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import split_address
-from rollcall.nodes.head import Answer, HeadUnreachable, NodeInfo
+from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
 from rollcall.nodes.which import Cluster
 from rollcall.wait import Wait
 from rollcall.words import ranges
@@ -48,7 +48,7 @@ def list_nodes(cluster: Cluster) -> Roster:
     return roster(cluster, cluster.ask())
 
 
-def roster(cluster: Cluster, answer: Answer) -> Roster:
+def roster(cluster: Cluster, answer: HeadAnswer) -> Roster:
     newest: dict[object, NodeInfo] = {}
     for node in sorted(answer.nodes, key=lambda node: (node.alive, node.started_ms)):
         newest[node.node_id if node.rank is None else node.rank] = node

@@ -82,7 +82,7 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HeadAnswer:
     """What a head said."""
 
     nodes: tuple[NodeInfo, ...]  # alive ones and those that died, by rank
@@ -107,7 +107,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class JobServer:
     """Where a cluster takes jobs, and what is known of its nodes there."""
 
     url: str | None  # of its dashboard, as this machine reaches it; None: only the head's own node does
@@ -123,7 +123,7 @@ def ask_head(
     tls: bool = False,
     timeout_s: float = ASK_S,
     claim: tuple[int, str] | None = None,
-) -> Answer:
+) -> HeadAnswer:
     """``claim``: a rank, and the mark of the node that is to have it.
 
     ``token`` None: it is asked without; if it refuses, with what Ray's own variables give.
@@ -168,7 +168,7 @@ def ask_head(
         raise HeadUnreachable(
             f"the nodes of the Ray at {address} have labels that are not Rollcall's: {error}"
         ) from None
-    return Answer(
+    return HeadAnswer(
         nodes=tuple(nodes),
         dashboard=found["dashboard"],
         is_open=found["open"],
@@ -208,7 +208,7 @@ def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) 
     return f"http://{join_address(head_ip if is_wildcard(host) else host, port)}"
 
 
-def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> Answer:
+def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> HeadAnswer:
     """With the token that this node keeps for the cluster."""
     try:
         tls = tls_dir(cluster).is_dir()

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.head import ASK_S, Answer, Desk, NodeInfo, ask_own_head
+from rollcall.nodes.head import ASK_S, HeadAnswer, JobServer, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import (
     NodeRecord,
@@ -54,7 +54,7 @@ class OurCluster:
     def has_tls(self) -> bool:
         return tls_dir(self.name).is_dir()
 
-    def ask(self, *, timeout_s: float = ASK_S) -> Answer:
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
         record = self.record
         answer = ask_own_head(self.name, head_address=record.head_address, timeout_s=timeout_s)
         if answer.head is not None and answer.cluster_id != record.cluster_id:
@@ -75,10 +75,10 @@ class OurCluster:
             wait.tell(f"waiting for `rollcall node` to make this node part of {self.title}")
             time.sleep(0.2)
 
-    def num_nodes(self, answer: Answer) -> int:
+    def num_nodes(self, answer: HeadAnswer) -> int:
         return self.record.num_nodes
 
-    def own_node(self, answer: Answer) -> NodeInfo:
+    def own_node(self, answer: HeadAnswer) -> NodeInfo:
         record = self.record
         for node in answer.alive:
             if (node.rank, node.address) == (record.rank, record.node_ip):
@@ -88,14 +88,14 @@ class OurCluster:
             "run `rollcall node` here again"
         )
 
-    def dashboard_url(self, answer: Answer) -> str | None:
+    def dashboard_url(self, answer: HeadAnswer) -> str | None:
         return self.record.dashboard_url
 
-    def desk(self) -> Desk:
+    def job_server(self) -> JobServer:
         record = self.record
-        return Desk(url=record.dashboard_url, token=self.token, num_nodes=record.num_nodes, is_node=True)
+        return JobServer(url=record.dashboard_url, token=self.token, num_nodes=record.num_nodes, is_node=True)
 
-    def environment(self, answer: Answer) -> dict[str, str | None]:
+    def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # the token itself would win over its file
 
     def note_driver(self) -> None:

@@ -16,9 +16,9 @@ from rollcall.nodes.address import is_own, listens, split_address
 from rollcall.nodes.head import (
     ASK_S,
     CONNECT_S,
-    Answer,
-    Desk,
+    HeadAnswer,
     HeadUnreachable,
+    JobServer,
     NodeInfo,
     ask_head,
     dashboard_url,
@@ -58,7 +58,7 @@ class PlainRay:
     def has_tls(self) -> bool:
         return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
-    def ask(self, *, timeout_s: float = ASK_S) -> Answer:
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
         if not listens(self.head_address, timeout_s=min(CONNECT_S, timeout_s)):
             raise HeadUnreachable(
                 f"nobody answers at {self.head_address}, which {self.where} names; is that Ray up, and is this the address that "
@@ -70,11 +70,11 @@ class PlainRay:
     def wait_until_known(self, wait: Wait) -> None:
         return
 
-    def num_nodes(self, answer: Answer) -> int:
+    def num_nodes(self, answer: HeadAnswer) -> int:
         """Those with slots, if any has one: the head of a cluster is often a node without."""
         return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
 
-    def own_node(self, answer: Answer) -> NodeInfo:
+    def own_node(self, answer: HeadAnswer) -> NodeInfo:
         self._refuse_other_versions(answer)
         if (own := _own(answer)) is not None:
             return own
@@ -84,7 +84,7 @@ class PlainRay:
             f"there, or `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
         )
 
-    def _refuse_other_versions(self, answer: Answer) -> None:
+    def _refuse_other_versions(self, answer: HeadAnswer) -> None:
         """Ray refuses too, in many lines."""
         mine = {"Ray": importlib.metadata.version("ray"), "Python": platform.python_version()}
         parts = 2 if os.environ.get(LEVEL) == "minor" else 3
@@ -96,21 +96,21 @@ class PlainRay:
                     f"version; use an environment with {what} {theirs} here, or start that Ray with {mine[what]}"
                 )
 
-    def dashboard_url(self, answer: Answer) -> str | None:
+    def dashboard_url(self, answer: HeadAnswer) -> str | None:
         own, (head, _) = _own(answer), split_address(self.head_address)
         at_head = own is not None and own.is_head
         return dashboard_url(answer.dashboard, node_ip=head if at_head else None, head_address=self.head_address)
 
-    def desk(self) -> Desk:
+    def job_server(self) -> JobServer:
         answer = self.ask()
-        return Desk(
+        return JobServer(
             url=self.dashboard_url(answer),
             token=None if answer.is_open else self.token,
             num_nodes=self.num_nodes(answer),
             is_node=_own(answer) is not None,
         )
 
-    def environment(self, answer: Answer) -> dict[str, str | None]:
+    def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         return {MODE: "disabled" if answer.is_open else _mode()}
 
     def note_driver(self) -> None:
@@ -129,7 +129,7 @@ def _mode() -> str:
     return wished if wished and wished != "disabled" else "token"
 
 
-def _own(answer: Answer) -> NodeInfo | None:
+def _own(answer: HeadAnswer) -> NodeInfo | None:
     """The node that this machine is: by its process, since others may reach it by an address that it does not have itself."""
     here = raylets_here()
     found = [node for node in answer.alive if node.node_id in here]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR
-from rollcall.process import Process, Row, command_of, environment_of, process_ids, read_row
+from rollcall.process import Process, ProcessRow, command_of, environment_of, process_ids, read_row
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
@@ -22,7 +22,7 @@ GRACE_S = 5.0  # for a raylet to leave its cluster and take its workers along; o
 KILL_S = 10.0
 
 
-def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Row]:
+def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[ProcessRow]:
     """All living processes of the cluster with that folder, without this one."""
     table, marked = _table(folder)
     started = set(recorded)
@@ -133,9 +133,9 @@ def _wait(remaining: Callable[[], list[Process]], *, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _table(folder: Path) -> tuple[dict[int, Row], set[int]]:
+def _table(folder: Path) -> tuple[dict[int, ProcessRow], set[int]]:
     """This user's living processes by number, and the numbers of those that carry the folder's mark."""
-    table: dict[int, Row] = {}
+    table: dict[int, ProcessRow] = {}
     marked: set[int] = set()
     for pid in process_ids():
         try:

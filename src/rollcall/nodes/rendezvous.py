@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
-from rollcall.nodes.head import Answer, HeadRefuses, HeadUnreachable, ask_head
+from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable, ask_head
 from rollcall.wait import Wait
 from rollcall.worker_env.node_shell import TOKEN
 
@@ -44,7 +44,7 @@ class Found:
     address: str
     token: str
     tls: bool
-    answer: Answer
+    answer: HeadAnswer
 
 
 @dataclass(frozen=True, slots=True)

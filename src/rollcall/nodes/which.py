@@ -21,7 +21,7 @@ from typing import Protocol
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import is_own, join_address, resolve, split_address
-from rollcall.nodes.head import ASK_S, Answer, Desk, NodeInfo
+from rollcall.nodes.head import ASK_S, HeadAnswer, JobServer, NodeInfo
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
 from rollcall.nodes.processes import raylets_here
@@ -70,7 +70,7 @@ class Cluster(Protocol):
     @property
     def has_tls(self) -> bool: ...
 
-    def ask(self, *, timeout_s: float = ASK_S) -> Answer:
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
         """What its head says now."""
         ...
 
@@ -78,23 +78,23 @@ class Cluster(Protocol):
         """Return once this node knows the cluster; raise if it will not."""
         ...
 
-    def num_nodes(self, answer: Answer) -> int:
+    def num_nodes(self, answer: HeadAnswer) -> int:
         """How many belong to it, those that are not there too."""
         ...
 
-    def own_node(self, answer: Answer) -> NodeInfo:
+    def own_node(self, answer: HeadAnswer) -> NodeInfo:
         """The node of the cluster that this machine is; raise if it is none."""
         ...
 
-    def dashboard_url(self, answer: Answer) -> str | None:
+    def dashboard_url(self, answer: HeadAnswer) -> str | None:
         """As this machine reaches it; None: only its own node does."""
         ...
 
-    def desk(self) -> Desk:
+    def job_server(self) -> JobServer:
         """Where it takes jobs."""
         ...
 
-    def environment(self, answer: Answer) -> dict[str, str | None]:
+    def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         """What Ray needs in the environment to speak with it; None: that variable must not be there."""
         ...
 

@@ -42,7 +42,7 @@ class StepPhase(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class PhaseOutcome:
     """What a phase tells of itself at its end."""
 
     waited_for: str | None = None
@@ -73,10 +73,10 @@ class Events:
         self._closed = False
 
     @contextmanager
-    def phase(self, phase: StepPhase, step: int) -> Iterator[Outcome]:
+    def phase(self, phase: StepPhase, step: int) -> Iterator[PhaseOutcome]:
         """A phase that lasts as long as the block; if the block raises, the phase says with which error."""
         begun = {"phase": phase.value, "step": step, "start_s": round(time.time(), 3)}
-        started, outcome = time.perf_counter(), Outcome()
+        started, outcome = time.perf_counter(), PhaseOutcome()
         self.write(begun)
         self._show(f"{phase.value} of step {step}")
         try:

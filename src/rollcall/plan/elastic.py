@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollcall.config import ClusterSection, NodeSection
 from rollcall.errors import PlacementError
-from rollcall.plan.placement import Plan, Process
+from rollcall.plan.placement import Plan, PlannedProcess
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
@@ -37,6 +37,6 @@ def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> Clust
     )
 
 
-def _part(process: Process, rank: int, number: dict[int, int]) -> str:
+def _part(process: PlannedProcess, rank: int, number: dict[int, int]) -> str:
     slots = [number[slot] for slot in process.slots]
     return f"{slots[0]}-{slots[-1]}:{rank}"

@@ -13,7 +13,7 @@ from rollcall.config.checks import unused
 from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
 from rollcall.plan.mesh import split_problems
-from rollcall.plan.placement import HOLDERS, TRAINED, Plan, Process, Role, plan_for
+from rollcall.plan.placement import HOLDERS, TRAINED, Plan, PlannedProcess, Role, plan_for
 from rollcall.words import counted, ranges
 
 DEFAULT_CARD_GIB = 80.0
@@ -281,11 +281,11 @@ def describe_model(run: RunPlan) -> str:
     return f"{run.config.model.path} ({run.sizes.model_type}, {shown} parameters, {dtype})"
 
 
-def _slots_of(processes: Sequence[Process]) -> str:
+def _slots_of(processes: Sequence[PlannedProcess]) -> str:
     return ranges(slot for process in processes for slot in process.slots)
 
 
-def _processes_json(processes: Sequence[Process]) -> list[dict[str, Any]]:
+def _processes_json(processes: Sequence[PlannedProcess]) -> list[dict[str, Any]]:
     """By rank; the local rank counts those of the role on the same node."""
     on_node: Counter[int] = Counter()
     rows = []

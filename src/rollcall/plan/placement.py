@@ -53,7 +53,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class PlannedProcess:
     """One operating-system process and its rank in each role it holds."""
 
     slots: tuple[int, ...]  # global, consecutive, all on one node
@@ -69,7 +69,7 @@ class RoleGroup:
     """All processes that hold exactly these roles, in slot order."""
 
     roles: tuple[Role, ...]
-    processes: tuple[Process, ...]
+    processes: tuple[PlannedProcess, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Mesh:
 class Plan:
     slots_per_node: tuple[int, ...]
     slots: tuple[Slot, ...]  # by global slot
-    processes: Mapping[Role, tuple[Process, ...]]  # by rank
+    processes: Mapping[Role, tuple[PlannedProcess, ...]]  # by rank
     groups: tuple[RoleGroup, ...]  # every process of the cluster is in one of them
     meshes: Mapping[Role, Mesh]
     notes: tuple[str, ...]  # decisions that the user did not make
@@ -94,7 +94,7 @@ class Plan:
         return tuple(self.processes)
 
     @property
-    def all_processes(self) -> list[Process]:
+    def all_processes(self) -> list[PlannedProcess]:
         """In slot order."""
         found = (process for group in self.groups for process in group.processes)
         return sorted(found, key=lambda process: process.slots)
@@ -266,7 +266,7 @@ def _check_all_used(placed: _Spans, nodes: Nodes, notes: Sequence[str]) -> None:
     )
 
 
-def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], Process]:
+def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], PlannedProcess]:
     """The operating-system processes by their slots, in slot order."""
     ranks_at: dict[tuple[int, ...], dict[Role, int]] = {}
     owner: dict[int, tuple[Role, int]] = {}
@@ -283,7 +283,7 @@ def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], Process]:
                     )
             ranks_at.setdefault(slots, {})[role] = rank
     return {
-        slots: Process(slots=slots, node_rank=nodes.node_of[slots[0]], ranks=ranks)
+        slots: PlannedProcess(slots=slots, node_rank=nodes.node_of[slots[0]], ranks=ranks)
         for slots, ranks in sorted(ranks_at.items())
     }
 
@@ -292,7 +292,7 @@ def _slots_are(slots: tuple[int, ...]) -> str:
     return f"{plural('slot', len(slots))} {ranges(slots)}"
 
 
-def _mesh_of(role: Role, processes: tuple[Process, ...], wanted: int | None, notes: list[str]) -> Mesh:
+def _mesh_of(role: Role, processes: tuple[PlannedProcess, ...], wanted: int | None, notes: list[str]) -> Mesh:
     widths = sorted({len(process.slots) for process in processes})
     if len(widths) > 1:
         raise PlacementError(
@@ -324,8 +324,8 @@ def _mesh_of(role: Role, processes: tuple[Process, ...], wanted: int | None, not
     return Mesh(data=slots // tensor, tensor=tensor)
 
 
-def _groups_of(processes: Iterable[Process]) -> tuple[RoleGroup, ...]:
-    members: dict[tuple[Role, ...], list[Process]] = {}
+def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:
+    members: dict[tuple[Role, ...], list[PlannedProcess]] = {}
     for process in processes:
         members.setdefault(tuple(process.ranks), []).append(process)
     return tuple(RoleGroup(roles=roles, processes=tuple(own)) for roles, own in members.items())

@@ -3,13 +3,13 @@
 One thread owns a RewardPool and drives it by ``submit`` and ``poll``; nothing here blocks longer than asked. Rewards that
 may do the same (confine.py) share worker processes, a crew; each crew has its queue.
 
-    queue --chunks--> worker: item, item, item --answers, in order--> results
+    queue --chunks--> worker: item, item, item --results, in order--> done
                         |
-                        +-- no answer within the item's limit, or the process is gone:
+                        +-- no result within the item's limit, or the process is gone:
                             that item is an error, the items behind it go back to the front of the queue,
                             the process is killed and replaced
 
-The limit of an item runs from the worker's last sign of progress (an answer read, bytes of a chunk taken), and never
+The limit of an item runs from the worker's last sign of progress (a result read, bytes of a chunk taken), and never
 includes a worker's start, which has a limit of its own.
 """
 
@@ -46,11 +46,11 @@ from rollcall.reward.worker import (
     LENGTH,
     MAX_ANSWER_BYTES,
     STACK_SIGNAL,
-    Answer,
     FailureKind,
     Item,
+    NotReady,
     Ready,
-    Refused,
+    RewardResult,
     Said,
     Setup,
     frame,
@@ -72,10 +72,10 @@ _SAID: TypeAdapter[Said] = TypeAdapter(Said, config=ConfigDict(extra="forbid", s
 class Task:
     item: Item
     timeout_s: float
-    owner: Any = None  # the caller's: the answers come back with their task
+    owner: Any = None  # the caller's: the results come back with their task
 
     @property
-    def num_answers(self) -> int:
+    def num_results(self) -> int:
         completion = self.item.completion
         return len(completion) if isinstance(completion, list) else 1
 
@@ -108,8 +108,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._crews = _crews(specs)
         self._crew_of = {index: crew for crew in self._crews for index in crew.specs}
         self._selector = selectors.DefaultSelector()
-        self._results: list[tuple[Task, list[Answer]]] = []
-        self._num_pending = 0  # tasks whose answers have not been returned
+        self._results: list[tuple[Task, list[RewardResult]]] = []
+        self._num_pending = 0  # tasks whose results have not been returned
         self._prints = ChildPrints()
         sweep_folders()
         try:
@@ -144,14 +144,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return [worker for crew in self._crews for worker in crew.workers]
 
     def submit(self, tasks: list[Task]) -> None:
-        """Queue tasks; each comes back from ``poll`` with an answer for each completion."""
+        """Queue tasks; each comes back from ``poll`` with a result for each completion."""
         for task in tasks:
             self._crew_of[task.item.reward].queue.append(task)
         self._num_pending += len(tasks)
         self._dispatch()
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Task, list[Answer]]]:
-        """The answers so far; waits up to ``timeout_s`` for the first ones."""
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Task, list[RewardResult]]]:
+        """The results so far; waits up to ``timeout_s`` for the first ones."""
         end_s = time.monotonic() + timeout_s
         while True:
             self._pump(max(0.0, end_s - time.monotonic()) if not self._results and self._num_pending else 0.0)
@@ -214,14 +214,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         crew = worker.crew
         for message in messages:
             match message:
-                case Refused() if not worker.ready:
-                    raise RewardLoadError(message.refused)
+                case NotReady() if not worker.ready:
+                    raise RewardLoadError(message.why)
                 case Ready() if not worker.ready:
                     worker.ready, crew.ever_ready, crew.num_starts_lost = True, True, 0
                     crew.told = message
-                case list() if worker.in_flight and len(message) == worker.in_flight[0].num_answers:
+                case list() if worker.in_flight and len(message) == worker.in_flight[0].num_results:
                     self._finish(worker.in_flight.popleft(), message)
-                case _:  # ready twice, an answer to nothing, or not one for each completion: it is no longer ours
+                case _:  # ready twice, a result for nothing, or not one for each completion: it is no longer ours
                     ended = True
                     break
         if messages:
@@ -229,13 +229,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if ended:
             self._replace(worker, hung=False)
 
-    def _finish(self, task: Task, answers: list[Answer]) -> None:
+    def _finish(self, task: Task, results: list[RewardResult]) -> None:
         limit_s = task.timeout_s
-        for place, answer in enumerate(answers):
-            if answer.elapsed_s > limit_s:  # nobody polled in time to stop it; the rule is the same
-                why = f"took {answer.elapsed_s:.1f} s; its limit is timeout_s={limit_s:g}"
-                answers[place] = Answer(0.0, "hung", why)
-        self._results.append((task, answers))
+        for place, result in enumerate(results):
+            if result.elapsed_s > limit_s:  # nobody polled in time to stop it; the rule is the same
+                why = f"took {result.elapsed_s:.1f} s; its limit is timeout_s={limit_s:g}"
+                results[place] = RewardResult(0.0, "hung", why)
+        self._results.append((task, results))
 
     def _replace(self, worker: _Worker, *, hung: bool) -> None:
         """A worker is lost: the item it was at is an error, the others go back, a new process takes its place."""
@@ -258,7 +258,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             hung = hung or worker.process.returncode == -signal.SIGXCPU
             why = f"no score within timeout_s={task.timeout_s:g}" if hung else f"its process died ({how_it_ended})"
             kind: FailureKind = "hung" if hung else "died"
-            self._results.append((task, [Answer(0.0, kind, why + at)] * task.num_answers))
+            self._results.append((task, [RewardResult(0.0, kind, why + at)] * task.num_results))
             crew.queue.extendleft(reversed(worker.in_flight))
         self._start_worker(crew)
 
@@ -393,8 +393,8 @@ class _Worker:
 def read_said(body: bytes) -> Said:
     """A message of a worker; ValueError if it is not one."""
     said = _SAID.validate_json(body)
-    if isinstance(said, Refused):
-        return Refused(visible(said.refused))
+    if isinstance(said, NotReady):
+        return NotReady(visible(said.why))
     if isinstance(said, Ready):
         return said
     return [replace(one, value=0.0 if one.kind else check_score(one.value), why=visible(one.why)) for one in said]

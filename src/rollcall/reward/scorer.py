@@ -20,7 +20,7 @@ from rollcall.redact import redact, remember
 from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool, Task
-from rollcall.reward.worker import ASYNC_GRACE_S, Answer, FailureKind, Item, checked
+from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
 from rollcall.types import Completion, Group, Prompt, Score
 from rollcall.words import all_of
 
@@ -153,8 +153,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         if self._pool is not None and completions:
             self._pool.submit([task for index in self._process_rewards for task in self._tasks(job, index)])
         for index in self._model_rewards:
-            for place, answer in enumerate(self._call_model_reward(index, prompt, completions)):
-                self._record(job, answer, place=place, index=index)
+            for place, result in enumerate(self._call_model_reward(index, prompt, completions)):
+                self._record(job, result, place=place, index=index)
         if not completions:
             self._finish(job)
         return job
@@ -168,7 +168,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             grace_s = ASYNC_GRACE_S if kind == "async" else 0
             yield Task(item=item, timeout_s=limit_s + grace_s, owner=(job, first, index))
 
-    def _call_model_reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Answer]:
+    def _call_model_reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
         try:
             values = self._model_rewards[index](prompt, completions)
             if len(values) != len(completions):
@@ -176,19 +176,19 @@ class Scorer(AbstractContextManager["Scorer"]):
         except WorkerLostError:
             raise  # says nothing of the completion, which another attempt scores
         except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
-            return [Answer(0.0, "raised", traceback.format_exc())] * len(completions)
+            return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
         return [checked(value) for value in values]
 
     def _collect(self, timeout_s: float) -> None:
-        for task, answers in self._pool.poll(timeout_s) if self._pool is not None else []:
+        for task, results in self._pool.poll(timeout_s) if self._pool is not None else []:
             job, first, index = task.owner
-            for place, answer in enumerate(answers, start=first):
-                self._record(job, answer, place=place, index=index)
+            for place, result in enumerate(results, start=first):
+                self._record(job, result, place=place, index=index)
 
-    def _record(self, job: _Job, answer: Answer, *, place: int, index: int) -> None:
-        kind = answer.kind
-        name, why = self.names[index], redact(answer.why) if answer.why else ""
-        job.parts[place][name] = answer.value
+    def _record(self, job: _Job, result: RewardResult, *, place: int, index: int) -> None:
+        kind = result.kind
+        name, why = self.names[index], redact(result.why) if result.why else ""
+        job.parts[place][name] = result.value
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
         if kind:

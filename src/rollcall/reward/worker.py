@@ -1,7 +1,7 @@
 """The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH``.
 
 The four numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
-READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``Refused`` and then the answers of
+READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``NotReady`` and then the results of
 each item in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
 dumps. A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
 scored may control what it says, and the parent must be able to read that without running it.
@@ -73,17 +73,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class NotReady:
     """A reward cannot be made ready."""
 
-    refused: str
+    why: str
 
 
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RewardResult:
     """What became of one completion."""
 
     value: float
@@ -92,7 +92,7 @@ class Answer:
     elapsed_s: float = 0.0
 
 
-Said = Ready | Refused | list[Answer]  # an item's answers, one for each of its completions
+Said = Ready | NotReady | list[RewardResult]  # an item's results, one for each of its completions
 
 
 def frame(message: Any) -> bytes:
@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> None:
         try:
             loaded[index] = build_function(spec)
         except ValueError as error:
-            _send(sink, Refused(f"reward.{index}.{error}"[:_MAX_WHY]))
+            _send(sink, NotReady(f"reward.{index}.{error}"[:_MAX_WHY]))
             return
     own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
     _send(sink, Ready(in_force, {index: function.kind for index, function in own.items() if function.kind}))
@@ -137,11 +137,11 @@ def main(arguments: list[str]) -> None:
     while (items := _receive(source)) is not None:
         for item, timeout_s in items:
             limit_cpu(timeout_s)
-            answers = caller.score(loaded[item.reward], item, timeout_s=timeout_s)
+            results = caller.score(loaded[item.reward], item, timeout_s=timeout_s)
             if os.getpid() != own_pid:
-                # The function forked and the child came back here: its answers would be taken for another item's.
+                # The function forked and the child came back here: its results would be taken for another item's.
                 os._exit(1)
-            _send(sink, answers)
+            _send(sink, results)
 
 
 class _Caller:
@@ -152,21 +152,21 @@ class _Caller:
         self._memory_mb = memory_mb
         self._runner: Any = None
 
-    def score(self, function: Any, item: Item, *, timeout_s: float) -> list[Answer]:
+    def score(self, function: Any, item: Item, *, timeout_s: float) -> list[RewardResult]:
         given, limit_s = item.completion, timeout_s - ASYNC_GRACE_S
         if isinstance(given, str):
             return self._batch(lambda: [_call(function, item, given)], 1)
         assert isinstance(function, UserFunction), "the parent was told which functions take groups"
         if not function.is_async:
-            answers = self._batch(lambda: _call(function, item, given), len(given))
+            results = self._batch(lambda: _call(function, item, given), len(given))
         elif function.is_batched:
-            answers = self._batch(lambda: self._run(_within(function, item, given, limit_s)), len(given))
+            results = self._batch(lambda: self._run(_within(function, item, given, limit_s)), len(given))
         else:
-            answers = self._run(self._together(function, item, limit_s=limit_s))
+            results = self._run(self._together(function, item, limit_s=limit_s))
         longest = max(_MIN_WHY, _MAX_WHY // max(len(given), 1))
-        return [replace(one, why=_cut(one.why, longest)) for one in answers]
+        return [replace(one, why=_cut(one.why, longest)) for one in results]
 
-    def _batch(self, call: Callable[[], Any], count: int) -> list[Answer]:
+    def _batch(self, call: Callable[[], Any], count: int) -> list[RewardResult]:
         """One call for all completions: it fails for all of them, or each has a score."""
         started_s = time.monotonic()
         try:
@@ -180,11 +180,11 @@ class _Caller:
             return [_not_a_number(error, elapsed_s)] * count
         return [checked(value, elapsed_s=elapsed_s) for value in values]
 
-    async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[Answer]:
+    async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[RewardResult]:
         """A call for each completion, all at once."""
         import asyncio
 
-        async def one(completion: str) -> Answer:
+        async def one(completion: str) -> RewardResult:
             started_s = time.monotonic()
             try:
                 returned = await _within(function, item, completion, limit_s)
@@ -194,17 +194,17 @@ class _Caller:
 
         return list(await asyncio.gather(*map(one, item.completion)))
 
-    def _failed(self, error: BaseException, *, since_s: float) -> Answer:
+    def _failed(self, error: BaseException, *, since_s: float) -> RewardResult:
         elapsed_s = time.monotonic() - since_s
         if isinstance(error, _LateError):
-            return Answer(0.0, "hung", str(error), elapsed_s)
+            return RewardResult(0.0, "hung", str(error), elapsed_s)
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
             frames = frames.tb_next
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames))
-        return Answer(0.0, "raised", _cut(why), elapsed_s)
+        return RewardResult(0.0, "raised", _cut(why), elapsed_s)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
@@ -233,16 +233,16 @@ async def _within(function: UserFunction, item: Item, completion: str | list[str
         raise
 
 
-def checked(returned: Any, *, elapsed_s: float = 0.0) -> Answer:
-    """What a function returned for one completion, as its answer."""
+def checked(returned: Any, *, elapsed_s: float = 0.0) -> RewardResult:
+    """What a function returned for one completion, as its result."""
     try:
-        return Answer(check_score(returned), elapsed_s=elapsed_s)
+        return RewardResult(check_score(returned), elapsed_s=elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
         return _not_a_number(error, elapsed_s)
 
 
-def _not_a_number(error: Exception, elapsed_s: float) -> Answer:
-    return Answer(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
+def _not_a_number(error: Exception, elapsed_s: float) -> RewardResult:
+    return RewardResult(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
 
 
 def _cut(why: str, longest: int = _MAX_WHY) -> str:

@@ -31,7 +31,7 @@ from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
-from rollcall.plan.placement import TRAINED, Plan, Process, Role, roles_in_parts
+from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts
 from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.team import Team
@@ -204,7 +204,7 @@ def _fit_nodes(config: Config, plan: Plan) -> tuple[Plan, ClusterSection, list[i
     return workable_plan(config, section), section, kept
 
 
-def _engine(config: Config, team: Team, processes: Sequence[Process]) -> RemoteEngine:
+def _engine(config: Config, team: Team, processes: Sequence[PlannedProcess]) -> RemoteEngine:
     """All rollout processes. A lost one with no other role is replaced, as often as restarts are allowed."""
     assert config.cluster is not None
     trainer = config.trainer
@@ -300,7 +300,7 @@ def _start(
     return group
 
 
-def _load(team: Team, processes: Sequence[Process], *, inputs: Inputs) -> Facts:
+def _load(team: Team, processes: Sequence[PlannedProcess], *, inputs: Inputs) -> Facts:
     """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
     group, meeting = team.group, {}
     for role in TRAINED:
