@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,7 +91,7 @@ class CheckpointStore:
             with staging(final) as tmp:
                 write(tmp)
                 (tmp / STATE).write_text(json.dumps(state, indent=1))
-                manifest = {"step": step, "score": score, "scores": dict(scores or {}), "files": _describe_files(tmp)}
+                manifest = {"step": step, "score": score, "scores": dict(scores or {}), "files": describe_files(tmp)}
                 (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 fsync_tree(tmp)
                 self._guard()
@@ -203,8 +203,10 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _describe_files(root: Path) -> dict[str, dict[str, Any]]:
+def describe_files(root: Path, *, leave_out: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below ``root``, by its path there."""
     paths = sorted(path for path in root.rglob("*") if path.is_file())
+    paths = [path for path in paths if path.relative_to(root).as_posix() not in leave_out]
     return {
         path.relative_to(root).as_posix(): {"size": path.stat().st_size, "blake2b": digest}
         for path, digest in zip(paths, _digests(paths), strict=True)

@@ -1,0 +1,209 @@
+"""Whether a model directory computes what the trained model computed when it was saved.
+
+``verify`` loads the directory with plain transformers and compares the log-probs of the probe's rows (``probe.py``). Rounding
+alone makes the two differ a little, by an amount that follows from the precisions of both sides; a wrong weight makes them
+differ more. What was found is left in the directory (``verified.json``), with a checksum of every file: a directory that has
+changed since then is not verified, and neither is one that took its place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollcall.checkpoint.probe import PROBE, Probe, read_probe
+from rollcall.checkpoint.store import describe_files
+from rollcall.durable.atomic import write_atomic
+from rollcall.durable.patience import plain_disk_errors
+from rollcall.errors import CheckpointError
+from rollcall.model.load import loading, own_code, refuse_other_tensors
+from rollcall.stored.safetensors import open_model_dir
+from rollcall.stored.tensors import Stored
+
+VERIFIED = "verified.json"
+OURS = (PROBE, VERIFIED)  # files for Rollcall, not part of the model
+_ROUNDINGS = 6  # of the hidden state in a layer that add up: two sums, the outputs of four products
+_FAR = 8.0  # standard deviations; the largest of a hundred normal numbers is within 4
+_SPARE = 0.6  # of the free memory, which the model may take
+
+
+class VerifyError(CheckpointError):
+    """A model directory is not the trained model; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """``difference`` is the largest between two log-probs of the same token; it must be at most ``tolerance``."""
+
+    difference: float
+    tolerance: float
+    num_tokens: int
+    dtype: str  # in which the directory stores its weights
+    trained: str  # the precision that the learner computed in
+    computed: str  # the precision that this comparison computed in
+
+    @property
+    def words(self) -> str:
+        rounded = "" if self.dtype == self.trained else f", stored in {self.dtype}"
+        return (
+            f"the log-probs of {self.num_tokens} tokens differ from the trained model's by at most {self.difference:.2g}; rounding "
+            f"can explain {self.tolerance:.2g} (trained in {self.trained}{rounded}, compared in {self.computed})"
+        )
+
+
+def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = None) -> Verified:
+    """Compare ``model_dir`` with the probe of a save; without one, with the probe that is in the directory.
+
+    ``dtype``: the torch name of the precision that the weights were converted to on purpose; None: they were not.
+    """
+    recorded = read_probe(model_dir / PROBE if probe is None else probe)
+    values = [value for row in recorded.logprobs for value in row]
+    if any(value is None for value in values):
+        raise VerifyError(
+            f"the trained model itself computed log-probs that are not finite, so {model_dir} cannot be compared with it; take an "
+            "earlier checkpoint"
+        )
+    stored = open_model_dir(model_dir)
+    wanted = dtype or recorded.dtype
+    _refuse_other_dtype(stored, wanted=wanted, trained=recorded.dtype, model_dir=model_dir)
+    before = describe_files(model_dir, leave_out=OURS)
+    model, computed = _load(model_dir, stored)
+    found = _logprobs(model, recorded, model_dir=model_dir)
+    expected = np.array(values, dtype=np.float64)
+    gap = np.abs(found - expected)
+    difference = math.inf if np.isnan(gap).any() else float(gap.max())
+    result = Verified(
+        difference=difference,
+        tolerance=_tolerance(expected, model.config, trained=recorded.dtype, stored=wanted, computed=computed),
+        num_tokens=len(values),
+        dtype=wanted,
+        trained=recorded.dtype,
+        computed=computed,
+    )
+    if not difference <= result.tolerance:
+        raise VerifyError(
+            f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if it stays so, take "
+            "another checkpoint"
+        )
+    _leave_mark(model_dir, result, recorded, files=before)
+    return result
+
+
+def why_not_verified(model_dir: Path) -> str:
+    """Why the directory does not count as verified; empty if it does: every file is as it was when it was verified."""
+    try:
+        found: Any = json.loads((model_dir / VERIFIED).read_bytes())
+        files = dict(found["files"])
+        if found["format"] != 1 or not all({"size", "blake2b"} <= facts.keys() for facts in files.values()):
+            raise ValueError("another format")
+    except FileNotFoundError:
+        return "it was not verified"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{VERIFIED} cannot be read: {type(error).__name__} {error}"
+    now = describe_files(model_dir, leave_out=OURS)
+    if other := sorted(name for name in files.keys() | now.keys() if files.get(name) != now.get(name)):
+        how = "is gone" if other[0] not in now else "is new" if other[0] not in files else "has changed"
+        return f"{other[0]} {how} since it was verified"
+    return ""
+
+
+def _leave_mark(model_dir: Path, result: Verified, probe: Probe, *, files: Mapping[str, Any]) -> None:
+    with plain_disk_errors(model_dir):
+        write_atomic(model_dir / PROBE, probe.dump())
+        write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": files}, indent=1))
+
+
+def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir: Path) -> None:
+    others = {
+        str(tensor.dtype).removeprefix("torch."): name
+        for name, tensor in stored.tensors.items()
+        if tensor.dtype.is_floating_point and str(tensor.dtype) != f"torch.{wanted}"
+    }
+    if others:
+        other, name = next(iter(others.items()))
+        why = f"it was trained in {trained}" if wanted == trained else f"it was to be stored in {wanted}"
+        raise VerifyError(
+            f"{model_dir} stores {name} in {other}, and {why}; merge the checkpoint again, and where another precision is wanted, "
+            f"say so: --dtype {other} --verify"
+        )
+
+
+def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
+    """With plain transformers, in float32 if that fits in memory, else as it is stored; and which of the two."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
+    fits = 4 * elements <= _SPARE * _free_memory()
+    if code := own_code(str(model_dir)):
+        raise VerifyError(
+            f"{model_dir} asks to run code that comes with it ({', '.join(code)}), which verify does not do"
+        )
+    if not (model_dir / "tokenizer_config.json").is_file():  # transformers makes an empty one up for some models
+        raise VerifyError(
+            f"{model_dir} has no tokenizer_config.json, so it has no tokenizer; merge the checkpoint again"
+        )
+    with loading(f"the model directory {model_dir}"):
+        AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=torch.float32 if fits else "auto",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+        )
+    model, info = loaded
+    refuse_other_tensors(
+        f"the model directory {model_dir}",
+        missing=info["missing_keys"],
+        unexpected=info["unexpected_keys"],
+        misshaped={name: (found, wanted) for name, found, wanted in info["mismatched_keys"]},
+    )
+    return model.eval(), str(model.dtype).removeprefix("torch.")
+
+
+def _free_memory() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+@torch.no_grad()
+def _logprobs(model: Any, probe: Probe, *, model_dir: Path) -> np.ndarray:
+    largest = max(token for row in probe.rows for token in row)
+    if largest >= model.config.vocab_size:
+        raise VerifyError(
+            f"{model_dir} is not the model that was trained: it has {model.config.vocab_size} tokens, and the trained model has "
+            f"token {largest}"
+        )
+    found: list[np.ndarray] = []
+    for row in probe.rows:
+        ids = torch.tensor([row])
+        logits = model(ids, use_cache=False).logits[0, :-1].double()
+        chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        found.append(chosen.numpy())
+    return np.concatenate(found)
+
+
+def _tolerance(logprobs: np.ndarray, config: Any, *, trained: str, stored: str, computed: str) -> float:
+    """How far rounding can move the largest of these log-probs.
+
+    A layer rounds the hidden state a few times, each time by about the precision's unit; the roundings of all layers add up
+    like a random walk. Float32 sums of products lose more than their unit, the more the longer they are. A logit is off by that
+    share of the logits' spread, which the log-probs of tokens from all over the vocabulary show.
+    """
+    layers, width = config.num_hidden_layers, config.hidden_size
+    sums = _unit("float32") * math.sqrt(width)
+    share = sum(_unit(one) + sums for one in (trained, computed)) + (_unit(stored) if stored != trained else 0.0)
+    spread = float(logprobs.std()) + 1e-3 * float(np.abs(logprobs).max())  # the second where all tokens are alike
+    return _FAR * math.sqrt(_ROUNDINGS * layers) * share * spread
+
+
+def _unit(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype)).eps / 2
