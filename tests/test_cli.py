@@ -94,6 +94,7 @@ def test_these_are_the_verbs() -> None:
         "job status", "job stop",
         "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
         "launch ssh", "launch status", "node", "plan", "prepare", "recover", "reward test", "simulate", "ssh", "status", "submit", "train", "tunnel",
+            "upload",
         "version",
     ]  # fmt: skip
 

@@ -98,20 +98,24 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
 
 def why_not_verified(model_dir: Path) -> str:
     """Why the directory does not count as verified; empty if it does: every file is as it was when it was verified."""
-    try:
-        found: Any = json.loads((model_dir / VERIFIED).read_bytes())
-        files = dict(found["files"])
-        if found["format"] != 1 or not all({"size", "blake2b"} <= facts.keys() for facts in files.values()):
-            raise ValueError("another format")
-    except FileNotFoundError:
+    mark = mark_of(model_dir)
+    if mark is None:
         return "it was not verified"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{VERIFIED} cannot be read: {type(error).__name__} {error}"
-    now = describe_files(model_dir, leave_out=OURS)
+    files, now = mark["files"], describe_files(model_dir, leave_out=OURS)
     if other := sorted(name for name in files.keys() | now.keys() if files.get(name) != now.get(name)):
         how = "is gone" if other[0] not in now else "is new" if other[0] not in files else "has changed"
         return f"{other[0]} {how} since it was verified"
     return ""
+
+
+def mark_of(model_dir: Path) -> dict[str, Any] | None:
+    """What an earlier ``verify`` left in the directory; None: nothing that can be read."""
+    try:
+        found: Any = json.loads((model_dir / VERIFIED).read_bytes())
+        sound = found["format"] == 1 and isinstance(found["files"], dict) and isinstance(found["dtype"], str)
+        return found if sound else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _leave_mark(model_dir: Path, result: Verified, probe: Probe, *, files: Mapping[str, Any]) -> None:

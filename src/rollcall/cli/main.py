@@ -25,6 +25,7 @@ from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
 from rollcall.cli.ssh import ssh, tunnel
 from rollcall.cli.train import train
+from rollcall.cli.upload import upload
 from rollcall.redact import guard_streams
 from rollcall.version import __version__
 
@@ -123,6 +124,7 @@ for command in (
     down,
     ssh,
     tunnel,
+    upload,
 ):
     app.command(command.__name__)(reported(command))
 app.command("prepare")(reported(prepare))
