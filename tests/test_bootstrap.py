@@ -588,7 +588,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return happened
 
 
-def hold_and_tell(*numbers: int, save_s: float = 60.0) -> None:
+def hold_and_tell(*numbers: int, save_s: float = 60.0, too_early: int | None = None) -> int | None:
     """Hold the node, with one signal after the other."""
 
     def tell() -> None:
@@ -598,8 +598,9 @@ def hold_and_tell(*numbers: int, save_s: float = 60.0) -> None:
 
     teller = threading.Thread(target=tell)
     teller.start()
-    foreground.hold(make_record(), save_s=save_s)
+    status = foreground.hold(make_record(), save_s=save_s, too_early=too_early)
     teller.join()
+    return status
 
 
 def test_a_node_in_the_foreground_lets_its_run_save_before_ray_goes(
@@ -614,6 +615,11 @@ def test_a_node_in_the_foreground_lets_its_run_save_before_ray_goes(
     monkeypatch.setattr(foreground, "has_run", has_run)
     hold_and_tell(signal.SIGUSR1, signal.SIGTERM)
     assert held == ["SIGUSR1", "SIGTERM", *["looked"] * 4, "stopped"]
+
+
+def test_a_node_that_is_told_ahead_before_its_run_has_begun_ends_as_one_that_can_go_on(held: list[str]) -> None:
+    assert hold_and_tell(signal.SIGUSR1, too_early=75) == 75
+    assert held == ["SIGUSR1", "stopped"]
 
 
 @pytest.mark.parametrize("save_s, numbers", [(0.0, [signal.SIGTERM]), (60.0, [signal.SIGTERM, signal.SIGINT])])

@@ -19,7 +19,18 @@ from rollcall.launch import slurm_queue
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request, stop
 from rollcall.launch.profile import read_profile
-from rollcall.launch.record import RECORD, Part, all_records, find_record, get_record, held, new_record, own_folder
+from rollcall.launch.record import (
+    RECORD,
+    Part,
+    all_records,
+    find_record,
+    get_record,
+    held,
+    named_record,
+    new_record,
+    own_folder,
+    readable_records,
+)
 from rollcall.launch.rendered import Command, Rendered
 from rollcall.launch.ssh import shell as remote_shell
 from rollcall.launch.ssh.answers import OF_CHECK, last_answer
@@ -30,6 +41,7 @@ from rollcall.launch.targets import get_target, target_names
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask
 from rollcall.nodes.here import Here
+from rollcall.redact import redact
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
 
@@ -58,6 +70,27 @@ def test_a_secret_among_the_variables_of_nodes_is_not_rendered(target: str, tmp_
         with pytest.raises(LaunchError, match=f"{name}: .*env_pass") as caught:
             rendered(target, tmp_path, launch={"profile": profile}, env=env)
         assert "sesame" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", target_names())
+def test_a_secret_in_a_command_is_not_rendered(target: str, tmp_path: Path) -> None:
+    raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
+    raw["cluster"] = {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu"}
+    raw["run"] = {"dir": "/shared/run"}
+
+    def refused(**sections: Any) -> str:
+        with pytest.raises(LaunchError, match="would hold the secret's value") as caught:
+            make_request(load_config({**raw, **sections}), target=target, name="one", cwd=tmp_path)
+        assert "sesame" not in str(caught.value)
+        return str(caught.value).partition(":")[0]
+
+    assert refused(prepare={"each_node": ["true", "HF_TOKEN=opensesame get"]}) == "prepare.each_node[1]"
+    assert refused(prepare={"once": ["git clone https://me:opensesame@host/x"]}) == "prepare.once[0]"
+    fine = ["HF_TOKEN=$HF_TOKEN get", "git clone https://me:${GIT_TOKEN}@host/x", 'A_KEY="$(cat /run/key)" get']
+    make_request(load_config({**raw, "prepare": {"once": fine}}), target=target, name="one", cwd=tmp_path)
+    for key in {"slurm": ["lines"], "skypilot": ["setup"], "dstack": ["setup"]}.get(target, []):
+        section = {**raw["launch"][target], key: ["export HF_TOKEN=opensesame"]}
+        assert refused(launch={target: section}) == f"launch.{target}.{key}[0]"
 
 
 @pytest.mark.parametrize("target", ["skypilot", "dstack"])
@@ -168,6 +201,21 @@ def test_a_record_that_is_no_file_of_bounded_size_is_not_waited_for(launches: Pa
         make(folder / RECORD)
         with pytest.raises(LaunchError, match="is not a record of a launch"):
             find_record("one")
+
+
+def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(
+    launches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_record("two", target="slurm", run_dir="r").save()
+    forged(launches, state="eaten")
+    own_folder("three")
+    (launches / "three" / RECORD).mkdir()
+    assert [each.name for each in readable_records()] == ["two"]
+    assert named_record(None).name == "two"
+    said = capsys.readouterr().err
+    assert "one/launch.json is not a record of a launch" in said and "three/launch.json is not a record" in said
+    with pytest.raises(LaunchError, match="is not a record"):
+        all_records()  # whether its hosts are in use is not known
 
 
 @pytest.mark.parametrize("hosts", ["5", '"ab"', "[1]", '["-oProxyCommand=x"]'])
@@ -329,7 +377,25 @@ def test_wishes_for_slurms_tools_in_the_shell_do_not_hide_a_job(
     tool(tmp_path, monkeypatch, name="squeue", text=f"env > {tmp_path}/env")
     slurm_queue.find(new_record("one", target="slurm", run_dir="r"))
     names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
-    assert not names & {"SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SBATCH_JOB_NAME"} and "SBATCH_PARTITION" in names
+    assert not names & {"SQUEUE_STATES", "SCANCEL_INTERACTIVE"} and "SBATCH_PARTITION" in names
+
+
+def test_a_job_gets_nothing_of_the_allocation_it_is_submitted_from_and_the_run_file_comes_before_the_shell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_CONF", "SLURM_JWT", "SBATCH_QOS", "SBATCH_PARTITION",
+                 "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_CPU", "SBATCH_GRES", "SBATCH_JOB_NAME", "SBATCH_ACCOUNT"):  # fmt: skip
+        monkeypatch.setenv(name, "mine")
+
+    def kept(script: str) -> set[str]:
+        return {name for name in slurm_queue.variables(script) if name.startswith(("SLURM_", "SBATCH_"))}
+
+    shell = {"SLURM_CONF", "SLURM_JWT", "SBATCH_QOS", "SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_CPU",
+             "SBATCH_GRES", "SBATCH_ACCOUNT", "SBATCH_JOB_NAME"}  # fmt: skip
+    assert kept("") == shell
+    lines = ["--job-name=x", "--partition=a", "--time=1", "--mem=0", "--gpus-per-node=8", "--qos=high"]
+    script = "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + "echo --account=x\n"
+    assert kept(script) == {"SLURM_CONF", "SLURM_JWT", "SBATCH_ACCOUNT"}
 
 
 @pytest.mark.parametrize("target", ["skypilot", "kuberay"])
@@ -365,6 +431,16 @@ def test_of_a_host_that_prints_without_an_end_the_end_is_kept(monkeypatch: pytes
     )
     assert len(outcome.out) <= 1 << 17 and outcome.out.endswith('y\n{"a": 1}\n')
     assert max(map(len, told)) <= remote_shell.LONGEST_LINE
+
+
+def test_a_secret_in_a_host_s_line_without_an_end_is_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_shell, "LONGEST_LINE", 1 << 17)
+    for num_before in (65_530, 131_066):
+        _, told = said_by_a_host(
+            f"head -c {num_before} /dev/zero | tr '\\0' x; printf ' A_KEY=opensesame '; head -c 200000 /dev/zero"
+        )
+        shown = "".join(map(redact, told))
+        assert "sesame" not in shown and "open" not in shown and len(told) > 1
 
 
 GOOD_HERE = {"version": "1", "host": "a", "address": "10.0.0.1:7000", "is_alone": False, "rank": None}

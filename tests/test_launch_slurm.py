@@ -301,23 +301,24 @@ def test_an_allocation_that_is_not_there_or_too_small_is_refused(tmp_path: Path,
 
 
 SRUN = """
-for rank in 0 1 2; do SLURM_PROCID=$rank SLURM_GPUS_ON_NODE=$GPUS "${@: -2}" & pids="$pids $!"; done
 trap 'kill -USR1 $pids' USR1
+for rank in 0 1 2; do SLURM_PROCID=$rank SLURM_GPUS_ON_NODE=$GPUS "${@: -2}" & pids="$pids $!"; done
 status=0
 for pid in $pids; do wait $pid; wait $pid; code=$?; [ $code -gt $status ] && status=$code; done
 exit $status
 """
 NODE = """
-printf "%s\\n" "$@" > "$SEEN.$SLURM_PROCID"; printf %s "$MINE" > "$SEEN.env.$SLURM_PROCID"
 trap 'told=75' USR1
+printf "%s\\n" "$@" > "$SEEN.$SLURM_PROCID"; printf %s "$MINE" > "$SEEN.env.$SLURM_PROCID"
 for _ in $(seq $LAST); do [ -n "$told" ] && exit $told; sleep 0.05; done
 exit ${ENDS:-0}
 """
 
 
 def run_job(
-    tmp_path: Path, tools: Tools, *, signal_it: bool = False, ends: int = 0, last: int = 1, **section: Any
-) -> tuple[int, Path]:
+    tmp_path: Path, tools: Tools, *, signal_it: bool = False, ends: int = 0, last: int = 1,
+    reaches: tuple[Path, str | None] | None = None, **section: Any,
+) -> tuple[int, Path]:  # fmt: skip
     request = request_for(tmp_path, **section)
     Slurm().render(request).write(request.folder)
     tools.program("srun", SRUN)
@@ -330,6 +331,8 @@ def run_job(
         give_up = time.monotonic() + 60
         while len(list(tmp_path.glob("seen.env.*"))) < 3 and time.monotonic() < give_up:
             time.sleep(0.05)
+        if reaches is not None and reaches[1] is not None:
+            reaches[0].write_text(reaches[1])
         job.send_signal(signal.SIGUSR1)
     return job.wait(60), request.folder
 
@@ -361,6 +364,30 @@ def test_told_before_the_limit_the_run_saves_and_the_job_requeues_itself(tmp_pat
     assert tools.called("scontrol") == ["scontrol requeue 41"]
 
 
+def test_a_job_that_comes_no_further_between_two_stops_is_not_requeued_again(tmp_path: Path, tools: Tools) -> None:
+    request = request_for(tmp_path)
+    reached = request.folder / "rendezvous/one/reached"
+    reached.parent.mkdir(parents=True)
+    steps = ["step 3", "step 7", "step 7", None, None]
+    for number, step in enumerate(steps):
+        for path in tmp_path.glob("seen.*"):
+            path.unlink()
+        status, folder = run_job(tmp_path, tools, signal_it=True, last=400, reaches=(reached, step))
+        ends = number in (2, 4)
+        assert status == 75 and (folder / "status").exists() == ends, step
+    assert len(tools.called("scontrol")) == 3
+
+
+def test_launching_it_again_forgets_where_it_stood(tmp_path: Path, tools: Tools) -> None:
+    record, request, made = launched(tmp_path)
+    (record.folder / "requeued").write_text("step 7\n")
+    start(Slurm(), request, made)
+    assert (record.folder / "requeued").exists(), "the same job, which goes on"
+    (tools.queue / "41").unlink()
+    start(Slurm(), request, made)
+    assert not (record.folder / "requeued").exists()
+
+
 def test_a_run_that_was_stopped_by_its_user_or_has_failed_is_not_requeued(tmp_path: Path, tools: Tools) -> None:
     for ends in (75, 1):
         status, folder = run_job(tmp_path, tools, ends=ends)
@@ -390,6 +417,22 @@ def test_a_container_runs_the_nodes_command_with_the_variables_that_it_needs(tmp
     assert words[image + 1 : image + 3] == ["sh", "-c"]
     inside = words[image + 3]
     assert inside.startswith("exec rollcall node --run ") and '--rank "$SLURM_PROCID"' in inside
+
+
+def test_a_container_of_docker_gets_the_cards_by_the_numbers_of_the_node(tmp_path: Path, tools: Tools) -> None:
+    tools.program("docker", 'case $1 in run) printf %s "$CUDA_VISIBLE_DEVICES" > "$SEEN.cards" ;; esac')
+    tools.program("apptainer", 'printf %s "$APPTAINERENV_CUDA_VISIBLE_DEVICES" > "$SEEN.cards"')
+    lines = ["export CUDA_VISIBLE_DEVICES=0,1 SLURM_STEP_GPUS=4,5"]
+    for runtime, cards in (("docker", "4,5"), ("apptainer", "0,1")):
+        run_job(tmp_path, tools, launch={"container": {"image": "x", "runtime": runtime}}, lines=lines)
+        assert (tmp_path / "seen.cards").read_text() == cards
+
+
+def test_gpus_are_asked_for_once(tmp_path: Path) -> None:
+    for option, is_asked in (("--gres=gpu:h100:8", False), ("--gres=lustre:1,gpu:8", False), ("-G16", False),
+                             ("--gpus-per-task=8", False), ("--gres=lustre:1", True), ("--exclusive", True)):  # fmt: skip
+        text = Slurm().render(request_for(tmp_path, options=[option])).file("job.sh").text
+        assert ("#SBATCH --gpus-per-node=" in text) == is_asked, option
 
 
 def test_enroot_is_an_option_of_srun(tmp_path: Path) -> None:

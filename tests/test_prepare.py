@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,9 +17,11 @@ from huggingface_hub import constants
 
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
+from rollcall.jobs import prepare
 from rollcall.jobs.prepare import prepare_node, prepare_once
 from rollcall.model import fetch
 from rollcall.model.hub import HubError, hub_options
+from rollcall.process import Process
 from rollcall.wait import in_silence, speaking
 
 FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": b"w" * 1000, "pytorch_model.bin": b"b" * 5000}
@@ -36,14 +39,14 @@ def test_commands_run_in_their_order_by_a_shell_and_those_of_one_node_only_there
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prepare = {"each_node": ["x='a b'; echo \"$x\" >> log", "echo loud"], "once": ["echo once >> log"]}
-    said = heard({**prepare}, once=False)
+    commands = {"each_node": ["x='a b'; echo \"$x\" >> log", "echo loud"], "once": ["echo once >> log"]}
+    said = heard({**commands}, once=False)
     assert Path("log").read_text() == "a b\n"
     assert "loud\n" in capfd.readouterr().out, "their output is streamed"
     assert "prepare.each_node: echo loud" in said
-    heard({**prepare}, once=True)
+    heard({**commands}, once=True)
     assert Path("log").read_text() == "a b\na b\nonce\n"
-    prepare_once(load_config({"prepare": {**prepare}}))
+    prepare_once(load_config({"prepare": {**commands}}))
     assert Path("log").read_text().endswith("once\nonce\n")
 
 
@@ -56,6 +59,19 @@ def test_a_command_that_fails_is_named_and_nothing_comes_after_it(tmp_path: Path
         heard({"each_node": ["true", command, f"touch {after}"]}, once=False)
     assert f"prepare.each_node[1] {how}: {command}" in str(caught.value)
     assert not after.exists()
+
+
+def test_a_command_that_does_not_end_is_ended_with_all_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "END_S", 0.2)
+    command = f"trap '' TERM; sh -c 'echo $$ > {tmp_path}/pid; sleep 600; true'; true"
+    with pytest.raises(ClusterError, match=r"prepare.once\[1\] has not ended, and prepare.timeout_s=1 is over: trap"):
+        heard({"once": ["true", command], "timeout_s": 1.0}, once=True)
+    give_up = time.monotonic() + 60
+    while Process.of(int((tmp_path / "pid").read_text())) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert Process.of(int((tmp_path / "pid").read_text())) is None
 
 
 def test_a_directory_and_a_built_in_model_need_no_fetching(tmp_path: Path) -> None:

@@ -57,3 +57,18 @@ def test_a_line_without_an_end_is_not_kept_until_it_ends(
     assert len(heard) >= 1 << 18, "printed before the line has ended"
     heard += capsys.readouterr().err
     assert heard.replace("\n", "") == "x" * (1 << 20) + "last"
+
+
+def test_a_secret_on_the_edge_of_a_part_of_a_line_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    remember(["s3cret-of-a-row"])
+    child = prints.ChildPrints()
+    text = b"ab" * (prints.LONGEST_LINE // 2 - 3) + b"s3cret-of-a-row" + b"cd" * (1 << 17)
+    while text:
+        text = text[os.write(child.fd, text) :]
+    os.write(child.fd, b"\n")
+    child.close()
+    heard, until = "", time.monotonic() + 20
+    while "d\n" not in heard and time.monotonic() < until:
+        heard += capsys.readouterr().err
+        time.sleep(0.01)
+    assert "s3cret" not in heard and "-a-row" not in heard and "<redacted>" in heard

@@ -24,7 +24,19 @@ from rollcall.config import FunctionReward, dump_config, load_config, parse_conf
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.observe.sinks import WandbSink
-from rollcall.redact import REDACTED, GuardedStream, Redactor, is_secret, redact, redact_env, redact_source, remember
+from rollcall.redact import (
+    LONGEST_LINE,
+    LONGEST_SECRET,
+    REDACTED,
+    GuardedStream,
+    Redactor,
+    is_secret,
+    redact,
+    redact_end,
+    redact_env,
+    redact_source,
+    remember,
+)
 from rollcall.reward.scorer import Scorer
 
 SECRET = "wandb-5e77a9-not-for-you"
@@ -118,6 +130,33 @@ def test_an_assignment_that_arrives_in_pieces_is_redacted() -> None:
     redactor = Redactor()
     shown = redactor.feed("first\nMY_KEY=hun") + redactor.feed("ter2hunter2\nlast") + redactor.end()
     assert shown == f"first\nMY_KEY={REDACTED}\nlast"
+
+
+@pytest.mark.parametrize("secret", [SECRET, "MY_KEY=hunter2hunter2", "https://me:hunter2hunter2@host"])
+@pytest.mark.parametrize("shift", [0, 5, 20])
+def test_a_secret_on_the_edge_of_a_line_without_an_end_is_redacted(secret: str, shift: int) -> None:
+    """What waits for the end of a line is bounded; the cut is never inside a secret."""
+    remember([SECRET])
+    before = LONGEST_LINE - LONGEST_SECRET - shift
+    text = "://" + "x " * (before // 2) + secret + " y" * LONGEST_LINE
+    redactor, shown, longest = Redactor(), "", 0
+    for start in range(0, len(text), 1 << 16):
+        shown += redactor.feed(text[start : start + (1 << 16)])
+        longest = max(longest, len(redactor._held))
+    shown += redactor.end()
+    assert "hunter2" not in shown and SECRET not in shown and REDACTED in shown
+    assert len(shown) == len(redact(text)) and longest <= LONGEST_LINE + (1 << 16)
+
+
+def test_the_end_of_a_text_does_not_begin_with_the_rest_of_a_secret() -> None:
+    remember([SECRET])
+    assert redact_end(f"a {SECRET}{'b' * 10}", 14) == f"{REDACTED}{'b' * 10}"[-14:]
+    assert redact_end("short", 100) == "short"
+
+
+def test_a_long_text_of_letters_and_dots_is_redacted_in_moments() -> None:
+    text = "a." * 50_000 + "://" + "a-" * 50_000
+    assert redact(text) == text
 
 
 def test_a_guarded_stream_redacts_and_is_otherwise_the_stream_beneath() -> None:

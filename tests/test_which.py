@@ -11,6 +11,7 @@ import pytest
 from test_check import make_node, make_record
 from typer.testing import CliRunner
 
+from rollcall import api
 from rollcall.cli.main import app
 from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, head, plain_ray, which
@@ -225,6 +226,18 @@ def test_its_living_nodes_have_ranks_and_the_dead_have_none(monkeypatch: pytest.
 def test_nobody_at_the_address_is_said_with_what_names_it() -> None:
     with pytest.raises(HeadUnreachable, match="nobody answers at 127.0.0.1:1, which RAY_ADDRESS names"):
         PlainRay("127.0.0.1:1").ask()
+
+
+def test_nobody_at_the_address_is_said_before_torch_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "outside_loop", lambda work: pytest.fail("it would load torch"))
+    run = {"cluster": {"num_nodes": 2, "num_gpus_per_node": 1}, "run": {"dir": str(tmp_path / "run")}}
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(HeadUnreachable, match="nobody answers at 127.0.0.1:1, which RAY_ADDRESS names"):
+        api.train(run)
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(ClusterError, match="not part of a cluster"):
+        api.train(run)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_machine_that_is_no_node_of_it_is_told_what_to_do() -> None:

@@ -68,7 +68,7 @@ def test_a_node_ends_as_the_run_did(
     class Record:
         rank, cluster, temp_dir = 1, "one", str(tmp_path)
 
-    def hold(record: Any, *, save_s: float, until: Any) -> int | None:
+    def hold(record: Any, *, save_s: float, until: Any, too_early: int | None = None) -> int | None:
         assert until() is None, "what an earlier run left does not count"
         if left is not None:
             (tmp_path / ENDED).write_text(left)
@@ -92,7 +92,7 @@ def test_what_works_beside_rank_0_hears_no_signal_and_ends_with_its_commands(
     class Record:
         rank, cluster, temp_dir = 0, "one", str(tmp_path)
 
-    def hold(record: Any, *, save_s: float, until: Any) -> int | None:
+    def hold(record: Any, *, save_s: float, until: Any, too_early: int | None = None) -> int | None:
         give_up = time.monotonic() + 60
         while not (child.exists() and child.read_text()) and time.monotonic() < give_up:
             for number in SIGNALS:

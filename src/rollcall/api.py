@@ -19,6 +19,7 @@ from rollcall.importing import calm_transformers, uncollected
 from rollcall.inspect.run import Run, load_run, path_of
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.phases import Bounds, Phase, Split
+from rollcall.nodes.which import find_cluster
 from rollcall.redact import REDACTED
 from rollcall.reward.given import name_functions, settle_functions
 from rollcall.stop import heed_if_possible, outside_loop
@@ -57,6 +58,7 @@ def train(
     are_given = "reward" in overrides or (isinstance(config, Mapping) and "reward" in config)
     settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
     say_unused(resolved)
+    _knock(resolved)
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -130,6 +132,14 @@ def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if key.startswith("reward.") and callable(value):
             raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")
     return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
+
+
+def _knock(config: Config) -> None:
+    """Refuse a cluster whose head does not answer before torch is loaded, which takes many seconds."""
+    section = config.cluster
+    # One slot needs no cluster, and neither does a run that has ended.
+    if section is not None and section.num_slots > 1 and not (config.run.dir / "summary.json").exists():
+        find_cluster(ray_address=section.ray_address).knock()
 
 
 def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:

@@ -76,6 +76,13 @@ def process_ids() -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
+def descendants(pid: int) -> list[Process]:
+    """What it has started, and what these have."""
+    rows = [row for each in process_ids() if (row := read_row(each)) is not None]
+    found = [row.process for row in rows if row.parent == pid]
+    return [*found, *(below for process in found for below in descendants(process.pid))]
+
+
 def environment_of(pid: int) -> dict[str, str] | None:
     """The variables that it was started with; None: it has ended, or is another user's."""
     try:

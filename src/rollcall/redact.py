@@ -19,6 +19,8 @@ from typing import Any, TextIO
 
 REDACTED = "<redacted>"
 SHORTEST = 6  # characters; a shorter value is too often part of ordinary text
+LONGEST_SECRET = 1 << 16  # characters, with its name; a key in PEM has some thousands
+LONGEST_LINE = 1 << 20  # characters that wait for the end of their line
 
 _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is; it is not one itself
@@ -27,10 +29,16 @@ _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;
 _EXAMPLE = re.compile(
     r"\.\.\.|VALUE[\].]*"
 )  # what help writes for a value: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
+# What a shell takes from elsewhere: KEY=$KEY, KEY="${KEY}", KEY=$(cat file), and https://$KEY@host.
+_REFERENCE = re.compile(
+    r"\b[A-Z][A-Z0-9_]*=(\"?)\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\}|\([^()]*\))\1(?![\w$-])"
+    r"|(?<=//)(?:[\w.-]*:)?\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})@"
+)
 # The same in YAML, also if it is not quite valid; the value ends at the next comma, bracket or line end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
 # scheme://user:password@host, or with one slash, as a path writes it; a user alone is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
-_URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]*:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
+# A scheme is short: without a bound, a long text of letters and dots takes the square of its length.
+_URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
 _SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # of a signed URL
@@ -74,6 +82,11 @@ def redact(text: str) -> str:
     return _ASSIGNMENT.sub(_without_value, text) if "=" in text else text
 
 
+def redact_end(text: str, count: int) -> str:
+    """The last ``count`` characters of it, redacted. None of them is the rest of a secret that begins before them."""
+    return redact(text[-(count + LONGEST_SECRET) :])[-count:]
+
+
 def redact_urls(text: str) -> str:
     """Without the passwords, tokens and signatures that URLs in it carry."""
     text = _URL_PASSWORD.sub(rf"\g<1>{REDACTED}@", text)
@@ -109,6 +122,16 @@ def _names_secret(key: str) -> bool:
 def hides(name: str, value: str) -> bool:
     """Whether a variable must not be shown: because of its name, or because its value contains a secret."""
     return is_secret(name) or redact(value) != value
+
+
+def shell_hides(command: str) -> bool:
+    """Whether a line of shell contains a secret, and does not only say where the shell finds one.
+
+    >>> [shell_hides(line) for line in ("HF_TOKEN=hf_abcdef get", "HF_TOKEN=$MINE get", "git clone https://me:pass@host/x")]
+    [True, False, True]
+    """
+    rest = _REFERENCE.sub("", command)
+    return redact(rest) != rest
 
 
 def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
@@ -203,7 +226,10 @@ class GuardedStream:
 
 
 class Redactor:
-    """Redacts a text that arrives in pieces: the end of a piece waits for the next one if it may be the start of a secret."""
+    """Redacts a text that arrives in pieces: the end of a piece waits for the next one if it may be the start of a secret.
+
+    A line without an end does not wait for ever. What is older than its last ``LONGEST_SECRET`` characters goes on.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -215,12 +241,28 @@ class Redactor:
         line = text.rfind("\n") + 1
         if line < cut and (_ASSIGNMENT.search(text, line) or ":/" in text[line:]):
             cut = line
+        if len(text) - cut > LONGEST_LINE:
+            shown, self._held = cut_line(text)
+            return shown
         self._held = text[cut:]
         return redact(text[:cut])
 
     def end(self) -> str:
         held, self._held = self._held, ""
         return redact(held)
+
+
+def cut_line(text: str) -> tuple[str, str]:
+    """Of a line that has no end yet: what can be shown, redacted, and the rest, which waits. No secret is on both sides."""
+    values = _values()
+    patterns = [*([_pattern(values)] if values else []), _ASSIGNMENT, _URL_PASSWORD, _URL_TOKEN, _URL_QUERY]
+    cut, before = max(len(text) - LONGEST_SECRET, 0), -1
+    while cut != before:
+        before = cut
+        for pattern in patterns:
+            begin = next((match.start() for match in pattern.finditer(text) if match.start() < cut < match.end()), cut)
+            cut = begin or cut  # what begins with the text is longer than any secret
+    return redact(text[:cut]), text[cut:]
 
 
 def _overlap(text: str, values: frozenset[str]) -> int:

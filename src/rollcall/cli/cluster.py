@@ -13,6 +13,8 @@ import typer
 from rollcall.cli import Json, answer
 from rollcall.words import all_of, are, counted
 
+JOIN_S = 300.0  # for rank 0; people start the nodes at about the same time
+
 if TYPE_CHECKING:
     from rollcall.nodes.check import Roster
     from rollcall.nodes.state import NodeRecord
@@ -55,7 +57,13 @@ def node(
         str | None,
         typer.Option(metavar="NAME", help="Name of the cluster. Default: $ROLLCALL_CLUSTER, else `default`."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for rank 0.")] = 300.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds to wait for rank 0. Default: 300; with --run 1800, because nodes prepare themselves first.",
+        ),
+    ] = None,
     block: Annotated[
         bool, typer.Option("--block", help="Stay until Ray ends here. SIGTERM, SIGHUP and Ctrl-C stop Ray.")
     ] = False,
@@ -98,6 +106,7 @@ def node(
         from rollcall.launch.whole_run import WholeRun
 
         whole = WholeRun(run)
+    timeout_s = timeout if timeout is not None else whole.join_s if whole else JOIN_S
     rank, num_nodes = find_identity(
         rank=rank,
         master=master,
@@ -118,7 +127,7 @@ def node(
         temp_dir=temp_dir,
         dashboard_host=dashboard_host,
         tls=tls,
-        timeout_s=timeout,
+        timeout_s=timeout_s,
     )
     with heed():  # a signal while it starts leaves nothing behind, and ends it with the status of a run that can go on
         if whole is not None:
@@ -129,7 +138,7 @@ def node(
             record, was_running = start_node(request)
         _introduce(record, was_running=was_running)
         if whole is not None:
-            raise typer.Exit(whole.stay(record, timeout_s=timeout, save_s=save_wait))
+            raise typer.Exit(whole.stay(record, timeout_s=timeout_s, save_s=save_wait))
         if block:
             hold(record, save_s=save_wait)
 

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from rollcall.cli import Json, Overrides, RunFile, print_table, reported, split_arguments
+from rollcall.config.launch import describe_targets
 from rollcall.stop import heed
 from rollcall.wait import say
 from rollcall.words import visible
@@ -21,13 +22,7 @@ if TYPE_CHECKING:
     from rollcall.launch.record import LaunchRecord
     from rollcall.launch.rendered import Rendered
 
-TARGETS = {
-    "ssh": "machines that ssh reaches",
-    "slurm": "a Slurm cluster",
-    "skypilot": "clouds and clusters through SkyPilot",
-    "dstack": "dstack",
-    "kuberay": "Kubernetes with the KubeRay operator",
-}
+TARGETS = describe_targets()
 Name = Annotated[
     str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only one from this machine.")
 ]
@@ -183,9 +178,9 @@ def list_launches(as_json: Json = False) -> None:
     Example:
       rollcall launch list
     """
-    from rollcall.launch.record import all_records
+    from rollcall.launch.record import readable_records
 
-    records = all_records()
+    records = readable_records()
     if as_json:
         print(json.dumps({"launches": [_facts(each) for each in records]}))
         return

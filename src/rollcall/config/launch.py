@@ -6,7 +6,7 @@ One section for each target of `rollcall launch`; a run file may have several. W
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue
 
@@ -23,6 +23,11 @@ class PrepareSection(Section):
         [], "Shell commands that the first node runs before the run, such as one that makes the data."
     )
     each_node: list[str] = field([], "Shell commands that every node runs before the run.")
+    timeout_s: float = field(
+        86_400.0,
+        "Seconds that the commands of each list have on a node. Then they are ended, and the run is not started.",
+        gt=0,
+    )
     fetch_model: bool = field(
         True, "Download the model and the reward models that are hub names, once on each node, before the run."
     )
@@ -41,7 +46,11 @@ class ContainerSection(Section):
     devices: list[Word] = field([], "More devices for the container, such as `/dev/infiniband`.")
 
 
-class _OnNodes(Section):
+class TargetSection(Section):
+    """Where nodes come from."""
+
+
+class _OnNodes(TargetSection):
     """What a target that runs our command on plain machines can be told about them."""
 
     activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
@@ -101,7 +110,7 @@ class DstackSection(_OnNodes):
     ports: list[int] = field([], "Ports to forward to the machine that attaches to the run.")
 
 
-class KuberaySection(Section):
+class KuberaySection(TargetSection):
     namespace: Word = field("default", "Kubernetes namespace of the RayJob.")
     image: str | None = field(None, "Container image, with Rollcall in it. Needed unless `ray_cluster` is given.")
     ray_version: str = field("2.60.0", "Version of Ray in the image.")
@@ -131,4 +140,20 @@ class LaunchSection(Section):
     slurm: SlurmSection | None = field(None, "A Slurm cluster.")
     skypilot: SkypilotSection | None = field(None, "Clouds and clusters through SkyPilot.")
     dstack: DstackSection | None = field(None, "Machines through dstack.")
-    kuberay: KuberaySection | None = field(None, "Kubernetes with the KubeRay operator.")
+    kuberay: KuberaySection | None = field(None, "Pods of Kubernetes, through the KubeRay operator.")
+
+
+def describe_targets() -> dict[str, str]:
+    """The targets, each with where it gets nodes from, as a part of a sentence.
+
+    >>> describe_targets()["ssh"]
+    'machines that ssh reaches'
+    """
+    fields = LaunchSection.model_fields.items()
+    targets = {name: info for name, info in fields if any(_is_target(kind) for kind in get_args(info.annotation))}
+    texts = {name: str(info.description).removesuffix(".") for name, info in targets.items()}
+    return {name: text[0].lower() + text[1:] for name, text in texts.items()}
+
+
+def _is_target(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, TargetSection)

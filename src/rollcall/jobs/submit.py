@@ -33,7 +33,7 @@ from rollcall.nodes.address import is_loopback, is_wildcard, join_address, leave
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
 from rollcall.nodes.which import wished_cluster, wished_dashboard
-from rollcall.redact import Redactor, redact, remember
+from rollcall.redact import Redactor, redact, redact_end, remember
 from rollcall.version import __version__
 from rollcall.wait import Wait, say
 from rollcall.words import visible
@@ -278,7 +278,7 @@ class Jobs:
         """``more``: the rest of the ``Question``."""
         reply = self._channel.ask(Question(method, path, **more))
         if reply.status >= 300 and reply.status not in fine:
-            lines = visible(redact(reply.text.strip()[-LAST_CHARACTERS:])).splitlines()
+            lines = visible(redact_end(reply.text.strip(), LAST_CHARACTERS)).splitlines()
             raise ClusterError(f"the head at {self.where} answered {reply.status}: {lines[-1] if lines else ''}")
         return reply
 

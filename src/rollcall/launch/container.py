@@ -33,6 +33,11 @@ class Container:
         """Whether the runtime keeps containers by name. apptainer's are plain processes of the node."""
         return self.section.runtime in ("docker", "podman")
 
+    @property
+    def has_daemon_of_node(self) -> bool:
+        """Whether its processes are children of a daemon, outside of what limits the command that starts them."""
+        return self.section.runtime == "docker"
+
     def before(self) -> list[str]:
         """Lines of shell: build a missing image, remove an old container of this name."""
         section, lines = self.section, []

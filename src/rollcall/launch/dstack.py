@@ -14,7 +14,7 @@ from rollcall.config.launch import DstackSection
 from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.script import JOIN_S, node_lines
+from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask_json, check_for_tool, is_own, leave_others, need_tool, refuse_others, run, watch
@@ -100,7 +100,6 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
         head='"$DSTACK_MASTER_NODE_IP"' if request.cluster.num_nodes > 1 else "127.0.0.1",
         more='--rank "$DSTACK_NODE_RANK" --num-nodes "$DSTACK_NODES_NUM"',  # before any variable of another launcher
         activate=section.activate,
-        options=("--timeout", str(JOIN_S)),
         env={**request.node_env, **section.env},
         before=section.setup,
         guard=_guard,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rollcall.config import Config
 from rollcall.launch.errors import LaunchError
@@ -15,7 +16,7 @@ from rollcall.launch.ssh.hosts import choose_hosts
 from rollcall.launch.target import Request, Target
 from rollcall.launch.targets import get_target
 from rollcall.plan.judge import workable_plan
-from rollcall.redact import hides, secrets_of_run
+from rollcall.redact import hides, secrets_of_run, shell_hides
 from rollcall.wait import say
 
 
@@ -37,7 +38,7 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
             "leave it out, or use `rollcall submit` (with kuberay, `launch.kuberay.ray_cluster` names one)"
         )
     profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
-    _refuse_secrets(config, env={**profile, **getattr(launch, target).env})
+    _refuse_secrets(config, target=target, profile=profile)
     cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
     workable_plan(config, cluster)
@@ -58,17 +59,38 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
     return request
 
 
-def _refuse_secrets(config: Config, *, env: Mapping[str, str]) -> None:
-    """``env``: variables of the nodes, from the target's section and the profile."""
+def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) -> None:
+    """In variables, and in commands and other texts of the section and of `prepare`."""
+    raw = config.model_dump(mode="json")
+    section = raw["launch"][target]
+    env = {**profile, **section["env"]}
+    texts = [
+        *_texts(raw["prepare"], "prepare"),
+        *_texts({**section, "env": {}}, f"launch.{target}"),
+        *_texts(raw["launch"]["container"], "launch.container"),
+    ]
     names = [
-        *secrets_of_run(config.model_dump(mode="json")),
+        *secrets_of_run(raw),
         *(name for name, value in env.items() if hides(name, value)),
+        *(key for key, text in texts if shell_hides(text)),
     ]
     if names:
         raise LaunchError(
             f"{', '.join(dict.fromkeys(names))}: a rendered file would hold the secret's value; name the variable in "
-            f"cluster.env_pass, and in the target's own list of secrets, instead"
+            f"cluster.env_pass, and in the target's own list of secrets, instead (a command can use it: `KEY=$KEY`)"
         )
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every text in a value of any shape, with its place."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _texts(each, f"{key}[{index}]")
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _texts(each, f"{key}.{name}")
 
 
 def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:

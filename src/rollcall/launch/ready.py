@@ -23,7 +23,10 @@ from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, run_on
 from rollcall.wait import Wait, say
 
-JOIN_S = 1800.0  # a cluster of Kubernetes may still be getting its machines
+# For all nodes of a run to be there: each prepares itself before it joins, and one may have a model to download that another has;
+# a cluster of Kubernetes may still be getting its machines.
+JOIN_S = 1800.0
+FETCH_S = 86_400.0  # for the models; a download that stands still is given up by itself
 LAST_LINES = 15
 
 
@@ -61,7 +64,8 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     try:
         prepare = _preparer(dump_config(config))
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
-        answers, failures = answers_of(calls, wait=Wait(), to="prepare itself")
+        wait = Wait(config.prepare.timeout_s + FETCH_S)
+        answers, failures = answers_of(calls, wait=wait, to="prepare itself")
     finally:
         disconnect()
     for rank, why in [*answers.items(), *failures.items()]:

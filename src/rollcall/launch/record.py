@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -26,8 +26,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import LaunchError, reason
 from rollcall.nodes.state import NAME
+from rollcall.wait import say
 
 FOLDER = "ROLLCALL_LAUNCHES"
 RECORD = "launch.json"
@@ -134,13 +135,15 @@ def find_record(name: str) -> LaunchRecord | None:
         return record
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise LaunchError(
             f"{path} is not a record of a launch ({_why(error)}); look for what it started by hand, then remove its folder"
         ) from None
 
 
-def _why(error: ValueError) -> str:
+def _why(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError):
+        return reason(error)
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(": ".join((".".join(map(str, one["loc"])), one["msg"])) for one in error.errors()[:3]).lstrip(": ")
@@ -149,7 +152,7 @@ def _why(error: ValueError) -> str:
 def get_record(name: str) -> LaunchRecord:
     record = find_record(name)
     if record is None:
-        known = ", ".join(each.name for each in all_records()) or "none"
+        known = ", ".join(each.name for each in readable_records()) or "none"
         raise LaunchError(f"nothing named {name!r} was launched from this machine; known: {known}")
     return record
 
@@ -158,7 +161,7 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
     """The launch of that name; without one, the only launch from this machine (with ``target``, if one is given)."""
     if name is not None:
         return get_record(name)
-    found = [record for record in all_records() if target in (None, record.target)]
+    found = [record for record in readable_records() if target in (None, record.target)]
     if not found:
         by = f" with {target}" if target else ""
         raise LaunchError(
@@ -170,11 +173,36 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
 
 
 def all_records() -> list[LaunchRecord]:
-    """Of this user, the newest first."""
-    folders = [path.parent for path in sorted(launches().glob(f"*/{RECORD}"))]
-    own = [folder.name for folder in folders if folder.lstat().st_uid == os.getuid()]
-    found = [record for name in own if (record := find_record(name))]
-    return sorted(found, key=lambda record: record.started, reverse=True)
+    """Of this user, the newest first. Raises at one that cannot be read: what it started is not known."""
+    return _newest_first(find_record(name) for name in _own_names())
+
+
+def readable_records() -> list[LaunchRecord]:
+    """The same for those who only look: what cannot be read is named, and left out."""
+
+    def find(name: str) -> LaunchRecord | None:
+        try:
+            return find_record(name)
+        except LaunchError as error:
+            say(f"left out: {error}")
+            return None
+
+    return _newest_first(map(find, _own_names()))
+
+
+def _newest_first(records: Iterable[LaunchRecord | None]) -> list[LaunchRecord]:
+    return sorted((each for each in records if each is not None), key=lambda record: record.started, reverse=True)
+
+
+def _own_names() -> list[str]:
+    return [path.parent.name for path in sorted(launches().glob(f"*/{RECORD}")) if _is_own(path.parent)]
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.getuid()
+    except FileNotFoundError:  # another command has ended that launch meanwhile
+        return False
 
 
 def forget(record: LaunchRecord) -> None:

@@ -13,7 +13,6 @@ from rollcall.launch.container import Container
 from rollcall.launch.rendered import exports, shell_path
 
 PORT = 6399  # where rank 0 listens; SkyPilot's own Ray has 6380 on its machines
-JOIN_S = 1800  # nodes prepare themselves before they join, and one may have a model to download that another has
 
 
 def node_lines(

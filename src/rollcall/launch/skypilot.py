@@ -18,7 +18,7 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.script import JOIN_S, node_lines
+from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask_json, check_for_tool, is_own, leave_others, need_tool, refuse_others, run, watch
@@ -211,7 +211,6 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
         head=HEAD,
         more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # before any variable of another launcher
         activate=section.activate,
-        options=("--timeout", str(JOIN_S)),
         env={**request.node_env, **section.env},
     )
     task: dict[str, Any] = {

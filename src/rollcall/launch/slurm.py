@@ -18,16 +18,23 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, shell_path
 from rollcall.launch.script import node_lines
-from rollcall.launch.slurm_queue import JOB, LOG, NODE, STATUS, job_name
+from rollcall.launch.slurm_queue import JOB, LOG, NODE, REQUEUED, STATUS, job_name
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.tool import need_tool
+from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.stop import STOPPED
 from rollcall.wait import say
 
 INSTALL = "it comes with Slurm's client tools"
 PLAIN = re.compile(r"[!-~]+")  # printable, without spaces
 UNSAFE = re.compile(r"[\"'\\#`]")  # sbatch has its own rules for these in a script
-OF_SLURM = ("SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES")  # for a container
+OF_SLURM = (  # for a container
+    "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+)  # fmt: skip
+# Slurm numbers the cards as a process of the job sees them, which need not be all of the node's. A container of docker is no such
+# process: it sees all of them.
+CARDS_FOR_DOCKER = '[ -z "${SLURM_STEP_GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$SLURM_STEP_GPUS"'
+GPU_OPTION = re.compile(r"--gpus|-G|--gres=(.*,)?gpu\b")
 # Options of sbatch by which a launch finds its job again, or knows how many tasks there are and when they end.
 OWN_OPTIONS = (
     "array", "chdir", "clusters", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
@@ -65,7 +72,7 @@ class Slurm:
             need_tool("srun", install=INSTALL)
             return "srun checks the options when it starts the nodes"
         words = ("sbatch", "--test-only", *command.words[2:])
-        slurm_queue.ask(Command(words=words, what="have sbatch check the job"))
+        slurm_queue.ask(Command(words=words, what="have sbatch check the job"), script=rendered.file(JOB).text)
         return "sbatch takes the job"
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
@@ -113,7 +120,8 @@ def _job(request: Request, section: SlurmSection) -> list[str]:
         '  echo "$folder cannot be read on $(hostname): set ROLLCALL_LAUNCHES to a folder that all nodes share" >&2',
         "  exit 1",
         "fi",
-        f'rm -f "$folder/{STATUS}"',
+        f"reached={shell_path(Rendezvous(_rendezvous(request), request.name).reached_file)}",
+        f'rm -f "$folder/{STATUS}" "$reached"',
         "export SLURM_EXPORT_ENV=ALL  # what the lines above have set is for the tasks too",
         "told=",
         "trap 'told=yes; kill -USR1 \"$tasks\" 2>/dev/null' USR1  # Slurm, before the time limit",
@@ -128,8 +136,15 @@ def _job(request: Request, section: SlurmSection) -> list[str]:
     if section.attach is None:
         lines += [
             f'if [ "$status" = {STOPPED} ] && [ -n "$told" ]; then',
-            '  echo "the run has saved before the time limit; job $SLURM_JOB_ID requeues itself"',
-            f'  scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED}',
+            '  at=$(cat "$reached" 2>/dev/null) || at="its preparation"',
+            f'  if [ "$at" = "$(cat "$folder/{REQUEUED}" 2>/dev/null)" ]; then',
+            '    echo "the run was stopped at $at twice, and has come no further in between: job $SLURM_JOB_ID does not requeue itself;'
+            ' give it more time (launch.slurm.time), or look above for what takes so long, and launch it again" >&2',
+            "  else",
+            f'    printf "%s\\n" "$at" > "$folder/{REQUEUED}"',
+            '    echo "the run was stopped before the time limit, at $at; job $SLURM_JOB_ID requeues itself"',
+            f'    scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED}',
+            "  fi",
             "fi",
         ]
     return [*lines, f'echo "$status" > "$folder/{STATUS}"', 'exit "$status"']
@@ -193,9 +208,7 @@ def _places(request: Request) -> tuple[str, str]:
 def _gpus(request: Request, section: SlurmSection) -> str | None:
     if section.gpus_per_node is not None:
         return section.gpus_per_node
-    if request.cluster.accelerator == "cpu" or any(
-        option.startswith(("--gres=", "--gpus")) for option in section.options
-    ):
+    if request.cluster.accelerator == "cpu" or any(map(GPU_OPTION.match, section.options)):
         return None
     sizes = set(request.cluster.slots_per_node)
     if len(sizes) > 1:
@@ -221,8 +234,8 @@ def _srun(request: Request, section: SlurmSection) -> str:
     if section.attach is not None:
         words += [f"--jobid={section.attach}", "--overlap", f"--job-name={job_name(request.name)}"]
         words += [f"--gpus-per-node={_plain(gpus, key='gpus_per_node')}" if (gpus := _gpus(request, section)) else ""]
-    # The run decides what the loss of a node means, and Ray's processes may use all CPUs of the job.
-    words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--label"]
+    # The run decides what the loss of a node means, and Ray's processes may use all CPUs of the job. None of them speaks MPI.
+    words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--mpi=none", "--label"]
     return shlex.join([*(word for word in words if word), *_pyxis(request)])
 
 
@@ -273,6 +286,7 @@ def _node(request: Request, section: SlurmSection) -> list[str]:
         cluster=request.name,
         activate=section.activate,
         env={**request.node_env, **section.env},
+        before=[CARDS_FOR_DOCKER] if container and container.has_daemon_of_node else [],
         options=options,
         more=f'--rendezvous {shell_path(_rendezvous(request))} --rank "$SLURM_PROCID"{slots}',
         container=container,

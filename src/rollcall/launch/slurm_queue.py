@@ -6,12 +6,12 @@ where it keeps no accounts.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
@@ -21,7 +21,8 @@ from rollcall.stop import INTERRUPTED
 from rollcall.wait import Wait, say
 from rollcall.words import visible
 
-JOB, NODE, LOG, STATUS = "job.sh", "node.sh", "log", "status"  # in the launch's folder
+# In the launch's folder. REQUEUED: where the run stood when the job requeued itself last.
+JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
 STEP_S = 60.0  # until a step that srun starts is listed
 SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
@@ -29,12 +30,18 @@ GONE_S = 180.0  # Slurm waits KillWait, 30 s unless configured, before it kills
 AWAY_S = 1800.0  # that Slurm's controller may not answer
 FAILED = 1
 ID = re.compile(r"[0-9]+(_[0-9\[\],%-]+|\+[0-9]+)?(\.[A-Za-z0-9+]+)?")  # of a job, a step, one of an array
-# Variables that change what Slurm's tools list and end, or take the place of lines in our script.
+# Variables that change what Slurm's tools list and end, or by which a launch would not find its job again. Those of an allocation
+# (SLURM_) in which this command runs would be handed on to the job, where srun reads them.
 OTHERS_WISHES = (
-    "SQUEUE_", "SCANCEL_", "SACCT_", "SBATCH_JOB_NAME", "SBATCH_ARRAY_INX", "SBATCH_SIGNAL", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT",
-    "SBATCH_WAIT", "SBATCH_NO_REQUEUE", "SBATCH_NTASKS_PER_NODE",
+    "SQUEUE_", "SCANCEL_", "SACCT_", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_OUTPUT", "SBATCH_WAIT",
+    "SBATCH_NO_REQUEUE", "SBATCH_NTASKS_PER_NODE", "SLURM_",
 )  # fmt: skip
-ask = partial(ask_tool, without=OTHERS_WISHES)
+OF_SITE = ("SLURM_CONF", "SLURM_JWT")  # where the controller is, and who asks
+# sbatch takes a variable before a line of the script: where the run file has said something, it goes. Most have the option's name.
+OF_OPTION = {
+    "time": ("SBATCH_TIMELIMIT",), "mem": ("SBATCH_MEM_PER_",), "gpus-per-node": ("SBATCH_GPUS", "SBATCH_GRES"),
+    "gres": ("SBATCH_GPUS", "SBATCH_GRES"), "gpus": ("SBATCH_GPUS", "SBATCH_GRES"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +53,29 @@ class Queued:
     nodes: str = ""
 
 
+def variables(script: str = "") -> dict[str, str]:
+    """This process's, for Slurm's tools; ``script``: the one that is submitted."""
+    options = re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE)
+    others = [each for name in options for each in OF_OPTION.get(name, (f"SBATCH_{name.upper().replace('-', '_')}",))]
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(OF_SITE) or not name.startswith((*OTHERS_WISHES, *others))
+    }
+
+
+def ask(command: Command, *, script: str = "", may_fail: bool = False) -> str:
+    return ask_tool(command, env=variables(script), may_fail=may_fail)
+
+
 def job_name(launch: str) -> str:
     return f"rollcall-{launch}"
 
 
 def submit(record: LaunchRecord, command: Command) -> str:
-    (record.folder / STATUS).unlink(missing_ok=True)
-    job = ask(command).strip().partition(";")[0]
+    for name in (STATUS, REQUEUED):
+        (record.folder / name).unlink(missing_ok=True)
+    job = ask(command, script=(record.folder / JOB).read_text()).strip().partition(";")[0]
     if not re.fullmatch("[0-9]{1,20}", job):
         raise LaunchError(f"cannot {command.what}: sbatch answered {job[:200]!r} where the id of a job was expected")
     say(f"submitted job {job}; its log is {record.folder / LOG}")
@@ -75,7 +98,7 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
     (record.folder / STATUS).unlink(missing_ok=True)
     with (record.folder / LOG).open("ab") as log:
         holder = subprocess.Popen(
-            command.words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command.words, env=variables(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     wait = Wait(STEP_S)
     while find(record) is None:

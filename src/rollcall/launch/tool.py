@@ -23,7 +23,7 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
 from rollcall.launch.target import Request
-from rollcall.redact import redact
+from rollcall.redact import redact_end
 from rollcall.wait import say
 from rollcall.words import visible
 
@@ -61,12 +61,11 @@ def ask(
     timeout_s: float = TOOL_S,
     may_fail: bool = False,
     means_nothing: str | None = None,
-    without: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """What the tool prints. ``may_fail``: what it does not know is an empty answer. ``means_nothing``: words with which it fails
-    when there is just nothing to tell. ``without``: how names of variables begin that would change its answer."""
-    env = {name: value for name, value in os.environ.items() if not (without and name.startswith(without))}
-    status, out, err = _captured(command, timeout_s=timeout_s, env=env)
+    when there is just nothing to tell. ``env``: all its variables; None: those of this process."""
+    status, out, err = _captured(command, timeout_s=timeout_s, env=os.environ if env is None else env)
     printed = f"{out}\n{err}"
     if status and (may_fail or (means_nothing is not None and means_nothing in printed)):
         return ""
@@ -204,4 +203,4 @@ def _failed(command: Command, status: int, printed: str) -> str:
 
 
 def _last(printed: str) -> str:
-    return "\n".join(f"  {line}" for line in visible(redact(printed[-LAST_BYTES:])).strip().split("\n")[-LAST_LINES:])
+    return "\n".join(f"  {line}" for line in visible(redact_end(printed, LAST_BYTES)).strip().split("\n")[-LAST_LINES:])

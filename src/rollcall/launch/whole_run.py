@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rollcall.checkpoint.run_dir import newest_step
 from rollcall.config import Config, load_config
 from rollcall.config.sections import ClusterSection
 from rollcall.durable.atomic import write_atomic
@@ -24,12 +25,13 @@ from rollcall.errors import ClusterError, ConfigError
 from rollcall.jobs.channel import Unreachable
 from rollcall.jobs.prepare import prepare_node
 from rollcall.jobs.submit import Job, Jobs, reach
-from rollcall.launch.ready import look_first
+from rollcall.launch.ready import JOIN_S, look_first
 from rollcall.nodes.bootstrap import NodeRequest, require_meeting
 from rollcall.nodes.check import wait_for_slots
 from rollcall.nodes.foreground import hold
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.ray_start import find_slots
+from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.nodes.state import NodeRecord
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, run_on
@@ -46,6 +48,8 @@ FAILED = 1
 
 class WholeRun:
     """A node's part in it."""
+
+    join_s = JOIN_S  # for rank 0, and there for all slots
 
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file
@@ -90,7 +94,7 @@ class WholeRun:
         # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
         beside = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
         try:
-            status = hold(record, save_s=save_s, until=beside.poll)
+            status = hold(record, save_s=save_s, until=beside.poll, too_early=STOPPED)
             return (beside.poll() or STOPPED) if status is None else status
         finally:
             with suppress(ProcessLookupError):
@@ -118,7 +122,10 @@ def _status(ended: Path) -> int | None:
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
     """Rank 0's part: check, examine, submit, follow. Tells all nodes how it ended."""
     try:
-        status = _run(cluster, load_config(run_file), timeout_s=timeout_s)
+        config = load_config(run_file)
+        status = _run(cluster, config, timeout_s=timeout_s)
+        if status == STOPPED:
+            _leave_reached(cluster, config.run.dir)
     except (ClusterError, ValueError, OSError) as error:
         say(f"error: {error}")
         status = FAILED
@@ -136,6 +143,16 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     say(f"{'following' if going else 'submitted'} {job.id}")
     jobs.wait_started(job.id)
     return jobs.follow(job.id).exit_status
+
+
+def _leave_reached(cluster: str, run_dir: Path) -> None:
+    """How far the run has come, where the nodes meet. One that is stopped at the same point again makes no progress."""
+    root = OurCluster(cluster).rendezvous
+    if root is None:
+        return
+    num_bytes = sum(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
+    text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
+    write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
 
 
 def _known(jobs: Jobs) -> list[Job]:

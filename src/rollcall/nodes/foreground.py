@@ -49,10 +49,17 @@ class Told:
             self.hurry.set()
 
 
-def hold(record: NodeRecord, *, save_s: float = SAVE_S, until: Callable[[], int | None] = lambda: None) -> int | None:
+def hold(
+    record: NodeRecord,
+    *,
+    save_s: float = SAVE_S,
+    until: Callable[[], int | None] = lambda: None,
+    too_early: int | None = None,
+) -> int | None:
     """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself.
 
-    ``until``: asked every second. When it gives a number, this stops the node and returns the number.
+    ``until``: asked every second. When it gives a number, this stops the node and returns the number. ``too_early``: the same for
+    a SIGUSR1 that comes before there is a run to hear it.
     """
     told = Told()
     before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
@@ -62,7 +69,12 @@ def hold(record: NodeRecord, *, save_s: float = SAVE_S, until: Callable[[], int 
                 _reap()
             if told.ahead.is_set():
                 told.ahead.clear()
-                signal_processes(drivers(record), signal.SIGUSR1)
+                found = drivers(record)
+                signal_processes(found, signal.SIGUSR1)
+                if not found and too_early is not None:
+                    say("told to stop before the run has begun; stopping Ray on this node")
+                    stop_node(record.cluster)
+                    return too_early
             if (status := until()) is not None:
                 say(f"the run is over (status {status}); stopping Ray on this node")
                 stop_node(record.cluster)

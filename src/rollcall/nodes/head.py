@@ -16,7 +16,7 @@ from rollcall.errors import ClusterError
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
 from rollcall.nodes.state import read_token, tls_dir, tls_env
 from rollcall.nodes.tls import write_certificates
-from rollcall.redact import redact
+from rollcall.redact import redact_end
 from rollcall.words import visible
 
 LABEL = "rollcall."  # of every label below
@@ -152,7 +152,7 @@ def ask_head(
                 f"the head at {address} does not answer within {timeout_s:.0f} s; {_doubt(tls, token)}?"
             ) from None
     if done.returncode:
-        last = visible(redact(done.stderr.strip()[-LAST_CHARACTERS:] or "no message")).splitlines()[-1]
+        last = visible(redact_end(done.stderr.strip(), LAST_CHARACTERS) or "no message").splitlines()[-1]
         raise HeadUnreachable(
             f"what listens at {address} does not answer as a Ray head does ({last}); is this the address that `ray start --head` or "
             "`rollcall node` printed as that of the head?"

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.head import ASK_S, HeadAnswer, JobServer, NodeInfo, ask_own_head
+from rollcall.nodes.address import listens
+from rollcall.nodes.head import ASK_S, CONNECT_S, HeadAnswer, HeadUnreachable, JobServer, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import (
     NodeRecord,
@@ -53,6 +54,12 @@ class OurCluster:
     @property
     def has_tls(self) -> bool:
         return tls_dir(self.name).is_dir()
+
+    def knock(self) -> None:
+        if not listens(self.head_address, timeout_s=CONNECT_S):
+            raise HeadUnreachable(
+                f"nobody answers at the head's address {self.head_address}: rank 0 of {self.title} is down, or cut off from this node"
+            )
 
     def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
         record = self.record

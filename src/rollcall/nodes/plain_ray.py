@@ -58,12 +58,15 @@ class PlainRay:
     def has_tls(self) -> bool:
         return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
-    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
-        if not listens(self.head_address, timeout_s=min(CONNECT_S, timeout_s)):
+    def knock(self) -> None:
+        if not listens(self.head_address, timeout_s=CONNECT_S):
             raise HeadUnreachable(
                 f"nobody answers at {self.head_address}, which {self.where} names; is that Ray up, and is this the address that "
                 "`ray start --head` printed (usually with port 6379)?"
             )
+
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
+        self.knock()
         answer = ask_head(self.head_address, token=None, timeout_s=timeout_s)
         return replace(answer, nodes=_ranked(answer.nodes))
 

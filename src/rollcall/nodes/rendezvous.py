@@ -66,6 +66,11 @@ class Rendezvous:
     def token_file(self) -> Path:
         return self.folder / "token"
 
+    @property
+    def reached_file(self) -> Path:
+        """How far a run had come when it was stopped (``launch/whole_run.py``)."""
+        return self.folder / "reached"
+
     def publish(self, head: Head, *, token: str | None) -> None:
         """The token first, so that a node that sees the new address also sees its token. None: every node has it from its environment."""
         self.prepare()

@@ -74,6 +74,10 @@ class Cluster(Protocol):
         """What its head says now."""
         ...
 
+    def knock(self) -> None:
+        """Raise if nobody listens at its head's address. It takes moments, where ``ask`` takes seconds."""
+        ...
+
     def wait_until_known(self, wait: Wait) -> None:
         """Return once this node knows the cluster; raise if it will not."""
         ...

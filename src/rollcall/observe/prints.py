@@ -6,13 +6,12 @@ and what it starts itself, has a file descriptor. So it gets a pipe, and a threa
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import threading
 
-from rollcall.redact import redact
-
-LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
+from rollcall.redact import LONGEST_LINE, cut_line, redact
 
 
 class ChildPrints:
@@ -30,24 +29,25 @@ class ChildPrints:
 
 
 def _pass_on(read_fd: int) -> None:
-    held: list[bytes] = []  # of a line that has not ended
+    held: list[str] = []  # of a line that has not ended
     num_held = 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with os.fdopen(read_fd, "rb", buffering=0) as source:
         while data := source.read(1 << 16):
-            whole, newline, rest = data.rpartition(b"\n")
+            whole, newline, rest = decoder.decode(data).rpartition("\n")
             if newline:
-                _print(b"".join([*held, whole]))
+                _print(redact("".join([*held, whole])))
                 held, num_held = [], 0
             held.append(rest)
             num_held += len(rest)
             if num_held > LONGEST_LINE:
-                _print(b"".join(held))
-                held, num_held = [], 0
+                shown, kept = cut_line("".join(held))
+                _print(shown)
+                held, num_held = [kept], len(kept)
     if num_held:
-        _print(b"".join(held))
+        _print(redact("".join(held)))
 
 
-def _print(text: bytes) -> None:
+def _print(text: str) -> None:
     # Carriage returns are of progress bars, which only work at the left edge of their own line.
-    shown = text.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    print(redact(shown), file=sys.stderr, flush=True)
+    print(text.replace("\r\n", "\n").replace("\r", "\n"), file=sys.stderr, flush=True)

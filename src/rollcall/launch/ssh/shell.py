@@ -10,6 +10,7 @@ Each host has an `ssh` and threads that read it; the caller's thread waits for a
 
 from __future__ import annotations
 
+import codecs
 import math
 import random
 import re
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from rollcall.launch.errors import LaunchError
-from rollcall.redact import redact
+from rollcall.redact import LONGEST_LINE, cut_line, redact
 from rollcall.wait import say
 from rollcall.words import visible
 
@@ -31,7 +32,7 @@ CONNECT_S = 20  # for a connection, with its jump hosts
 UNREACHABLE = 255  # the exit status of ssh itself
 NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # those of the user's configuration belong to another session
 LAST_LINES = 12
-LONGEST_LINE = 1 << 16  # bytes; a longer one is read in parts
+LONGEST_PIECE = 1 << 16  # bytes; of a longer line a piece at a time
 MOST_KEPT = 1 << 20  # characters of what a script printed
 QUIET_S, DRAIN_S = 1.0, 30.0  # for what a script that has ended printed: without a new line, and in all
 LET_GO_S = 60.0  # for a tied command to remove what it began
@@ -206,20 +207,32 @@ class RemoteShell:
 
     def _read(self, pipe: IO[bytes], kept: deque[str] | None) -> None:
         """Lines of the host, which may print what it likes: in pieces, without an end, or what a terminal acts on."""
-        num_kept = 0
+        num_kept, held = 0, ""  # of a line that has not ended
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with pipe:
-            while raw := pipe.readline(LONGEST_LINE):
-                line = raw.decode(errors="replace")
+            while raw := pipe.readline(LONGEST_PIECE):
+                line = decoder.decode(raw)
                 self._num_read += 1
                 if kept is not None:
                     kept.append(line)
                     num_kept += len(line)
                     while num_kept > MOST_KEPT:
                         num_kept -= len(kept.popleft())
-                if text := visible(line.rstrip().rpartition("\r")[2]):
-                    self._last.append(text)
-                    if self._tell is not None:
-                        self._tell(self.host, text)
+                held += line
+                if held.endswith("\n"):
+                    self._show(held)
+                    held = ""
+                elif len(held) > LONGEST_LINE:
+                    shown, held = cut_line(held)
+                    self._show(shown)
+        self._show(held)
+
+    def _show(self, line: str) -> None:
+        """A secret in it is redacted where it is printed; none goes on in the next line."""
+        if text := visible(line.rstrip().rpartition("\r")[2]):
+            self._last.append(text)
+            if self._tell is not None:
+                self._tell(self.host, text)
 
 
 def run_on_all(
