@@ -28,8 +28,8 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request
 from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
 from rollcall.launch.ssh import shell as remote_shell
+from rollcall.launch.ssh.jobs import open_tunnel
 from rollcall.launch.ssh.run_there import run_there
-from rollcall.launch.ssh.target import open_tunnel
 from rollcall.launch.ssh.tunnel import TunnelChannel
 from rollcall.launch.target import Request
 from rollcall.launch.targets import get_target
@@ -103,11 +103,12 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Pa
     return found
 
 
-def request_on(folder: Path, *, name: str = "one", hosts: Any = None, **section: Any) -> Request:
+def request_on(folder: Path, *, name: str = "one", hosts: Any = None, steps: int = 300, **section: Any) -> Request:
     raw = {
         "run": {"name": name, "dir": f"/shared/{name}"},
         "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu"},
         "launch": {"ssh": {"hosts": hosts or HOSTS, **section}},
+        "trainer": {"steps": steps},
     }
     return make_request(load_config(raw), target="ssh", name=name, cwd=folder)
 
@@ -284,11 +285,8 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing of the launcher runs after it."""
 
 
-@pytest.mark.parametrize("when", range(2, 8))
-def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
-    when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any
-) -> None:
-    """Killed right after one of the writes of its record."""
+def kill_at_write(when: int, monkeypatch: pytest.MonkeyPatch, request: Request) -> None:
+    """Start it, killed right after one of the writes of its record."""
     left = when
     save = LaunchRecord.save
 
@@ -305,14 +303,47 @@ def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
         patch.setattr("rollcall.launch.ssh.target._undo", lambda record: None)
         patch.setattr("rollcall.launch.launch._forget_if_nothing_started", lambda name: None)
         try:
-            start(request_on(tmp_path))
+            start(request)
         except Killed:
             pass
+
+
+@pytest.mark.parametrize("when", range(2, 7))
+def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
+    when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any
+) -> None:
+    kill_at_write(when, monkeypatch, request_on(tmp_path))
     record = start(request_on(tmp_path))
     assert record.state == "started" and list(dashboard.rows) == job_ids(record)
     assert start(request_on(tmp_path)).state == "started" and len(dashboard.rows) == 1
     verbs.stop("one")
     assert not list(hosts.glob("*/rank"))
+
+
+@pytest.mark.parametrize("when", range(1, 7))
+def test_a_launch_that_is_killed_anywhere_is_cleaned_up_by_down(
+    when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_at_write(when, monkeypatch, request_on(tmp_path))
+    record = get_record("one")
+    for look in (TARGET.logs, TARGET.follow):
+        with pytest.raises(LaunchError, match="run the same `rollcall launch` again"):
+            look(record)
+    verbs.stop("one")
+    assert not list(hosts.glob("*/rank")) and find_record("one") is None
+
+
+def test_nodes_and_a_run_that_go_on_are_not_taken_for_what_the_run_file_says_now(
+    hosts: Path, tmp_path: Path, dashboard: Any
+) -> None:
+    record = start(request_on(tmp_path))
+    longer = request_on(tmp_path, steps=7)
+    with pytest.raises(LaunchError, match=r"with another run\.yaml than"):
+        start(longer)
+    with pytest.raises(LaunchError, match=r"with another node-0\.sh and node-1\.sh than"):
+        start(request_on(tmp_path, env={"MINE": "x"}))
+    dashboard.rows[job_ids(record)[0]]["status"] = "SUCCEEDED"
+    assert start(longer).state == "started" and len(dashboard.rows) == 2, "the nodes are the same"
 
 
 def test_a_launch_of_the_same_name_whose_run_is_over_gets_another_job(

@@ -327,6 +327,63 @@ def test_a_tool_that_cannot_be_asked_leaves_the_launch_on_record(
     assert find_record("one") is None and not tool.made
 
 
+@pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
+def test_what_runs_is_not_taken_for_what_the_run_file_says_now(
+    target: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Path
+) -> None:
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    chosen = get_target(target)
+    first, other = (request_for(target, tmp_path, env={"MINE": value}, **changes) for value in ("a", "b"))
+    start(chosen, first, chosen.render(first))
+    before = {path.name: path.read_bytes() for path in (launches / "one").iterdir() if path.is_file()}
+    with pytest.raises(LaunchError, match=r"with another \S+ than would be used now.*launch down one"):
+        start(chosen, other, chosen.render(other))
+    assert before == {path.name: path.read_bytes() for path in (launches / "one").iterdir() if path.is_file()}
+    (tool.folder / "made").unlink()  # it has ended
+    start(chosen, other, chosen.render(other))
+    assert len(tool.made) == 1
+
+
+def test_a_rayjob_that_kuberay_refuses_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = fake_tool(tmp_path, "kubectl", monkeypatch)
+    request = request_for("kuberay", tmp_path)
+    record = start(get_target("kuberay"), request, get_target("kuberay").render(request))
+    monkeypatch.setenv("STATE", "ValidationFailed")
+    assert get_target("kuberay").follow(record) == 1
+    assert "the RayJob is ValidationFailed" in capsys.readouterr().err and not any(" logs " in c for c in tool.calls)
+
+
+def test_pods_get_more_of_a_spec_and_the_submitter_what_it_needs_of_it(tmp_path: Path) -> None:
+    pod = {"tolerations": [{"operator": "Exists"}], "imagePullSecrets": [{"name": "mine"}]}
+    labels = {"kueue.x-k8s.io/queue-name": "q"}
+
+    def manifest(**changes: Any) -> dict[str, Any]:
+        rendered = get_target("kuberay").render(request_for("kuberay", tmp_path, **changes))
+        return yaml.safe_load(rendered.file("rayjob.yaml").text)
+
+    made = manifest(pod=pod, labels=labels)
+    cluster = made["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["spec"].items() >= pod.items()
+    submitter = made["spec"]["submitterPodTemplate"]["spec"]
+    assert submitter["imagePullSecrets"] == [{"name": "mine"}] and "tolerations" not in submitter
+    assert made["metadata"]["labels"].items() >= labels.items()
+    assert "submitterPodTemplate" not in manifest(pod=pod, submission="SidecarMode")["spec"]
+    for wrong in ({"pod": {"containers": []}}, {"pod": pod, "ray_cluster": "x"}):
+        with pytest.raises(LaunchError, match="launch.kuberay.pod .*leave it out"):
+            manifest(**wrong)
+
+
+def test_a_run_file_that_no_command_line_can_hold_is_refused(tmp_path: Path) -> None:
+    raw = yaml.safe_load((SECTIONS / "kuberay.yaml").read_text())
+    run = {"run": {"dir": "/shared/r"}, "cluster": {"num_nodes": 2}, "data": {"system": "x" * 100_000}}
+    request = make_request(load_config({**raw, **run}), target="kuberay", name="one", cwd=tmp_path)
+    with pytest.raises(LaunchError, match="KubeRay can pass on 90000"):
+        get_target("kuberay").render(request)
+
+
 def test_a_rayjob_that_has_ended_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = fake_tool(tmp_path, "kubectl", monkeypatch)
     request = request_for("kuberay", tmp_path)
@@ -357,7 +414,15 @@ def closed(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"ray_cluster": "mine"}, {"claims": {"data": "/shared"}, "env_from_secrets": ["t"]}]
+    "changes",
+    [
+        {"ray_cluster": "mine"},
+        {"claims": {"data": "/shared"}, "env_from_secrets": ["t"]},
+        {
+            "pod": {"tolerations": [{"operator": "Exists"}], "imagePullSecrets": [{"name": "mine"}]},
+            "labels": {"a": "b"},
+        },
+    ],
 )
 def test_the_manifest_is_what_kuberay_takes(tmp_path: Path, changes: dict[str, Any]) -> None:
     jsonschema = pytest.importorskip("jsonschema")

@@ -61,6 +61,6 @@ def tunnel(
       rollcall tunnel gsm8k --port 8265
     """
     from rollcall.launch.record import named_record
-    from rollcall.launch.ssh.target import hold_tunnel
+    from rollcall.launch.ssh.jobs import hold_tunnel
 
     hold_tunnel(named_record(name, target="ssh"), local_port=port)

@@ -120,6 +120,12 @@ class KuberaySection(TargetSection):
     gpu_resource: str = field("nvidia.com/gpu", "Kubernetes' name of a GPU (`amd.com/gpu` with ROCm).")
     env: Variables = field({}, "Environment variables of the pods.")
     env_from_secrets: list[Word] = field([], "Kubernetes secrets whose keys become environment variables.")
+    pod: dict[str, JsonValue] = field(
+        {},
+        "More of the spec of every pod, as Kubernetes has it, such as `{tolerations: [{operator: Exists}], nodeSelector: {gpu: h100}, "
+        "imagePullSecrets: [{name: mine}]}`.",
+    )
+    labels: dict[str, str] = field({}, "Labels of the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
     claims: dict[str, str] = field({}, "Volume claims that every pod mounts: name, path.")
     submission: Literal["K8sJobMode", "HTTPMode", "SidecarMode"] = field("K8sJobMode", "How KubeRay submits the job.")
     ray_cluster: Word | None = field(None, "Name of a RayCluster that exists; the job runs there.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ class Dstack:
     def validate(self, rendered: Rendered, folder: Path) -> str:
         need_tool("dstack", install=INSTALL)
         return "dstack checks the task when it starts it"
+
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        found = _run(record.name)
+        own = found is not None and is_own(record.parts[0], name=_name(record.name), id=found.id)
+        return names if found is not None and own and found.is_active else ()
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         found = _run(record.name)

@@ -38,7 +38,12 @@ from rollcall.wait import Wait, say
 MANIFEST = "rayjob.yaml"
 ENTRYPOINT = "python -m rollcall.launch.from_variable"
 KEEP_S = 600  # how long KubeRay keeps the pods of a run that has ended
-ENDED = ("Complete", "Failed")
+INVALID = "ValidationFailed"  # KubeRay does not begin such a one
+ENDED = ("Complete", "Failed", INVALID)
+SUBMITTERS = ("imagePullSecrets", "serviceAccountName")  # of a pod's spec, what KubeRay's submitter needs too
+MOST_BYTES = (
+    90_000  # of a run file: KubeRay's submitter gets it, in base64, as one word, and Linux has 131,072 bytes for that
+)
 LOOK_EVERY_S = 5.0
 INSTALL = "install Kubernetes' command line"
 
@@ -64,6 +69,12 @@ class Kuberay:
         ask(Command(words=words, what="let Kubernetes check the manifest"))
         return "Kubernetes accepts the manifest"
 
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        namespace, name = _place(record)
+        found = _get(namespace, name)
+        own = found is not None and is_own(record.parts[-1], name=name, id=found.metadata.uid)
+        return names if found is not None and own and found.state not in ENDED else ()
+
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         namespace, name = _section(request).namespace, _name(request.name)
         if found := _get(namespace, name):
@@ -78,10 +89,14 @@ class Kuberay:
         ).save()
 
     def follow(self, record: LaunchRecord) -> int:
-        self._wait(record, until=("Running", *ENDED))
-        self.logs(record, "--follow")
+        begun = self._wait(record, until=("Running", *ENDED))
+        if begun.state != INVALID:
+            self.logs(record, "--follow")
         ended = self._wait(record, until=ENDED)
-        return 0 if ended.status.jobStatus == "SUCCEEDED" else 1
+        if ended.status.jobStatus == "SUCCEEDED":
+            return 0
+        say(f"the RayJob is {ended.told}")
+        return 1
 
     def logs(self, record: LaunchRecord, *options: str) -> None:
         namespace, name = _place(record)
@@ -102,8 +117,7 @@ class Kuberay:
         found = _get(*_place(record))
         if found is None:
             return "Kubernetes has no such RayJob"
-        told = found.status
-        return " ".join(filter(None, (told.jobDeploymentStatus, told.jobStatus, told.message))) or "new"
+        return found.told
 
     def stop(self, record: LaunchRecord) -> None:
         name = _name(record.name)
@@ -188,6 +202,12 @@ class _RayJob:
         """Of the deployment: Initializing, Running, Complete, Failed and others."""
         return self.status.jobDeploymentStatus or ""
 
+    @property
+    def told(self) -> str:
+        """In KubeRay's words."""
+        told = self.status
+        return " ".join(filter(None, (told.jobDeploymentStatus, told.jobStatus, told.message))) or "new"
+
 
 _RAYJOB = TypeAdapter(_RayJob)
 
@@ -203,7 +223,16 @@ def _delete(namespace: str, name: str) -> None:
 
 
 def _job(request: Request, section: KuberaySection) -> dict[str, Any]:
-    text = base64.b64encode(request.run_file.text.encode()).decode()
+    run_file = request.run_file.text.encode()
+    if len(run_file) > MOST_BYTES:
+        raise LaunchError(
+            f"the run file has {len(run_file)} bytes, and KubeRay can pass on {MOST_BYTES} at most; make it shorter"
+        )
+    if section.ray_cluster is not None and section.pod:
+        raise LaunchError(
+            f"launch.kuberay.pod is for pods that this launch makes, and those of ray_cluster={section.ray_cluster} exist; leave it out"
+        )
+    text = base64.b64encode(run_file).decode()
     spec: dict[str, Any] = {
         "entrypoint": ENTRYPOINT,
         "submissionMode": section.submission,
@@ -215,7 +244,10 @@ def _job(request: Request, section: KuberaySection) -> dict[str, Any]:
         spec["shutdownAfterJobFinishes"] = True
         spec["ttlSecondsAfterFinished"] = KEEP_S
         spec["rayClusterSpec"] = _cluster(request, section)
-    metadata = {"name": _name(request.name), "namespace": section.namespace, "labels": {"app": "rollcall"}}
+        if submitter := _submitter(section):
+            spec["submitterPodTemplate"] = submitter
+    labels = {"app": "rollcall", **section.labels}
+    metadata = {"name": _name(request.name), "namespace": section.namespace, "labels": labels}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
@@ -253,6 +285,16 @@ def _cluster(request: Request, section: KuberaySection) -> dict[str, Any]:
     return spec
 
 
+def _submitter(section: KuberaySection) -> dict[str, Any] | None:
+    """KubeRay's own pod has the image too, and would not get it from a registry that wants a key. None: its own will do."""
+    given = {key: section.pod[key] for key in SUBMITTERS if key in section.pod}
+    if not given or section.submission != "K8sJobMode":
+        return None
+    small = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": 1, "memory": "1Gi"}}
+    container = {"name": "ray-job-submitter", "image": section.image, "resources": small}
+    return {"spec": {**given, "restartPolicy": "Never", "containers": [container]}}
+
+
 def _pod(request: Request, section: KuberaySection, *, name: str) -> dict[str, Any]:
     gpus = {} if request.cluster.accelerator == "cpu" else {section.gpu_resource: request.cluster.num_gpus_per_node}
     resources = {"cpu": section.cpus, "memory": section.memory, **gpus}
@@ -270,9 +312,12 @@ def _pod(request: Request, section: KuberaySection, *, name: str) -> dict[str, A
         "envFrom": [{"secretRef": {"name": secret}} for secret in section.env_from_secrets],
         "volumeMounts": mounts,
     }
-    return {
-        "spec": {"containers": [{key: value for key, value in container.items() if value != []}], "volumes": volumes}
-    }
+    if own := {"containers", "volumes"} & section.pod.keys():
+        raise LaunchError(
+            f"launch.kuberay.pod has {', '.join(sorted(own))}, which the launch makes itself; leave it out"
+        )
+    containers = [{key: value for key, value in container.items() if value != []}]
+    return {"spec": {**section.pod, "containers": containers, "volumes": volumes}}
 
 
 def _literal(value: str) -> str:

@@ -97,22 +97,15 @@ def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
     """Start it, or finish what an earlier command of the same name began."""
     with held(request.name):
         record = find_record(request.name)
+        if record is not None:
+            _refuse(record, target=target, rendered=rendered)
         if record is None:
             record = new_record(request.name, target=target.name, run_dir=str(request.config.run.dir))
-        elif record.target != target.name:
-            raise LaunchError(
-                f"{request.name!r} was launched with {record.target}; give another --name, or end it with "
-                f"`rollcall launch down {request.name}`"
-            )
-        elif record.state == "stopping":
-            raise LaunchError(
-                f"{request.name!r} is being stopped; run `rollcall launch down {request.name}` to its end"
-            )
         elif record.state == "started":
             say(f"{request.name!r} was started at {record.started}: looking for what still runs")
         else:
             say(f"{request.name!r} was cut off while it started: finishing it")
-        record = record.save()
+        record = replace(record, run_dir=str(request.config.run.dir)).save()
         try:
             rendered.write(record.folder)
             say(target.validate(rendered, record.folder))
@@ -121,6 +114,25 @@ def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
         except BaseException:
             _forget_if_nothing_started(record.name)
             raise
+
+
+def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None:
+    """What cannot be started under this name, or be finished."""
+    if record.target != target.name:
+        raise LaunchError(
+            f"{record.name!r} was launched with {record.target}; give another --name, or end it with "
+            f"`rollcall launch down {record.name}`"
+        )
+    if record.state == "stopping":
+        raise LaunchError(f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` to its end")
+    changed = rendered.changed_in(record.folder)
+    used = target.in_use(record, changed) if changed and record.parts else ()
+    if used:  # it goes on as it was started, and would be taken for what the run file says now
+        raise LaunchError(
+            f"{record.name!r} runs, or is about to, with another {' and '.join(used)} than would be used now: the run file has "
+            f"changed, or Rollcall has. `rollcall launch logs {record.name} --follow` shows the one that runs; to change it, end it "
+            f"first with `rollcall launch down {record.name}`, or give another --name"
+        )
 
 
 def _forget_if_nothing_started(name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rollcall.durable.atomic import write_atomic
 from rollcall.launch.errors import LaunchError
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -47,13 +48,21 @@ class Rendered:
         return next(file for file in self.files if file.name == name)
 
     def write(self, folder: Path) -> None:
-        """Into the launch's folder. A run file may hold what only its owner should read."""
+        """Into the launch's folder. A run file may hold what only its owner should read.
+
+        A file that is there already is not touched: a job may read it at this moment."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        changed = self.changed_in(folder)
         for file in self.files:
             path = folder / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(file.text)
+            if not path.exists() or file.name in changed:
+                write_atomic(path, file.text, durable=False, private=True)
             path.chmod(0o700 if file.executable else 0o600)
+
+    def changed_in(self, folder: Path) -> list[str]:
+        """The files that are there already, and are others."""
+        found = [(file, folder / file.name) for file in self.files]
+        return [file.name for file, path in found if path.exists() and path.read_bytes() != file.text.encode()]
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -55,6 +55,11 @@ class Skypilot:
         need_tool("sky", install=INSTALL)
         return "SkyPilot checks the task when it starts it"
 
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        thing = _of(record)
+        own = [id for id in thing.find() if is_own(record.parts[-1], name=thing.name, id=id)]
+        return names if thing.is_busy(own) else ()
+
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         thing = _thing(managed=_section(request).managed, name=record.name)
         found = thing.find()

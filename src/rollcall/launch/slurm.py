@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollcall.config.launch import SlurmSection
@@ -74,6 +75,9 @@ class Slurm:
         words = ("sbatch", "--test-only", *command.words[2:])
         slurm_queue.ask(Command(words=words, what="have sbatch check the job"), script=rendered.file(JOB).text)
         return "sbatch takes the job"
+
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        return names if slurm_queue.find(record) else ()
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         attach = _section(request).attach

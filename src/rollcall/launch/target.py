@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +63,10 @@ class Target(Protocol):
     def validate(self, rendered: Rendered, folder: Path) -> str:
         """Let the target's own tool read the files in ``folder``. Returns what was checked, or why it could not be; raises
         ``LaunchError`` with the tool's words when it refuses them."""
+        ...
+
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        """Those of the rendered files with which something runs now, or waits to run: they cannot change under it."""
         ...
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:

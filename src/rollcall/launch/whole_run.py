@@ -88,7 +88,7 @@ class WholeRun:
         ended = Path(record.temp_dir) / ENDED
         ended.unlink(missing_ok=True)
         if record.rank:
-            status = hold(record, save_s=save_s, until=lambda: _status(ended))
+            status = hold(record, save_s=save_s, until=_Ended(ended).status)
             return STOPPED if status is None else status
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
         # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
@@ -110,13 +110,20 @@ def cluster_of(config: Config) -> ClusterSection:
     return config.cluster
 
 
-def _status(ended: Path) -> int | None:
-    """What rank 0 has left here. Ray stops a little later: it still has to tell rank 0 that it is here."""
-    try:
-        is_heard = time.time() - ended.stat().st_mtime >= HEARD_S
-        return int(ended.read_text()) if is_heard else None
-    except FileNotFoundError:
-        return None
+class _Ended:
+    """What rank 0 leaves on a node."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: float | None = None
+
+    def status(self) -> int | None:
+        """Some moments after it came: Ray still has to tell rank 0 that it is here."""
+        if not self._path.exists():
+            return None
+        now = time.monotonic()
+        self._seen = now if self._seen is None else self._seen
+        return int(self._path.read_text()) if now - self._seen >= HEARD_S else None
 
 
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:

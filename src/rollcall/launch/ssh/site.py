@@ -61,7 +61,9 @@ class Site:
     def of_record(cls, record: LaunchRecord) -> Site:
         if FACT not in record.facts:
             raise LaunchError(
-                f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
+                f"{record.name!r} has started nothing yet; run the same `rollcall launch` again"
+                if record.target == "ssh"
+                else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
             )
         try:
             kept = TypeAdapter(dict[str, Any]).validate_json(record.facts[FACT])

@@ -15,27 +15,23 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import resolve_paths
-from rollcall.jobs.submit import Job, Jobs, new_id, to_stdout
+from rollcall.jobs.submit import new_id, to_stdout
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part, forget, get_record
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
 from rollcall.launch.ssh.answers import OF_CHECK, OF_STATUS, last_answer
 from rollcall.launch.ssh.hosts import claim
+from rollcall.launch.ssh.jobs import DASHBOARD, JOB, find_job, is_running, job_id_of, jobs_of, stop_job, submitted
 from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.ssh.site import Site
-from rollcall.launch.ssh.tunnel import Tunnel, TunnelChannel
-from rollcall.launch.target import Request
-from rollcall.launch.token import FILE as TOKEN_FILE
+from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import need_tool
 from rollcall.nodes.here import Here
@@ -51,12 +47,11 @@ NODE_S = 900.0  # `rollcall node` has limits of its own, which are shorter and s
 CHECK_S = 120.0
 DOCTOR_S = 600.0
 DOWN_S = 300.0
-LOOK_AGAIN_S = 1.0  # after a tunnel
 LOOK, PREPARE, PREPARE_ONCE = "look.sh", "prepare.sh", "prepare-once.sh"  # rendered scripts
 JOINED, DOCTOR = "joined.sh", "doctor.sh"
-CONTAINER_FILE = "container.sh"
-CONTAINER, NODE, JOB = "container", "node", "job"  # kinds of parts
-DASHBOARD, HEAD = "dashboard", "head"  # facts: the port on the head's loopback, and where the head listens
+CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
+CONTAINER, NODE = "container", "node"  # kinds of parts
+HEAD = "head"  # the fact that says where the head listens
 
 
 class Ssh:
@@ -115,11 +110,18 @@ class Ssh:
         need_tool("ssh", install="install OpenSSH's client (Debian: openssh-client)")
         return "the hosts are asked next; nothing is started before all of them can be used"
 
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        """Nodes stay after a run, and the next run may be another."""
+        nodes = [name for name in names if name == CONTAINER_FILE or NODE_FILE.fullmatch(name)]
+        has_nodes = any(part.kind in (NODE, CONTAINER) for part in record.parts)
+        run = [RUN_FILE] if RUN_FILE in names and is_running(record) else []
+        return [*(nodes if has_nodes else []), *run]
+
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         _refuse_what_cannot_be_sent(request)
         site = Site.of_request(request)
-        record = site.kept_in(claim(record, site.hosts)).save()
-        is_fresh = record.state == "starting" and not _job_id(
+        record = claim(site.kept_in(record), site.hosts)
+        is_fresh = record.state == "starting" and not job_id_of(
             record
         )  # what has a run stays, for the next try or for `down`
         try:
@@ -136,8 +138,8 @@ class Ssh:
             raise
 
     def follow(self, record: LaunchRecord) -> int:
-        with _jobs(record) as jobs:
-            job_id = _job_id(record)
+        with jobs_of(record) as jobs:
+            job_id = submitted(record, jobs)
             try:
                 jobs.wait_started(job_id)
                 job = jobs.follow(job_id)
@@ -157,16 +159,18 @@ class Ssh:
             return asked.problem
         alive = sum(node.alive for node in found.nodes)
         nodes = f"{alive} of {counted(found.num_nodes, 'node')} alive"
-        with _jobs(record) as jobs:
-            job = _find(jobs, _job_id(record))
+        with jobs_of(record) as jobs:
+            job = find_job(jobs, job_id_of(record))
         return f"{nodes}; {f'{job.id} is {job.status}' if job else 'the run is not submitted'}"
 
     def logs(self, record: LaunchRecord) -> None:
-        with _jobs(record) as jobs:
-            to_stdout(jobs.logs(_job_id(record)))
+        with jobs_of(record) as jobs:
+            to_stdout(jobs.logs(submitted(record, jobs)))
 
     def stop(self, record: LaunchRecord) -> None:
-        _stop_job(record)
+        if not record.parts:
+            return
+        stop_job(record)
         problems = _take_down(record)
         if problems:
             raise LaunchError(
@@ -308,7 +312,7 @@ def _prepare_file(rank: int) -> str:
 
 def _prepare(request: Request, site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     """On all hosts at once, the first one also what one node does for all. Hosts that have a run are not prepared again."""
-    if record.state == "started" or _job_id(record):
+    if record.state == "started" or job_id_of(record):
         return
     say(f"preparing {counted(len(site.hosts), 'host')}")
     # Where models are cached, and the key of the hub, are variables of the run.
@@ -357,17 +361,17 @@ def _errors_only(site: Site) -> Tell:
 
 
 def _submit(request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-    with _jobs(record) as jobs:
-        known = _find(jobs, _job_id(record)) if _job_id(record) else None
+    with jobs_of(record) as jobs:
+        known = find_job(jobs, job_id_of(record)) if job_id_of(record) else None
         if known is not None and (record.state == "starting" or not known.is_over):
             say(f"{known.id} is {known.status}")
             return record
         _examine(Site.of_record(record), rendered)
-        if known is not None or not _job_id(record):
+        if known is not None or not job_id_of(record):
             job = Part(kind=JOB, where=Site.of_record(record).head, id=new_id(request.config.run.name))
             record = record.with_part(job).save()
         run = request.config.model_copy(update={"launch": None})
-        job = jobs.submit(run, folder=request.cwd, environ=os.environ, job_id=_job_id(record))
+        job = jobs.submit(run, folder=request.cwd, environ=os.environ, job_id=job_id_of(record))
     say(f"submitted {job.id}")
     _say_where(record)
     return record
@@ -386,46 +390,6 @@ def _say_where(record: LaunchRecord) -> None:
     say(f"  dashboard  rollcall tunnel {record.name}")
 
 
-@contextmanager
-def _jobs(record: LaunchRecord) -> Iterator[Jobs]:
-    """The jobs of the launch's cluster, through a tunnel that is open as long as the block runs."""
-    token = launch_token(record.folder)
-    with open_tunnel(record) as tunnel:
-        channel = TunnelChannel(tunnel, token=token, token_source=str(record.folder / TOKEN_FILE))
-        yield Jobs(channel, token=token)
-
-
-def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
-    """The dashboard on a port of this machine until Ctrl-C; a connection that breaks is made again."""
-    with open_tunnel(record, local_port=local_port) as tunnel:
-        print(tunnel.url, flush=True)
-        say(f"the dashboard of {record.name!r}, until Ctrl-C; its token is in {record.folder / TOKEN_FILE}")
-        while True:
-            time.sleep(LOOK_AGAIN_S)
-            if tunnel.is_open:
-                continue
-            try:
-                tunnel.reopen()
-                say("connected again")
-            except LaunchError as error:
-                say(f"the connection is lost, trying again: {error}")
-
-
-def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
-    site = Site.of_record(record)
-    if DASHBOARD not in record.facts:
-        raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
-    return Tunnel(site.login, host=site.head, port=int(record.facts[DASHBOARD]), local_port=local_port)
-
-
-def _find(jobs: Jobs, job_id: str) -> Job | None:
-    return next((job for job in jobs.jobs() if job.id == job_id), None)
-
-
-def _job_id(record: LaunchRecord) -> str:
-    return next((part.id for part in record.parts if part.kind == JOB), "")
-
-
 def _part(record: LaunchRecord, kind: str, where: str) -> Part | None:
     return next((part for part in record.parts if (part.kind, part.where) == (kind, where)), None)
 
@@ -441,19 +405,6 @@ def _undo(record: LaunchRecord) -> None:
         return
     say("\n  ".join(["what was started is not ended everywhere:", *problems]))
     say(f"run `rollcall launch down {record.name}` when these hosts answer")
-
-
-def _stop_job(record: LaunchRecord) -> None:
-    """The run saves first. A head that does not answer has no run to save."""
-    job_id = _job_id(record)
-    if not job_id or DASHBOARD not in record.facts:
-        return
-    try:
-        with _jobs(record) as jobs:
-            if _find(jobs, job_id) is not None:
-                jobs.stop(job_id)
-    except (LaunchError, ClusterError) as error:
-        say(f"{job_id} was not told to save: {error}")
 
 
 def _take_down(record: LaunchRecord) -> list[str]:
