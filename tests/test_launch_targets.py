@@ -499,6 +499,24 @@ def test_paths_that_the_nodes_do_not_have_are_refused_before_anything_is_rented(
         make_request(config, target=target, name="one", cwd=tmp_path)
 
 
+def test_a_run_directory_in_a_bucket_that_is_copied_is_refused(tmp_path: Path) -> None:
+    raw = {"run": {"dir": "/shared/r"}, "cluster": {"num_nodes": 2}}
+    mounted = {"source": "s3://b", "mode": "MOUNT_CACHED"}
+    for mounts, is_refused in (
+        ({"/shared": "s3://b"}, True),
+        ({"/shared": mounted}, False),
+        ({"/data": "s3://b"}, False),
+    ):
+        config = load_config({**raw, "launch": {"skypilot": {"file_mounts": mounts}}})
+        if is_refused:
+            with pytest.raises(LaunchError, match="mode: MOUNT_CACHED"):
+                make_request(config, target="skypilot", name="one", cwd=tmp_path)
+            continue
+        request = make_request(config, target="skypilot", name="one", cwd=tmp_path)
+        task = yaml.safe_load(get_target("skypilot").render(request).file("task.yaml").text)
+        assert task["file_mounts"].items() >= mounts.items()
+
+
 @pytest.mark.parametrize(
     ("target", "key", "asked"),
     [("skypilot", "accelerators", "H100:4"), ("dstack", "gpu", "H100:80GB:4"), ("dstack", "gpu", 4)],

@@ -49,6 +49,7 @@ def rendered(target: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
     raw: dict[str, Any] = {
         "cluster": {"num_nodes": 3, "num_gpus_per_node": 8},
+        "run": {"dir": "/shared/run"},
         **yaml.safe_load((SECTIONS / f"{target}.yaml").read_text()),
     }
     raw["launch"][target].update(env={"MINE": VALUE}, **changes)

@@ -95,7 +95,11 @@ class SlurmSection(_OnNodes):
 class SkypilotSection(_OnNodes):
     resources: dict[str, JsonValue] = field({}, "SkyPilot's resources, such as `{accelerators: 'H100:8', infra: aws}`.")
     workdir: Path | None = field(None, "Folder that SkyPilot copies to the nodes.")
-    file_mounts: dict[str, str] = field({}, "Files and buckets for the nodes: path there, path or bucket here.")
+    file_mounts: dict[str, str | dict[str, JsonValue]] = field(
+        {},
+        "Files and buckets for the nodes, by their path there. A text is copied to each node; `{source: s3://my-bucket, mode: "
+        "MOUNT_CACHED}` is mounted, and what nodes write there is kept.",
+    )
     secrets: Names = field([], "Names of variables whose values SkyPilot takes from this shell.")
     setup: list[str] = field([], "Shell commands that install what the nodes need, once on each.")
     managed: bool = field(True, "Start it as a managed job: after a preemption it starts again and the run resumes.")

@@ -121,6 +121,8 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
         "ports": [str(port) for port in section.ports],
         "resources": dict(section.resources),
         "volumes": list(section.volumes),
+        # The other nodes have nothing to do after the first one, whose status is the run's.
+        "stop_criteria": "master-done" if request.cluster.num_nodes > 1 else None,
     }
     return {key: value for key, value in task.items() if value not in (None, {}, [])}
 

@@ -37,6 +37,13 @@ class Skypilot:
 
     def check(self, request: Request) -> None:
         check_for_tool(request, target=self.name, image_key="launch.skypilot.resources.image_id")
+        run_dir = request.config.run.dir
+        for path, source in _section(request).file_mounts.items():
+            if isinstance(source, str) and "://" in source and run_dir.is_relative_to(path):
+                raise LaunchError(
+                    f"launch.skypilot.file_mounts has {path}: {source}, which SkyPilot copies to each node and never back, so "
+                    f"run.dir={run_dir} would be lost with the machines; write `{path}: {{source: {source}, mode: MOUNT_CACHED}}`"
+                )
 
     def render(self, request: Request) -> Rendered:
         section = _section(request)
