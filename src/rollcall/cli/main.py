@@ -18,6 +18,7 @@ from rollcall.cli.eval import evaluate
 from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch
+from rollcall.cli.merge import merge
 from rollcall.cli.plan import plan
 from rollcall.cli.prepare import fetch_model, prepare
 from rollcall.cli.recover import recover
@@ -46,6 +47,8 @@ Once installed:
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what a resume will do
   rollcall compare runs/gsm8k runs/other
+  rollcall merge runs/gsm8k --out models/gsm8k
+                               its newest checkpoint as one model directory
 
 \b
 On several machines (docs/launch.md; by hand: docs/clusters.md):
@@ -110,6 +113,7 @@ app.command("eval")(reported(evaluate))
 for command in (
     recover,
     compare,
+    merge,
     init,
     config,
     data,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +98,20 @@ def open_checkpoint(checkpoint: Path) -> Stored:
             f"{checkpoint} is not complete: {why}; restore the file, or copy it from where it was written"
         )
     facts = {key: value for key, value in manifest.fields.items() if key != "files"}
+    facts["has_critic"] = any(name.startswith("critic") for name in manifest.files)
     files = list(manifest.weights.values())
+    known = {file.path: file for name, file in manifest.files.items() if name.startswith("model/")}
     if manifest.is_sharded:
-        return open_parts(files, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
+        parts = open_parts(files, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
+        return replace(parts, files=known)
     if not files:
         raise StoredError(f"{checkpoint} holds no weights; give another checkpoint")
     whole = open_model_dir(checkpoint / "model")
-    known = {file.path: file for file in files}
     if unknown := next((path for path in whole.files if path not in known), None):
         raise StoredError(
             f"{unknown} is not in {checkpoint / MANIFEST}: it does not belong to the checkpoint; remove it"
         )
-    return Stored(
-        origin=str(checkpoint), tensors=whole.tensors, files=known, folder=whole.folder, kind="checkpoint", facts=facts
-    )
+    return replace(whole, origin=str(checkpoint), files=known, kind="checkpoint", facts=facts)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:

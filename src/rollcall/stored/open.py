@@ -1,14 +1,16 @@
-"""What a path holds, whatever wrote it: a model directory, or a checkpoint of ours."""
+"""What a path holds, whatever wrote it: a checkpoint of ours, of verl or of PyTorch, or a model directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rollcall.stored.checkpoint import checkpoints_of, is_checkpoint, newest_checkpoint, open_checkpoint
+from rollcall.stored.dcp import METADATA, open_dcp
 from rollcall.stored.safetensors import open_model_dir
 from rollcall.stored.tensors import Stored, StoredError
+from rollcall.stored.verl import open_verl, verl_folder
 
-KNOWN = "a checkpoint or run directory of Rollcall, or a model directory with safetensors"
+KNOWN = "a checkpoint or run directory of Rollcall, a checkpoint of verl (FSDP) or of PyTorch (DCP), or a model directory with safetensors"
 
 
 def open_stored(path: Path) -> Stored:
@@ -23,6 +25,10 @@ def open_stored(path: Path) -> Stored:
             if newest is None:
                 raise StoredError(f"{folder} holds no whole checkpoint; give another")
             return open_checkpoint(newest)
+    if (folder := verl_folder(path)) is not None:
+        return open_verl(folder)
+    if (path / METADATA).is_file():
+        return open_dcp(path)
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return open_model_dir(path)
     if (path / "model" / "config.json").is_file():  # a run that kept its model and no checkpoint

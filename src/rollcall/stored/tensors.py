@@ -69,7 +69,7 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """``files`` holds every file that a piece names."""
+    """``files`` holds every file that a piece names, and what else its writer has a checksum of."""
 
     origin: str  # what it was opened from, for messages
     tensors: Mapping[str, StoredTensor]

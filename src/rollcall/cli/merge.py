@@ -1,0 +1,106 @@
+"""`rollcall merge`: a checkpoint into one model directory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollcall.cli import Json, answer
+from rollcall.wait import say
+from rollcall.words import counted
+
+if TYPE_CHECKING:
+    from rollcall.merge.merge import Merged
+
+SAY_EVERY_S = 10.0
+
+
+def merge(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Run directory, checkpoint, or what another system has saved.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model directory goes.")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Precision to write: keep (as stored), bf16, fp16 or fp32.")
+    ] = "keep",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB or 512MiB.")
+    ] = "5GB",
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--base",
+            metavar="DIR",
+            help="Model directory to take config and tokenizer from, if there is none beside the weights.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Merge a checkpoint into one directory that transformers and vllm open.
+
+    Reads a run directory (its newest checkpoint), a checkpoint of Rollcall, verl (FSDP shards) or PyTorch (DCP), or a model
+    directory. Every file is checked while it is read. DIR appears whole or not at all; the same command goes on after an
+    interruption.
+
+    \b
+    Examples:
+      rollcall merge runs/gsm8k --out models/gsm8k
+      rollcall merge runs/gsm8k/checkpoints/step-000040 --out models/gsm8k-40 --dtype bf16
+      rollcall merge checkpoints/global_step_100/actor --out models/from-verl
+      rollcall merge dcp-folder --base Qwen3-0.6B --out models/from-dcp --max-shard-size 2GB
+    """
+    from rollcall.merge.merge import merge as merge_stored
+
+    with _bar() as progress:
+        merged = merge_stored(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
+    answer(merged, _show, as_json=as_json)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; elsewhere a line every few seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    with Progress(
+        "merge", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console
+    ) as bar:
+        task = bar.add_task("merge", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines() -> Callable[[int, int], None]:
+    due = time.monotonic() + SAY_EVERY_S
+
+    def progress(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + SAY_EVERY_S
+            say(f"merged {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+
+    return progress
+
+
+def _show(merged: Merged) -> None:
+    rate = merged.num_bytes / max(merged.duration_s, 1e-9) / 1e9
+    print(f"from     {merged.origin} ({merged.kind})")
+    if merged.facts:
+        print(f"run      {', '.join(f'{key} {value}' for key, value in merged.facts.items())}")
+    print(
+        f"model    {merged.out}: {counted(merged.num_tensors, 'tensor')}, {merged.num_bytes / 1e9:.2f} GB in "
+        f"{counted(merged.num_files, 'file')}, {merged.duration_s:.1f} s ({rate:.2f} GB/s)"
+    )
+    if merged.continued_bytes:
+        print(f"         {merged.continued_bytes / 1e9:.2f} GB were there from an earlier start")
+    for note in merged.notes:
+        print(f"note     {note}")

@@ -1,0 +1,153 @@
+"""What stands beside the weights: configs, tokenizer, chat template, and a model card with the facts of the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from rollcall.config.yaml import read_small
+from rollcall.stored.tensors import Stored, StoredError
+from rollcall.version import __version__
+
+# What belongs to a model beside its weights, by the ends of names; folders hold no such files.
+BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+NOT_BESIDE = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md")
+MOST_BYTES = 1 << 28
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: torch.dtype | None) -> None:
+    """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are."""
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.suffix not in BESIDE or path.name in NOT_BESIDE:
+            continue
+        try:
+            data = read_small(path, most=MOST_BYTES)
+        except ValueError as error:
+            raise StoredError(f"{path} cannot be copied: {error}") from None
+        known = stored.files.get(path)
+        if known is not None and known.blake2b != blake2b(data, digest_size=16).hexdigest():
+            raise StoredError(f"{known} is not as it was written (the checksum differs); restore the file")
+        if path.name == "config.json":
+            data = _config(data, path, dtype=dtype)
+        (out / path.name).write_bytes(data)
+
+
+def _config(data: bytes, path: Path, *, dtype: torch.dtype | None) -> bytes:
+    """Without the path that the model was once loaded from, which is of no use elsewhere."""
+    try:
+        fields = json.loads(data)
+        name = fields.pop("_name_or_path", None)
+        if isinstance(name, str) and is_hub_name(name):
+            fields["_name_or_path"] = name
+        if dtype is not None:
+            fields.pop("torch_dtype", None)
+            fields["dtype"] = str(dtype).removeprefix("torch.")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise StoredError(f"{path} is not a model's config.json ({error}); restore the file") from None
+    return (json.dumps(fields, indent=2) + "\n").encode()
+
+
+def is_hub_name(name: str) -> bool:
+    """
+    >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/data/models/qwen"), is_hub_name("../qwen")
+    (True, False, False)
+    """
+    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def run_facts(stored: Stored) -> dict[str, str]:
+    """What is known of the run, for people: no paths and nothing else of the run file."""
+    facts = stored.facts
+    told: dict[str, str] = {}
+    run = _run_file(Path(stored.origin))
+    base = run.get("model", {}).get("path")
+    if isinstance(base, str):
+        told["base model"] = base if is_hub_name(base) or base.startswith("builtin:") else "a local model"
+    algorithm = run.get("algorithm", {}).get("name")
+    if isinstance(algorithm, str):
+        told["algorithm"] = algorithm
+    for key, label in (("step", "step"), ("weight_version", "weight version")):
+        if isinstance(facts.get(key), int):
+            told[label] = str(facts[key])
+    scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
+    told |= {str(key): f"{value:.4g}" for key, value in scores.items() if isinstance(value, int | float)}
+    return told
+
+
+def _run_file(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint.parent.parent / "run.yaml"
+    try:
+        fields = yaml.safe_load(read_small(path, most=1 << 20))
+        sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        return {}
+    return sections
+
+
+def card(
+    stored: Stored,
+    *,
+    num_parameters: int,
+    dtypes: Sequence[torch.dtype],
+    facts: Mapping[str, str],
+    notes: Sequence[str],
+) -> str:
+    versions = {name: _version(name) for name in ("torch", "transformers")}
+    rows = {
+        **facts,
+        "parameters": f"{num_parameters:,}",
+        "type of the weights": ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes)),
+        "merged from": f"a {stored.kind}",
+        "versions": f"rollcall {__version__}, " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    head = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- rollcall",
+        "- reinforcement-learning",
+    ]
+    if is_hub_name(facts.get("base model", "")):
+        head.append(f"base_model: {facts['base model']}")
+    lines = [
+        *head,
+        "---",
+        "",
+        "# Model card",
+        "",
+        "Trained by reinforcement learning with Rollcall.",
+        "",
+        "| fact | value |",
+        "|---|---|",
+    ]
+    if "algorithm" not in facts and stored.kind != "checkpoint" and stored.kind != "sharded checkpoint":
+        lines[lines.index("Trained by reinforcement learning with Rollcall.")] = "Merged by Rollcall."
+    lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
+    lines += ["", *(f"- {_plain(note, stored)}" for note in notes)] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _plain(note: str, stored: Stored) -> str:
+    """A note without the paths of this machine."""
+    return note.replace(stored.origin, "the checkpoint")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,208 @@
+"""One directory from a checkpoint: a plan of copies, threads that carry it out, one rename at the end.
+
+Threads take units from the plan; each reads its range of a stored file, checks it and writes it. Nobody waits for anybody but
+``merge`` for all of them. The first error, or Ctrl-C, ends the others at once. What is written stays for the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcall.merge.card import card, run_facts, write_beside
+from rollcall.merge.copy import copy_unit
+from rollcall.merge.plan import INDEX, Plan, Unit, plan_merge
+from rollcall.merge.select import select
+from rollcall.merge.staging import Staging, begin
+from rollcall.stored.open import open_stored
+from rollcall.stored.tensors import Stored, StoredError
+
+DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32,
+}  # fmt: skip
+MAX_SHARD_SIZE = "5GB"
+READERS = 4
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What a merge has written."""
+
+    out: Path
+    origin: str
+    kind: str
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+    continued_bytes: int  # that an earlier, interrupted merge had written
+    duration_s: float
+    facts: dict[str, str]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "from": self.origin,
+            "kind": self.kind,
+            "tensors": self.num_tensors,
+            "bytes": self.num_bytes,
+            "files": self.num_files,
+            "continued_bytes": self.continued_bytes,
+            "duration_s": round(self.duration_s, 3),
+            "facts": self.facts,
+            "notes": list(self.notes),
+        }
+
+
+def merge(
+    source: Path | Stored,
+    out: Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = MAX_SHARD_SIZE,
+    base: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Merged:
+    """``base``: a model directory with config and tokenizer, for weights that have none beside them. ``progress`` gets the
+    bytes that are copied and those that are to be."""
+    started = time.monotonic()
+    target, most = _dtype(dtype), _size(max_shard_size)
+    stored = source if isinstance(source, Stored) else open_stored(source)
+    folder = base or stored.folder
+    if folder is None or not (folder / "config.json").is_file():
+        raise StoredError(
+            f"{folder or stored.origin} has no config.json, so it is not known which model the weights are of; give a directory with "
+            "config and tokenizer: --base DIR"
+        )
+    out = Path(os.path.abspath(out))
+    _refuse_target(out, stored, folder)
+    selection = select(stored, folder)
+    plan = plan_merge(stored, selection.names, dtype=target, max_shard_size=most)
+    notes = (*selection.notes, *_notes(stored, plan))
+    facts = run_facts(stored)
+    try:
+        with begin(out, plan) as staging:
+            staging.prepare()
+            continued = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
+            _copy_all(plan, staging, progress=progress)
+            _write_rest(stored, selection.names, folder, staging, plan, dtype=target, facts=facts, notes=notes)
+            staging.finish(out)
+    except OSError as error:
+        raise StoredError(
+            f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and give the same command "
+            "again: it goes on where it stopped"
+        ) from error
+    return Merged(
+        out=out,
+        origin=stored.origin,
+        kind=stored.kind,
+        num_tensors=len(selection.names),
+        num_bytes=plan.num_bytes,
+        num_files=len(plan.files),
+        continued_bytes=continued,
+        duration_s=time.monotonic() - started,
+        facts=facts,
+        notes=notes,
+    )
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name != "keep" and name not in DTYPES:
+        raise ValueError(f"--dtype {name} is unknown; use keep, bf16, fp16 or fp32")
+    return DTYPES.get(name)
+
+
+def _size(text: str) -> int:
+    """
+    >>> _size("5GB"), _size("512MiB"), _size("1000")
+    (5000000000, 536870912, 1000)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    power = "KMGT".index(match[2][0].upper()) + 1 if match and match[2] else 0
+    num = int(float(match[1]) * (1024 if match[2] and "i" in match[2].lower() else 1000) ** power) if match else 0
+    if num < 1:
+        raise ValueError(f"--max-shard-size {text} is not a size; give one such as 5GB or 512MiB")
+    return num
+
+
+def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file())):
+        raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
+    target = out.resolve()
+    for path in (folder, *stored.files):
+        if path.resolve().is_relative_to(target):
+            raise StoredError(f"{out} holds {path}, which the merge reads; choose another --out")
+
+
+def _notes(stored: Stored, plan: Plan) -> list[str]:
+    notes = []
+    if not all(unit.file.blake2b or unit.records for unit in plan.units):
+        notes.append(
+            "the files have no checksums (their writer left none), so a changed byte in them would not be noticed"
+        )
+    if stored.facts.get("has_critic"):
+        notes.append("the critic is not part of the model; it stays in the checkpoint")
+    return notes
+
+
+def _copy_all(plan: Plan, staging: Staging, *, progress: Callable[[int, int], None]) -> None:
+    total = sum(unit.num_bytes for unit in plan.units)
+    copied = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
+    counting, stop = threading.Lock(), threading.Event()
+    progress(copied, total)
+
+    def advance(num: int) -> None:
+        nonlocal copied
+        if stop.is_set():
+            raise CancelledError
+        with counting:
+            copied += num
+            progress(copied, total)
+
+    def work(unit: Unit, outs: list[int]) -> None:
+        if not stop.is_set():
+            copy_unit(unit, outs, advance=advance)
+            staging.note(unit, outs)
+
+    waiting = [unit for unit in plan.units if unit.name not in staging.done]
+    with staging.outs() as outs, ThreadPoolExecutor(max_workers=READERS) as pool:
+        futures = [pool.submit(work, unit, outs) for unit in waiting]
+        try:
+            ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+        for future in ended:
+            future.result()
+
+
+def _write_rest(
+    stored: Stored,
+    names: tuple[str, ...],
+    folder: Path,
+    staging: Staging,
+    plan: Plan,
+    *,
+    dtype: torch.dtype | None,
+    facts: dict[str, str],
+    notes: tuple[str, ...],
+) -> None:
+    write_beside(stored, folder, staging.model, dtype=dtype)
+    if (index := plan.index()) is not None:
+        (staging.model / INDEX).write_text(index)
+    tensors = [stored.tensors[name] for name in names]
+    dtypes = {one.dtype if dtype is None or not one.dtype.is_floating_point else dtype for one in tensors}
+    num_parameters = sum(prod(one.shape) for one in tensors)
+    text = card(stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes)
+    (staging.model / "README.md").write_text(text)

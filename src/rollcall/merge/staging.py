@@ -1,0 +1,130 @@
+"""The folder in which a merge is made, beside its target: it survives an interruption, and becomes the target in one rename.
+
+``.merging-NAME/`` holds the written files in ``model/``, the plan's fingerprint, one line for each unit that is on the disk, and a
+lock. The same command finds it and goes on; a merge of other files, or to other files, begins again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollcall.durable.atomic import fsync, fsync_tree, swap_in, write_atomic
+from rollcall.durable.patience import free_bytes
+from rollcall.merge.plan import Plan, Unit
+from rollcall.stored.tensors import StoredError
+
+SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
+
+
+class Staging:
+    """Made by ``begin``, which holds the lock. ``done`` are the names of the units that are written."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.model = folder / "model"
+        self._folder, self._plan = folder, plan
+        self._progress = folder / "done.jsonl"
+        self._one_at_a_time = threading.Lock()
+        self.done: set[str] = set()
+
+    def prepare(self) -> None:
+        """Go on with what is there if it is of the same plan; otherwise begin."""
+        kept = self._folder / "plan.json"
+        try:
+            same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
+        except (OSError, ValueError):
+            same = False
+        same = same and all(_size(self.model / out.name) == out.size for out in self._plan.files)
+        if same:
+            self.done = _read_lines(self._progress)
+        else:
+            for path in (kept, self._progress):
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self.model, ignore_errors=True)
+        self._refuse_full_disk()
+        if not same:
+            self.model.mkdir()
+            for out in self._plan.files:
+                with (self.model / out.name).open("wb") as file:
+                    file.write(out.header)
+                    file.truncate(out.size)
+            fsync_tree(self.model)
+            # From here on the files are known to be of this plan.
+            write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
+
+    def _refuse_full_disk(self) -> None:
+        written = sum(_allocated(self.model / out.name) for out in self._plan.files)
+        needed = sum(out.size for out in self._plan.files) - written + SPARE_BYTES
+        free = free_bytes(self._folder)
+        if free is not None and free < needed:
+            raise StoredError(
+                f"{self._folder.parent} has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more; free space, or "
+                "choose another --out"
+            )
+
+    @contextmanager
+    def outs(self) -> Iterator[list[int]]:
+        fds: list[int] = []
+        try:
+            for out in self._plan.files:
+                fds.append(os.open(self.model / out.name, os.O_WRONLY))
+            yield fds
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def note(self, unit: Unit, outs: list[int]) -> None:
+        """A unit is written: flush it to the disk, then say so."""
+        for number in {copy.file for copy in unit.copies}:
+            os.fdatasync(outs[number])
+        with self._one_at_a_time, self._progress.open("a") as file:
+            file.write(json.dumps(unit.name) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            self.done.add(unit.name)
+
+    def finish(self, out: Path) -> None:
+        fsync_tree(self.model)
+        swap_in(self.model, out)
+
+
+@contextmanager
+def begin(out: Path, plan: Plan) -> Iterator[Staging]:
+    """The staging folder of a target, held by this process alone. It stays if the block raises, so that the next can go on."""
+    folder = out.with_name(f".merging-{out.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoredError(
+                f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it"
+            ) from None
+        yield Staging(folder, plan)
+        shutil.rmtree(folder)
+    fsync(out.parent)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _allocated(path: Path) -> int:
+    return path.stat().st_blocks * 512 if path.is_file() else 0
+
+
+def _read_lines(path: Path) -> set[str]:
+    """The names in a file whose last line may be torn."""
+    found = set()
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.add(json.loads(line))
+        except ValueError:
+            continue
+    return found

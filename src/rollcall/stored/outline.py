@@ -1,0 +1,45 @@
+"""What tensors the model of a config.json has: names, shapes and which are tied, without any weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.config.yaml import read_small
+from rollcall.stored.tensors import StoredError
+
+MOST_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]  # a tensor that is the same as another: name of the other
+
+
+def outline_of(folder: Path) -> Outline | None:
+    """None: transformers does not know this kind of model. Nothing of the folder is run, even if it brings code of its own."""
+    import torch
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        fields = json.loads(read_small(folder / "config.json", most=MOST_BYTES))
+        if "auto_map" in fields or fields["model_type"] not in CONFIG_MAPPING:
+            return None
+        config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        named = next((getattr(transformers, one, None) for one in config.architectures or ()), None)
+        with torch.device("meta"):
+            model: Any = (
+                transformers.AutoModelForCausalLM.from_config(config) if named is None else named._from_config(config)
+            )
+    except Exception as error:  # noqa: BLE001 - transformers raises all kinds
+        lines = str(error).strip().splitlines()
+        raise StoredError(
+            f"{folder / 'config.json'} does not describe a model that transformers can build ({lines[0] if lines else type(error).__name__}); restore the file"
+        ) from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in shapes}
+    return Outline(shapes=shapes, tied=tied)

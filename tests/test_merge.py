@@ -1,0 +1,366 @@
+"""`rollcall merge`: the bytes are those of the model, and nothing that is wrong ever looks right."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_stored import write_manifest
+from tiny import make_model, reference_logprobs, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+from verl_shards import write_verl
+
+from rollcall.cli.main import app
+from rollcall.merge import copy, plan, staging
+from rollcall.merge.merge import merge
+from rollcall.stored.tensors import StoredError
+
+MANY_UNITS = 4 << 10
+
+
+def a_state(name: str = "qwen2-untied", *, dtype: torch.dtype = torch.float32, **shape: Any) -> dict[str, torch.Tensor]:
+    return {key: tensor.to(dtype) for key, tensor in make_model(name, **shape).state_dict().items()}
+
+
+def shards(folder: Path, *, name: str = "qwen2-untied", world_size: int = 4, **options: Any) -> Path:
+    config = save_model(folder.parent / f"config-{name}", name)
+    return write_verl(folder, a_state(name), mesh=(world_size,), config=config, **options)
+
+
+def merged_tensors(out: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in out.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def our_checkpoint(tmp_path: Path, *, parts: int = 3) -> Path:
+    """A sharded checkpoint of ours in a run directory, cut by rows."""
+    from safetensors.torch import save_file
+
+    step = tmp_path / "run" / "checkpoints" / "step-000007"
+    save_model(step / "model", "qwen2-untied")
+    (step / "model" / "model.safetensors").unlink()
+    for rank in range(parts):
+        own, about = {}, {}
+        for name, tensor in a_state().items():
+            rows = -(-tensor.shape[0] // parts)
+            block = tensor[rank * rows : (rank + 1) * rows]
+            if block.numel():
+                own[name] = block.clone()
+                about[name] = {
+                    "name": name,
+                    "start": [rank * rows, *(0 for _ in tensor.shape[1:])],
+                    "shape": list(tensor.shape),
+                }
+        path = step / "model" / f"part-{rank:05d}-of-{parts:05d}.safetensors"
+        save_file(own, path, metadata={"parts": json.dumps(about)})
+    (step / "critic").mkdir()
+    (step / "critic" / "part-00000-of-00001.safetensors").write_bytes(b"x")
+    (tmp_path / "run" / "run.yaml").write_text(
+        "model: {path: /secret/place/model}\nalgorithm: {name: grpo}\nlogging: {token: hf_x}\n"
+    )
+    write_manifest(step, step=7)
+    return step
+
+
+@pytest.mark.parametrize("name", ["qwen2-untied", "qwen3-tied"])
+def test_merged_shards_are_the_model_and_transformers_computes_the_same_with_them(tmp_path: Path, name: str) -> None:
+    live = make_model(name)
+    result = merge(shards(tmp_path / "actor", name=name), tmp_path / "out")
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, dtype=torch.float32)
+    loaded, info = opened
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    prompt, response = (torch.arange(5, 15).numpy(), torch.arange(15, 25).numpy())
+    assert torch.equal(reference_logprobs(loaded.eval(), prompt, response), reference_logprobs(live, prompt, response))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 40
+    names = merged_tensors(tmp_path / "out").keys()
+    assert ("lm_head.weight" in names) is (name == "qwen2-untied") and len(names) == result.num_tensors
+    assert (tmp_path / "out" / "generation_config.json").is_file() and not list(tmp_path.glob(".merging-*"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "dims"),
+    [
+        ((2, 2), ("ddp", "fsdp"), {}),
+        ((2, 2), ("fsdp", "tp"), {"lm_head.weight": 0, "model.layers.0.mlp.down_proj.weight": 1}),
+    ],
+)
+def test_two_dimensional_meshes_give_the_same_bytes(
+    tmp_path: Path, mesh: Any, names: Any, dims: dict[str, int]
+) -> None:
+    config = save_model(tmp_path / "config", "qwen2-untied")
+    folder = write_verl(tmp_path / "actor", a_state(), mesh=mesh, names=names, dims=dims, config=config)
+    merge(folder, tmp_path / "out")
+    merged = merged_tensors(tmp_path / "out")
+    assert merged.keys() == a_state().keys()
+    assert all(torch.equal(merged[key], tensor) for key, tensor in a_state().items())
+
+
+def test_files_are_no_larger_than_asked_and_the_index_names_them(tmp_path: Path) -> None:
+    result = merge(shards(tmp_path / "actor"), tmp_path / "out", max_shard_size="40KB", dtype="bf16")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == result.num_files > 2 and all(path.stat().st_size < 45_000 for path in files)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    merged = merged_tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == merged.keys() == a_state().keys()
+    assert all(torch.equal(merged[key], tensor.bfloat16()) for key, tensor in a_state().items())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in merged.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_our_sharded_checkpoint_is_merged_with_a_card_that_tells_the_run_and_no_paths(tmp_path: Path) -> None:
+    our_checkpoint(tmp_path)
+    result = merge(tmp_path / "run", tmp_path / "out")
+    merged = merged_tensors(tmp_path / "out")
+    assert all(torch.equal(merged[key], tensor) for key, tensor in a_state().items())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| algorithm | grpo |" in card and "| step | 7 |" in card and "| score | 0.5 |" in card
+    assert "critic is not part of the model" in card and "rollcall" in card
+    assert (
+        "secret" not in card
+        and "hf_x" not in card
+        and str(tmp_path) not in card
+        and "/" not in result.facts["base model"]
+    )
+
+
+def test_a_plain_model_directory_is_cut_anew(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "m", "qwen2-tied")
+    result = merge(source, tmp_path / "out", max_shard_size="20KB")
+    assert result.num_files > 1 and any("no checksums" in note for note in result.notes)
+    before, after = load_file(source / "model.safetensors"), merged_tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "actor")
+    third = folder / "model_world_size_4_rank_2.pt"
+    flip(third, third.stat().st_size // 2)
+    with pytest.raises(StoredError, match="rank_2.pt: its bytes .* are not as written"):
+        merge(folder, tmp_path / "out")
+    step = our_checkpoint(tmp_path)
+    part = step / "model" / "part-00001-of-00003.safetensors"
+    flip(part, part.stat().st_size - 3)
+    with pytest.raises(
+        StoredError, match=r"part-00001-of-00003.safetensors \(written on node node-1\): it is not as written"
+    ):
+        merge(step, tmp_path / "out")
+    flip(part, part.stat().st_size - 3)
+    config = step / "model" / "tokenizer.json"
+    flip(config, config.stat().st_size // 2)
+    with pytest.raises(StoredError, match=r"tokenizer.json .* not as it was written"):
+        merge(step, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["missing", "cut off", "of another run"])
+def test_a_wrong_part_is_refused_by_its_name_and_node(tmp_path: Path, how: str) -> None:
+    step = our_checkpoint(tmp_path)
+    part = step / "model" / "part-00001-of-00003.safetensors"
+    if how == "missing":
+        part.unlink()
+    elif how == "cut off":
+        part.write_bytes(part.read_bytes()[:-8])
+    else:  # as large, and readable
+        flip(part, part.stat().st_size - 1)
+    with pytest.raises(StoredError, match=r"part-00001-of-00003.safetensors \(written on node node-1\)"):
+        merge(step, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["missing", "cut off", "a shard of another size", "a world size that is not"])
+def test_a_wrong_set_of_shards_leaves_no_directory(tmp_path: Path, how: str) -> None:
+    folder = shards(tmp_path / "actor")
+    third = folder / "model_world_size_4_rank_2.pt"
+    if how == "missing":
+        third.unlink()
+    elif how == "cut off":
+        third.write_bytes(third.read_bytes()[:-100])
+    elif how == "a shard of another size":
+        write_verl(tmp_path / "other", a_state(intermediate_size=64), mesh=(4,))
+        shutil.copy(tmp_path / "other" / third.name, third)
+    else:
+        (folder / "fsdp_config.json").write_text('{"world_size": 2}')
+    with pytest.raises(StoredError):
+        merge(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_model_than_the_config_describes_are_refused(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "actor")
+    config = json.loads((folder / "huggingface" / "config.json").read_text())
+    more = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (folder / "huggingface" / "config.json").write_text(json.dumps({**config, **more}))
+    with pytest.raises(StoredError, match="12 tensors are missing"):
+        merge(folder, tmp_path / "out")
+    (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(StoredError, match="ties lm_head.weight to .* different numbers"):
+        merge(folder, tmp_path / "out")
+    (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(StoredError, match="config.json does not describe a model"):
+        merge(folder, tmp_path / "out")
+    shutil.rmtree(folder / "huggingface")
+    with pytest.raises(StoredError, match="no config.json.*--base"):
+        merge(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merge(folder, tmp_path / "out", base=tmp_path / "config-qwen2-untied")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_value_head_is_left_out_and_an_adapter_is_refused(tmp_path: Path) -> None:
+    config = save_model(tmp_path / "config", "qwen2-untied")
+    head = write_verl(tmp_path / "a", {**a_state(), "v_head.weight": torch.zeros(1, 64)}, mesh=(2,), config=config)
+    assert any("v_head.weight is a value head" in note for note in merge(head, tmp_path / "out").notes)
+    assert "v_head.weight" not in merged_tensors(tmp_path / "out")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    write_verl(tmp_path / "b", {name: torch.zeros(4, 4)}, mesh=(2,), config=config)
+    with pytest.raises(StoredError, match="holds an adapter"):
+        merge(tmp_path / "b", tmp_path / "out2")
+
+
+def test_numbers_that_do_not_fit_a_precision_are_refused(tmp_path: Path) -> None:
+    config = save_model(tmp_path / "config", "qwen2-untied")
+    state = a_state()
+    state["lm_head.weight"][3, 5] = 1e6
+    folder = write_verl(tmp_path / "a", state, mesh=(2,), config=config)
+    with pytest.raises(StoredError, match="rank_0.pt: some weights are too large for torch.float16"):
+        merge(folder, tmp_path / "out", dtype="fp16")
+    with pytest.raises(ValueError, match="--dtype int8 is unknown"):
+        merge(folder, tmp_path / "out", dtype="int8")
+    with pytest.raises(ValueError, match="--max-shard-size huge"):
+        merge(folder, tmp_path / "out", max_shard_size="huge")
+
+
+def test_a_target_that_is_no_model_directory_is_refused(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "actor")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("mine")
+    with pytest.raises(StoredError, match="thesis exists and is not a model directory"):
+        merge(folder, tmp_path / "thesis")
+    with pytest.raises(StoredError, match="which the merge reads"):
+        merge(folder, folder / "huggingface")
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "mine"
+    save_model(tmp_path / "old", "qwen2-tied", hidden_size=32)
+    (tmp_path / "old" / "left-over.bin").write_bytes(b"x")
+    merge(folder, tmp_path / "old")
+    assert (
+        merged_tensors(tmp_path / "old").keys() == a_state().keys()
+        and not (tmp_path / "old" / "left-over.bin").exists()
+    )
+
+
+def after(bytes_done: int, act: Callable[[], None]) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done >= bytes_done:
+            act()
+
+    return progress
+
+
+def test_a_merge_that_was_killed_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
+    folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+    child = os.fork()
+    if child == 0:
+        merge(folder, out, progress=after(150_000, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL and not out.exists()
+    result = merge(folder, out)
+    assert 0 < result.continued_bytes < result.num_bytes
+    merged = merged_tensors(out)
+    assert all(torch.equal(merged[key], tensor) for key, tensor in a_state().items())
+    assert not list(tmp_path.glob(".merging-*"))
+
+
+@pytest.mark.parametrize("change", ["a shard", "the precision", "a written file"])
+def test_what_an_interrupted_merge_left_is_not_used_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
+    folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+
+    def stop() -> None:
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        merge(folder, out, progress=after(150_000, stop))
+    state, dtype = a_state(), "keep"
+    if change == "a shard":
+        state = {name: tensor + 1 for name, tensor in state.items()}
+        write_verl(folder, state, mesh=(4,))
+    elif change == "the precision":
+        dtype, state = "bf16", {name: tensor.bfloat16() for name, tensor in state.items()}
+    else:
+        (tmp_path / ".merging-out" / "model" / "model.safetensors").write_bytes(b"")
+    assert merge(folder, out, dtype=dtype).continued_bytes == 0
+    merged = merged_tensors(out)
+    assert all(torch.equal(merged[key], tensor) for key, tensor in state.items())
+
+
+def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
+    folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+    written = 0
+    write = copy._pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> None:
+        nonlocal written
+        written += len(data)
+        if written > 150_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy, "_pwrite", full)
+        with pytest.raises(StoredError, match="No space left on device; free space"):
+            merge(folder, out)
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "free_bytes", lambda path: 1000)
+        with pytest.raises(StoredError, match="GB free, and the merge needs"):
+            merge(folder, out)
+    assert merge(folder, out).continued_bytes > 0
+    merged = merged_tensors(out)
+    assert all(torch.equal(merged[key], tensor) for key, tensor in a_state().items())
+
+
+def test_two_merges_to_one_target_do_not_meet(tmp_path: Path) -> None:
+    folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+
+    def second() -> None:
+        with pytest.raises(StoredError, match="another merge writes"):
+            merge(folder, out)
+
+    merge(folder, out, progress=lambda done, total: second() if done == 0 else None)
+    assert (out / "config.json").is_file()
+
+
+def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:
+    folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+    shown = CliRunner().invoke(app, ["merge", str(folder), "--out", str(out)])
+    assert shown.exit_code == 0 and "verl checkpoint" in shown.output and "GB/s" in shown.output
+    asked = CliRunner().invoke(app, ["merge", str(folder), "--out", str(out), "--json"])
+    assert json.loads(asked.stdout)["tensors"] == len(a_state())
+    refused = CliRunner().invoke(app, ["merge", str(tmp_path / "nothing"), "--out", str(out)])
+    assert refused.exit_code == 1 and "is not a directory; give a checkpoint" in refused.output
