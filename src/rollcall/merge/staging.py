@@ -34,7 +34,7 @@ class Staging:
         self.done: set[str] = set()
 
     def prepare(self) -> None:
-        """Go on with what is there if it is of the same plan; otherwise begin."""
+        """Go on with the files of an earlier start if they are of the same plan; otherwise begin."""
         kept = self._folder / "plan.json"
         try:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}

@@ -101,7 +101,7 @@ def _record(window: _Window, info: zipfile.ZipInfo, *, what: str) -> Record:
         )
     signature, *_, name_length, extra_length = _LOCAL.unpack(window.at(info.header_offset, _LOCAL.size))
     if signature != b"PK\x03\x04":
-        raise StoredError(f"{what}: there is no record at byte {info.header_offset:,}; restore the file")
+        raise StoredError(f"{what}: byte {info.header_offset:,} does not begin a record; restore the file")
     begin = info.header_offset + _LOCAL.size + name_length + extra_length
     if begin + info.file_size > window.length:
         raise StoredError(f"{what}: its record {info.filename} ends behind the file: it was cut off; restore the file")

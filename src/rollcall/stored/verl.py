@@ -99,7 +99,9 @@ def _rank_files(folder: Path) -> list[Path]:
             f"{folder} lacks {name}{more}: it has {len(ranks)} of the {size} shards; copy the others from their nodes"
         )
     if extra := [rank for rank in ranks if rank >= size]:
-        raise StoredError(f"{ranks[extra[0]]} does not belong to {size} processes; remove it, or give another checkpoint")
+        raise StoredError(
+            f"{ranks[extra[0]]} does not belong to {size} processes; remove it, or give another checkpoint"
+        )
     said = _said_size(folder / "fsdp_config.json")
     if said is not None and said != size:
         raise StoredError(
