@@ -15,6 +15,7 @@ from rollcall.cli.config import config
 from rollcall.cli.data import data
 from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
+from rollcall.cli.gather import gather
 from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch
@@ -120,6 +121,7 @@ for command in (
     plan,
     simulate,
     doctor,
+    gather,
     submit,
     env,
     node,

@@ -29,7 +29,7 @@ LONGEST = 1024
 def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -> tuple[str, ...]:
     """By rank, one for each node. A launch that exists keeps those it has."""
     before = hosts_of(find_record(name))
-    listed = _checked(given if isinstance(given, list) else _read(cwd / given.expanduser()))
+    listed = checked_hosts(given if isinstance(given, list) else _read(cwd / given.expanduser()))
     used = _used_by_others(name)
     if isinstance(given, list):
         if len(listed) != count:
@@ -72,7 +72,7 @@ def hosts_of(record: LaunchRecord | None) -> tuple[str, ...]:
     found = json.loads(record.facts[HOSTS])
     if not isinstance(found, list) or not all(isinstance(host, str) for host in found):
         raise LaunchError(f"the record of {record.name!r} has no list of hosts but {record.facts[HOSTS]!r}")
-    return tuple(_checked(found))
+    return tuple(checked_hosts(found))
 
 
 def _used_by_others(name: str) -> dict[str, str]:
@@ -97,14 +97,12 @@ def _read(path: Path) -> list[str]:
     return [host for line in lines if (host := line.partition("#")[0].strip())]
 
 
-def _checked(hosts: Sequence[str]) -> list[str]:
+def checked_hosts(hosts: Sequence[str], *, key: str = "launch.ssh.hosts") -> list[str]:
     seen: set[str] = set()
     for host in hosts:
         if len(host) > LONGEST or not _DESTINATION.fullmatch(host):
-            raise LaunchError(
-                f"launch.ssh.hosts has {host[:LONGEST]!r}, which ssh cannot reach; write a name or an address"
-            )
+            raise LaunchError(f"{key} has {host[:LONGEST]!r}, which ssh cannot reach; write a name or an address")
         if host in seen:
-            raise LaunchError(f"launch.ssh.hosts has {host} twice; each node needs a host of its own")
+            raise LaunchError(f"{key} has {host} twice; each node needs a host of its own")
         seen.add(host)
     return list(hosts)

@@ -1,0 +1,292 @@
+"""Parts from the nodes' own disks: what arrives is what was written, and nothing else is read or removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_ssh import make_hosts
+from typer.testing import CliRunner
+
+from rollcall.cli.main import app
+from rollcall.finish import gather as module
+from rollcall.finish.gather import FOLDER, GatherError, gather
+from rollcall.finish.node_files import NodeFiles
+from rollcall.finish.nodes_of import Asked, Node, NodeError, SshNode, ThisNode
+from rollcall.launch.ssh.shell import Login
+
+RUN = "a-run-0123456789ab"
+SIZE = 70_000
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITS_S", (0.0,) * 3)
+    monkeypatch.setattr("rollcall.finish.nodes_of.CHUNK_BYTES", 10_000)
+
+
+class Disk(ThisNode):
+    """A node whose disk is a folder here."""
+
+    def __init__(self, root: Path, where: str) -> None:
+        self.root, self.where = root, where
+        self.breaks: list[int] = []  # after so many chunks of a transfer the connection breaks
+        self.flips = 0  # transfers with a changed byte
+        self.sent = 0
+
+    def _mine(self, part: Asked) -> bool:
+        return Path(part["place"]).is_relative_to(self.root)
+
+    def present(self, parts: Sequence[Asked]) -> list[str]:
+        return super().present([part for part in parts if self._mine(part)])
+
+    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        after = self.breaks.pop(0) if self.breaks else None
+        flip = self.flips > 0
+        self.flips -= flip
+        for number, data in enumerate(super().chunks(part, offset=offset)):
+            if number == after:
+                raise NodeError(f"{self.where}: the connection ended early")
+            self.sent += len(data)
+            yield bytes([data[0] ^ 1]) + data[1:] if flip and number == 0 else data
+
+
+def make_checkpoint(tmp_path: Path, *, num_nodes: int = 2, size: int = SIZE) -> tuple[Path, list[Disk]]:
+    """A checkpoint with a weights part and an optimizer part on each of several disks."""
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    (checkpoint / "model").mkdir(parents=True)
+    (checkpoint.parent / "node-folder").write_text(RUN)
+    files: dict[str, Any] = {}
+    disks: list[Disk] = []
+    for rank in range(num_nodes):
+        root = tmp_path / f"disk-{rank}"
+        disks.append(Disk(root, f"node {rank}"))
+        for kind, folder in (("weights", "model"), ("optimizer", "actor")):
+            name = f"{folder}/part-{rank:05}-of-{num_nodes:05}.safetensors"
+            place = root / f"rollcall-{os.getuid()}" / "parts" / RUN / "step-000002-abcd1234" / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            data = hashlib.shake_256(name.encode()).digest(size + rank)
+            place.write_bytes(data)
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            files[name] = {
+                "size": len(data), "blake2b": digest, "node": str(rank), "host": f"host-{rank}", "place": str(place), "kind": kind
+            }  # fmt: skip
+    write_manifest(checkpoint, files)
+    return checkpoint, disks
+
+
+def write_manifest(checkpoint: Path, files: dict[str, Any]) -> None:
+    (checkpoint / "manifest.json").write_text(json.dumps({"step": 2, "score": None, "files": files}))
+
+
+def files_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "manifest.json").read_text())["files"]
+
+
+def places(checkpoint: Path) -> list[Path]:
+    return [Path(facts["place"]) for facts in files_of(checkpoint).values()]
+
+
+def assert_gathered(checkpoint: Path) -> None:
+    for name, facts in files_of(checkpoint).items():
+        data = (checkpoint / name).read_bytes()
+        assert hashlib.blake2b(data, digest_size=16).hexdigest() == facts["blake2b"], name
+    assert not (checkpoint / FOLDER).exists()
+
+
+def test_parts_of_all_nodes_arrive_and_stay_where_they_were(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path, num_nodes=3)
+    seen: list[tuple[int, int]] = []
+    done = gather(checkpoint, lambda: disks, progress=lambda here, total: seen.append((here, total)))
+    assert_gathered(checkpoint)
+    assert len(done.parts) == 6 and done.num_bytes == seen[-1][0] == seen[-1][1] and done.removed == []
+    assert all(place.is_file() for place in places(checkpoint))
+
+    def nobody() -> list[Node]:
+        raise AssertionError("nodes were asked although everything is here")
+
+    assert gather(checkpoint, nobody).parts == []
+
+
+def test_only_the_kinds_that_are_needed_come(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    gather(checkpoint, lambda: disks, kinds=("weights",))
+    assert (checkpoint / "model/part-00001-of-00002.safetensors").is_file() and not (checkpoint / "actor").exists()
+
+
+def test_parts_are_removed_from_the_nodes_on_request_and_only_when_all_are_here(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    lost = places(checkpoint)[-1]
+    kept = lost.rename(lost.with_name("kept"))
+    with pytest.raises(
+        GatherError, match=r"1 part cannot be gathered:\n  no node has actor/part-00001-of-00002.*of node 1 \(host-1"
+    ):
+        gather(checkpoint, lambda: disks, delete=True)
+    assert sum(place.exists() for place in places(checkpoint)) == 3
+    kept.rename(lost)
+    gather(checkpoint, lambda: disks)
+    first = checkpoint / "model/part-00000-of-00002.safetensors"
+    whole = first.read_bytes()
+    first.write_bytes(b"x" + whole[1:])
+    with pytest.raises(GatherError, match="is not as it was written, so nothing is removed"):
+        gather(checkpoint, lambda: disks, delete=True)
+    first.write_bytes(whole)
+    done = gather(checkpoint, lambda: disks, delete=True)
+    assert len(done.removed) == 4 and not any(place.exists() for place in places(checkpoint))
+    assert not list(tmp_path.glob(f"disk-*/*/parts/{RUN}/*"))
+    assert_gathered(checkpoint)
+
+
+def test_a_broken_transfer_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    disks[0].breaks = [3, 2]
+    gather(checkpoint, lambda: disks)
+    assert_gathered(checkpoint)
+    assert disks[0].sent == disks[1].sent - 2, "bytes were sent twice"
+
+
+def test_a_node_that_stays_away_costs_only_its_own_parts_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    disks[0].breaks = [2, 0, 0, 0, *[0] * 4]
+    with pytest.raises(GatherError, match=r"2 parts could not be gathered:\n  model/part-00000.*ended early"):
+        gather(checkpoint, lambda: disks)
+    assert (checkpoint / "model/part-00001-of-00002.safetensors").is_file()
+    assert not (checkpoint / "model/part-00000-of-00002.safetensors").exists()
+    before = disks[0].sent
+    gather(checkpoint, lambda: disks)
+    assert_gathered(checkpoint)
+    assert before == 20_000 and disks[0].sent == 2 * SIZE
+
+
+def test_what_changed_on_its_way_is_not_taken(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    disks[0].flips = 2
+    with pytest.raises(GatherError, match="part-00000.*is not as it was written"):
+        gather(checkpoint, lambda: disks)
+    assert not (checkpoint / "model/part-00000-of-00002.safetensors").exists()
+    begun = checkpoint / FOLDER / "model/part-00000-of-00002.safetensors"
+    begun.parent.mkdir(parents=True, exist_ok=True)
+    begun.write_bytes(b"left by a crash")
+    gather(checkpoint, lambda: disks)
+    assert_gathered(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../stolen", "/etc/passwd", "model/../../part-0-of-1.safetensors", "state.json", "model/part-0-of-1.safetensors\n"]
+)  # fmt: skip
+def test_names_that_leave_the_checkpoint_are_refused(tmp_path: Path, name: str) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    files = files_of(checkpoint)
+    write_manifest(checkpoint, {**files, name: next(iter(files.values()))})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="not the name of a part|not in the checkpoint"):
+        gather(checkpoint, lambda: disks)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_node_reads_and_removes_nothing_but_parts_of_that_run(tmp_path: Path) -> None:
+    checkpoint, _ = make_checkpoint(tmp_path)
+    name, facts = next(iter(files_of(checkpoint).items()))
+    good = {"name": name, "place": facts["place"], "run": RUN, "size": facts["size"]}
+    folder = Path(facts["place"]).parents[1]
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * facts["size"])
+    (folder / "linked").mkdir()
+    (folder / "linked/model").symlink_to(tmp_path)
+    link = folder / "link/model" / Path(name).name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(secret)
+    elsewhere = tmp_path / "elsewhere" / name
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.write_bytes(b"s" * facts["size"])
+    other_run = Path(facts["place"].replace(RUN, "other-run"))
+    other_run.parent.mkdir(parents=True)
+    other_run.write_bytes(b"s" * facts["size"])
+    climbing = str(folder / "x/../../../../../../secret")
+    files = NodeFiles()
+    assert files.present([good]) == [name] and files.read(good, 0, 5) == Path(facts["place"]).read_bytes()[:5]
+    for change in (
+        {"place": str(secret)}, {"place": str(elsewhere)}, {"place": str(other_run)}, {"place": str(link)}, {"place": climbing},
+        {"place": str(folder / "linked" / name)}, {"name": "secret", "place": str(secret)}, {"run": ""}, {"run": ".."},
+        {"name": "../secret"}, {"place": f"/proc/self/root{secret}"},
+    ):  # fmt: skip
+        wrong = {**good, **change}
+        assert files.present([wrong]) == [], wrong
+        with pytest.raises((OSError, ValueError)):
+            files.read(wrong, 0, 5)
+        with pytest.raises((OSError, ValueError)):
+            files.remove([wrong])
+    assert secret.exists() and elsewhere.exists() and other_run.exists()
+
+
+def test_a_wrong_or_missing_folder_name_is_refused(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    for name in ("../other", ".", ""):
+        (checkpoint.parent / "node-folder").write_text(name)
+        with pytest.raises(GatherError, match="which is not the name of a folder"):
+            gather(checkpoint, lambda: disks)
+    (checkpoint.parent / "node-folder").unlink()
+    with pytest.raises(GatherError, match="node-folder cannot be read"):
+        gather(checkpoint, lambda: disks)
+
+
+def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    monkeypatch.setattr(module, "free_bytes", lambda path: 1000)
+    with pytest.raises(GatherError, match="4 parts need 0.00 GB .* free space there"):
+        gather(checkpoint, lambda: disks)
+    assert disks[0].sent == disks[1].sent == 0
+
+
+def test_two_do_not_gather_the_same_checkpoint_at_once(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+
+    def meanwhile() -> list[Disk]:
+        with pytest.raises(GatherError, match="is being gathered by another process"):
+            gather(checkpoint, lambda: disks)
+        return disks
+
+    gather(checkpoint, meanwhile)
+    assert_gathered(checkpoint)
+
+
+# Over ssh, with a stand-in for the program
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = make_hosts(tmp_path / "bin", ["one", "two"], version="1", dashboard=1)
+    monkeypatch.setenv("PATH", f"{folder.parent}:{os.environ['PATH']}")
+    return folder
+
+
+def test_parts_come_over_ssh_and_are_removed_there(tmp_path: Path, hosts: Path) -> None:
+    checkpoint, _ = make_checkpoint(tmp_path)
+    done = CliRunner().invoke(app, ["gather", str(tmp_path / "run"), "--hosts", "one, two", "--json"])
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["parts"]) == 4
+    assert_gathered(checkpoint)
+    nodes = [SshNode(host="one", login=Login())]
+    assert len(gather(checkpoint, lambda: nodes, delete=True).removed) == 4
+    assert not any(place.exists() for place in places(checkpoint))
+
+
+def test_a_host_that_cannot_be_reached_or_prints_more_is_named(tmp_path: Path, hosts: Path) -> None:
+    checkpoint, _ = make_checkpoint(tmp_path)
+    part = {"name": next(iter(files_of(checkpoint))), "place": "/etc/passwd", "run": RUN, "size": 5}
+    node = SshNode(host="one", login=Login())
+    with pytest.raises(NodeError, match=r"one: /etc/passwd is not in the folder of this user's run"):
+        list(node.chunks(part, offset=0))
+    (hosts / "one/unreachable").write_text("ssh: connect to host one port 22: No route to host")
+    with pytest.raises(
+        NodeError, match="one: ssh ended early with status 255: ssh: connect to host one port 22: No route to host"
+    ):
+        node.present([part])
+    with pytest.raises(GatherError, match=r"No route to host\nbring these nodes back") as refused:
+        gather(checkpoint, lambda: [node])
+    assert "no node has model/part-00000-of-00002.safetensors of node 0 (host-0" in str(refused.value)
