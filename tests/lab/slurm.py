@@ -62,17 +62,20 @@ needs_slurm = pytest.mark.skipif(missing_for_slurm() is not None, reason=missing
 
 
 class SlurmLab:
-    """``login`` submits, ``nodes`` run jobs; ``gpus``: card files that each node offers to jobs."""
+    """``login`` submits, ``nodes`` run jobs; ``gpus``: card files that each node offers to jobs.
 
-    def __init__(self, lab: Lab, *, gpus: int = 0) -> None:
+    ``hosts`` are those of Slurm, the login node first; without it, all of the lab.
+    """
+
+    def __init__(self, lab: Lab, *, gpus: int = 0, hosts: Sequence[Host] | None = None) -> None:
         self.lab = lab
-        self.login, *self.nodes = lab.hosts
+        self.login, *self.nodes = hosts or lab.hosts
         self.folder = lab.shared / "slurm"
         self.folder.mkdir(mode=0o755)
         self.env = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self._gpus = gpus
         self._write()
-        for host in lab.hosts:
+        for host in (self.login, *self.nodes):
             self._munge(host)
         self.start_controller()
         for host in self.nodes:
