@@ -166,19 +166,20 @@ TOOLS = {"skypilot": "sky", "dstack": "dstack", "kuberay": "kubectl"}
 # What each tool does and prints, in shell. `made` is there while the thing runs.
 ANSWERS = {
     "sky": """
-        "jobs queue"*) if [ -e made ]; then echo 'Fetching...'; echo '[{"job_id": 7, "job_name": "one", "status": "RUNNING"}]'
+        "jobs queue"*) if [ -e ending ]; then echo '[{"job_id": 7, "job_name": "one", "status": "CANCELLING"}]'; rm ending
+            elif [ -e made ]; then echo 'Fetching...'; echo '[{"job_id": 7, "job_name": "one", "status": "RUNNING"}]'
             else echo "No in-progress managed jobs." >&2; status=1; fi ;;
         "jobs launch"*) [ "$ROLLCALL_TOKEN" ] && echo job >> made ;;
-        "jobs cancel"*) rm made ;;
+        "jobs cancel"*) rm made; [ ! -e slow ] || touch ending ;;
         "status"*) if [ -e made ]; then echo '[{"name": "one", "status": "UP"}]'; else echo '[]'; fi ;;
-        "queue"*) if [ -e made ]; then echo '{"one": [{"job_id": 1}]}'; else echo '{"one": []}'; fi ;;
+        "queue"*) if [ -e made ]; then echo '{"one": [{"job_id": 1, "status": "RUNNING"}]}'; else echo '{"one": []}'; fi ;;
         "launch"*) [ "$ROLLCALL_TOKEN" ] && echo cluster >> made ;;
         "down"*) rm made ;;""",
     "dstack": """
-        "ps"*) if [ -e made ]; then state=running; else state=done; fi
+        "ps"*) if [ -e ending ]; then state=terminating; rm ending; elif [ -e made ]; then state=running; else state=done; fi
             echo '{"project": "p", "runs": [{"status": "'$state'", "run_spec": {"run_name": "one"}}]}' ;;
         "apply"*) [ "$ROLLCALL_TOKEN" ] && echo run >> made ;;
-        "stop"*) rm made ;;""",
+        "stop"*) rm made; [ ! -e slow ] || touch ending ;;""",
     "kubectl": """
         *"get rayjob"*) if [ -e made ]; then echo '{"spec": {}, "status": {"jobDeploymentStatus": "'${STATE:-Running}'"}}'; fi ;;
         *"--dry-run"*) ;;
@@ -267,6 +268,33 @@ def test_a_launch_starts_says_its_state_and_ends(
     assert len(tool.made) == 1
     stop("one")
     assert find_record("one") is None and tool.made == []
+
+
+@pytest.mark.parametrize("target", ["skypilot", "dstack"])
+def test_down_ends_when_the_machines_are_gone(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tools say that they will end something."""
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    (tool.folder / "slow").touch()
+    monkeypatch.setattr("rollcall.launch.tool.ASK_EVERY_S", 0.0)
+    request = request_for(target, tmp_path)
+    start(get_target(target), request, get_target(target).render(request))
+    monkeypatch.setattr("rollcall.launch.tool.END_S", 0.0)
+    with pytest.raises(LaunchError, match="was told to end 'one' and has not after 0 s; see `"):
+        stop("one")
+    assert find_record("one") is not None
+    monkeypatch.setattr("rollcall.launch.tool.END_S", 60.0)
+    (tool.folder / "made").write_text("one\n")
+    stop("one")
+    assert not (tool.folder / "ending").exists() and find_record("one") is None
+
+
+def test_the_state_of_a_skypilot_cluster_names_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster stays up after the run has ended."""
+    fake_tool(tmp_path, "sky", monkeypatch)
+    request = request_for("skypilot", tmp_path, managed=False)
+    chosen = get_target("skypilot")
+    record = start(chosen, request, chosen.render(request))
+    assert chosen.status(record) == "the cluster is UP, its task RUNNING"
 
 
 @pytest.mark.parametrize(("target", "changes"), OF_TOOLS)

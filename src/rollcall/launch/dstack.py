@@ -18,7 +18,17 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask_json, check_for_tool, is_own, leave_others, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import (
+    ask_json,
+    check_for_tool,
+    is_own,
+    leave_others,
+    need_tool,
+    refuse_others,
+    run,
+    wait_until_ended,
+    watch,
+)
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
@@ -82,6 +92,13 @@ class Dstack:
             leave_others(name, tool="dstack")
             return
         run(Command(words=("dstack", "stop", "--yes", name), what="end the task"))
+        wait_until_ended(name, tool="dstack", runs=lambda: _runs_on(record.name, id=found.id), look="dstack ps")
+
+
+def _runs_on(name: str, *, id: str) -> bool:
+    """Whether this run of the name has machines still; another one may have taken its place."""
+    found = _run(name)
+    return found is not None and found.is_active and found.id == id
 
 
 def _section(request: Request) -> DstackSection:

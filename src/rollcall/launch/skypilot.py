@@ -21,12 +21,23 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
-from rollcall.launch.tool import ask_json, check_for_tool, is_own, leave_others, need_tool, refuse_others, run, watch
+from rollcall.launch.tool import (
+    ask_json,
+    check_for_tool,
+    is_own,
+    leave_others,
+    need_tool,
+    refuse_others,
+    run,
+    wait_until_ended,
+    watch,
+)
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.yaml"
 WHERE = "sky"
 NO_JOBS = "No in-progress managed jobs"  # SkyPilot says so by failing while it has no controller for them
+WHOLE = ("--tail", "0")  # of a log; SkyPilot prints its last 1,000 lines unless told
 FOLDER = ".rollcall-run"  # in the home folder of each node
 INSTALL = "install it with `pip install skypilot` (with the extras of your clouds)"
 HEAD = '$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)'
@@ -78,10 +89,10 @@ class Skypilot:
         return record.with_part(Part(kind=thing.kind, where=WHERE, id=thing.newest() or thing.name)).save()
 
     def follow(self, record: LaunchRecord) -> int:
-        return watch(Command(words=(*_of(record).logs, "--follow"), what="follow the log"))
+        return watch(Command(words=(*_of(record).logs, *WHOLE, "--follow"), what="follow the log"))
 
     def logs(self, record: LaunchRecord) -> None:
-        watch(Command(words=(*_of(record).logs, "--no-follow"), what="read the log"))
+        watch(Command(words=(*_of(record).logs, *WHOLE, "--no-follow"), what="read the log"))
 
     def status(self, record: LaunchRecord) -> str:
         return _of(record).status()
@@ -92,9 +103,14 @@ class Skypilot:
             found = thing.find()
             own = [id for id in found if is_own(part, name=thing.name, id=id)]
             if own:
-                run(Command(words=thing.end(own), what="end the task"))
+                _end(thing, own)
             if len(own) < len(found):
                 leave_others(thing.name, tool="SkyPilot")
+
+
+def _end(thing: ManagedJob | Cluster, ids: list[str]) -> None:
+    run(Command(words=thing.end(ids), what="end the task"))
+    wait_until_ended(thing.name, tool="SkyPilot", runs=lambda: not set(ids).isdisjoint(thing.find()), look=thing.look)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +130,16 @@ class _Cluster:
     cluster_hash: str = ""  # new with every cluster, where SkyPilot tells it
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Of the jobs on a cluster."""
+
+    job_id: int
+    status: str
+
+
 _JOBS, _CLUSTERS = TypeAdapter(list[_Job]), TypeAdapter(list[_Cluster])
-_QUEUES = TypeAdapter(dict[str, list[Any]])
+_QUEUES = TypeAdapter(dict[str, list[_Task]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +148,7 @@ class ManagedJob:
 
     name: str
     kind: ClassVar[str] = "managed job"
+    look: ClassVar[str] = "sky jobs queue"
 
     @property
     def start(self) -> tuple[str, ...]:
@@ -164,6 +189,7 @@ class Cluster:
 
     name: str
     kind: ClassVar[str] = "cluster"
+    look: ClassVar[str] = "sky status"
 
     @property
     def start(self) -> tuple[str, ...]:
@@ -184,14 +210,19 @@ class Cluster:
 
     def is_busy(self, found: list[str]) -> bool:
         """Whether the task runs there or waits to: `sky launch` would put a second one behind it."""
-        if not found:
-            return False
-        words = ("sky", "queue", self.name, "--skip-finished", "--output", "json")
-        return bool((ask_json(Command(words=words, what="list the cluster's jobs"), _QUEUES) or {}).get(self.name))
+        return bool(found and self._tasks("--skip-finished"))
 
     def status(self) -> str:
+        """That of the cluster and, where one can be asked, of its task: a cluster stays after its task has ended."""
         found = self._list()
-        return f"the cluster is {found[0].status}" if found else "SkyPilot does not know it"
+        if not found:
+            return "SkyPilot does not know it"
+        newest = max(self._tasks() if found[0].status == "UP" else [], key=lambda task: task.job_id, default=None)
+        return f"the cluster is {found[0].status}" + (f", its task {newest.status}" if newest else "")
+
+    def _tasks(self, *options: str) -> list[_Task]:
+        words = ("sky", "queue", self.name, *options, "--output", "json")
+        return (ask_json(Command(words=words, what="list the cluster's jobs"), _QUEUES) or {}).get(self.name, [])
 
     def _list(self) -> list[_Cluster]:
         words = ("sky", "status", self.name, "--output", "json")

@@ -12,7 +12,7 @@ import selectors
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
 from rollcall.launch.target import Request
 from rollcall.redact import redact_end
-from rollcall.wait import say
+from rollcall.wait import Wait, say
 from rollcall.words import visible
 
 Told = TypeVar("Told")
@@ -32,6 +32,8 @@ Told = TypeVar("Told")
 STDERR = 2  # the file descriptor
 TOOL_S = 300.0  # to ask a tool something; `sky` starts a server of its own for the first question
 START_S = 3600.0  # clouds take their time to give machines
+END_S = 1800.0  # clouds take their time to take machines back, too
+ASK_EVERY_S = 2.0
 LAST_LINES = 15
 LAST_BYTES = 10_000
 MOST_BYTES = 64 << 20  # of what a tool answers
@@ -118,6 +120,18 @@ def is_own(part: Part, *, name: str, id: str) -> bool:
     """Whether what the tool calls ``id`` is this part. Before its id is known, and where the tool gives none, a part goes by its
     name: when it was about to be started, nothing had that name."""
     return part.id in ("", name, id)
+
+
+def wait_until_ended(name: str, *, tool: str, runs: Callable[[], bool], look: str) -> None:
+    """Tools that were told to end something say so before its machines are gone. ``look``: how a user sees what is left."""
+    wait = Wait(END_S)
+    while runs():
+        if wait.is_over:
+            raise LaunchError(
+                f"{tool} was told to end {name!r} and has not after {END_S:g} s; see `{look}`, then run this again"
+            )
+        wait.tell(f"waiting for {tool} to end {name!r}")
+        wait.sleep(ASK_EVERY_S)
 
 
 def leave_others(name: str, *, tool: str) -> None:
