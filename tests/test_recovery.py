@@ -21,6 +21,7 @@ from test_router import make_request
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
+from benchmarks import recovery
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import ThreadGroup
 from rollcall.config import Config
@@ -304,14 +305,26 @@ def test_a_new_engine_serves_when_it_has_the_current_weights() -> None:
     assert revived and group.workers[0] is not revived[0] and group.workers[0].engine.version == 7
 
 
-def test_a_receiver_that_dies_in_a_push_is_left_out_and_the_others_get_the_weights() -> None:
+def test_a_receiver_that_dies_in_a_push_is_left_out_and_the_others_get_the_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     never = threading.Event()
     group, engine = fragile(2, replace=lambda worker: never.wait() and None)
     engine.update_weights(1)
     group.dead.add(0)
     engine.update_weights(2)
     assert group.workers[1].engine.version == 2 and engine.version == 2
+    assert recovery.NOTICED.search(caplog.text), "the benchmark knows the sentence"
     never.set()
+
+
+def test_the_benchmark_gives_no_time_for_a_fault_that_the_run_did_not_tell_of() -> None:
+    told = recovery.cost(10.0, told=[12.5, 11.5], updates=[9.0, 11.0, 14.0], by_run=True)
+    assert told == {"noticed_s": 1.5, "next_update_s": 4.0}
+    untold = recovery.cost(10.0, told=[], updates=[11.0, 14.0], by_run=True)
+    assert untold == {"noticed_s": None, "next_update_s": None}
+    controller = recovery.cost(10.0, told=[], updates=[9.0, 14.0], by_run=False)
+    assert controller == {"noticed_s": None, "next_update_s": 4.0}
 
 
 def test_without_any_engine_the_attempt_ends_after_a_while() -> None:
