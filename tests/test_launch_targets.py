@@ -166,6 +166,7 @@ TOOLS = {"skypilot": "sky", "dstack": "dstack", "kuberay": "kubectl"}
 # What each tool does and prints, in shell. `made` is there while the thing runs.
 ANSWERS = {
     "sky": """
+        *--help) echo "  --graceful    wait for uploads" ;;
         "jobs queue"*) if [ -e ending ]; then echo '[{"job_id": 7, "job_name": "one", "status": "CANCELLING"}]'; rm ending
             elif [ -e made ]; then echo 'Fetching...'; echo '[{"job_id": 7, "job_name": "one", "status": "RUNNING"}]'
             else echo "No in-progress managed jobs." >&2; status=1; fi ;;
@@ -177,10 +178,11 @@ ANSWERS = {
         "down"*) rm made ;;""",
     "dstack": """
         "ps"*) if [ -e ending ]; then state=terminating; rm ending; elif [ -e made ]; then state=running; else state=done; fi
-            echo '{"project": "p", "runs": [{"status": "'$state'", "run_spec": {"run_name": "one"}}]}' ;;
+            echo '{"project": "'${PLACE:-p}'", "runs": [{"status": "'$state'", "run_spec": {"run_name": "one"}}]}' ;;
         "apply"*) [ "$ROLLCALL_TOKEN" ] && echo run >> made ;;
         "stop"*) rm made; [ ! -e slow ] || touch ending ;;""",
     "kubectl": """
+        "config current-context") echo ${PLACE:-p} ;;
         *"get rayjob"*) if [ -e made ]; then echo '{"spec": {}, "status": {"jobDeploymentStatus": "'${STATE:-Running}'"}}'; fi ;;
         *"--dry-run"*) ;;
         "apply"*) [ -e made ] || echo rayjob >> made ;;
@@ -370,6 +372,37 @@ def test_what_runs_is_not_taken_for_what_the_run_file_says_now(
     (tool.folder / "made").unlink()  # it has ended
     start(chosen, other, chosen.render(other))
     assert len(tool.made) == 1
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_skypilot_is_told_to_wait_for_uploads_where_it_can(
+    is_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = fake_tool(tmp_path, "sky", monkeypatch)
+    if is_old:
+        program = tool.folder / "bin/sky"
+        program.write_text(program.read_text().replace("--graceful ", ""))
+    request = request_for("skypilot", tmp_path)
+    start(get_target("skypilot"), request, get_target("skypilot").render(request))
+    stop("one")
+    assert ("jobs cancel --yes 7" if is_old else "jobs cancel --yes --graceful 7") in tool.calls
+
+
+@pytest.mark.parametrize("target", ["dstack", "kuberay"])
+def test_where_the_tool_has_another_place_the_launch_is_not_taken_for_ended(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
+    request = request_for(target, tmp_path)
+    record = start(get_target(target), request, get_target(target).render(request))
+    monkeypatch.setenv("PLACE", "other")
+    for use in (lambda: stop("one"), lambda: get_target(target).status(record)):
+        with pytest.raises(LaunchError, match="was launched in .* 'p', and now it has 'other'"):
+            use()
+    assert tool.made and find_record("one") is not None
+    monkeypatch.delenv("PLACE")
+    stop("one")
+    assert not tool.made
 
 
 def test_a_rayjob_that_kuberay_refuses_is_not_waited_for(

@@ -159,7 +159,7 @@ def init(
 
 
 def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the launch.")]) -> None:
-    """End everything that a launch started, and nothing else. The run saves first.
+    """End everything that a launch started, and nothing else. The run saves first where the target lets it.
 
     \b
     Example:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from rollcall.config.launch import DstackSection
+from rollcall.launch.errors import LaunchError
 from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
@@ -34,6 +35,7 @@ from rollcall.worker_env.node_shell import TOKEN
 TASK = "task.dstack.yml"
 THERE = "/tmp/rollcall-run/run.yaml"  # in the container
 ENDED = ("terminated", "failed", "done")
+PROJECT = "project"  # the fact that names dstack's
 INSTALL = "install it with `pip install dstack`"
 
 
@@ -56,19 +58,20 @@ class Dstack:
         return "dstack checks the task when it starts it"
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        found = _run(record.name)
+        found = _run(record)
         own = found is not None and is_own(record.parts[0], name=_name(record.name), id=found.id)
         return names if found is not None and own and found.is_active else ()
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        found = _run(record.name)
+        found = _run(record)
         active = found is not None and found.is_active
         if found is not None and active:
             refuse_others(_name(record.name), tool="dstack", record=record, where="dstack", id=found.id)
+        record = replace(record, facts={**record.facts, PROJECT: _list().project})
         record = record.with_part(Part(kind="run", where="dstack")).save()
         if not active:
             run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
-        found = _run(record.name)
+        found = _run(record)
         id = found.id if found else ""
         return record.with_part(Part(kind="run", where="dstack", id=id or _name(record.name))).save()
 
@@ -79,25 +82,25 @@ class Dstack:
         watch(Command(words=("dstack", "logs", _name(record.name)), what="read the log"))
 
     def status(self, record: LaunchRecord) -> str:
-        found = _run(record.name)
+        found = _run(record)
         if found is None:
             return "dstack does not list it among the runs that are active"
         return f"{found.status} {found.status_message or ''}".strip()
 
     def stop(self, record: LaunchRecord) -> None:
-        name, found = _name(record.name), _run(record.name)
+        name, found = _name(record.name), _run(record)
         if not record.parts or found is None or not found.is_active:
             return
         if not is_own(record.parts[0], name=name, id=found.id):
             leave_others(name, tool="dstack")
             return
         run(Command(words=("dstack", "stop", "--yes", name), what="end the task"))
-        wait_until_ended(name, tool="dstack", runs=lambda: _runs_on(record.name, id=found.id), look="dstack ps")
+        wait_until_ended(name, tool="dstack", runs=lambda: _runs_on(record, id=found.id), look="dstack ps")
 
 
-def _runs_on(name: str, *, id: str) -> bool:
+def _runs_on(record: LaunchRecord, *, id: str) -> bool:
     """Whether this run of the name has machines still; another one may have taken its place."""
-    found = _run(name)
+    found = _run(record)
     return found is not None and found.is_active and found.id == id
 
 
@@ -186,12 +189,22 @@ class _Run:
 @dataclass(frozen=True, slots=True)
 class _Runs:
     runs: list[_Run] = field(default_factory=list)
+    project: str = ""
 
 
 _RUNS = TypeAdapter(_Runs)
 
 
-def _run(name: str) -> _Run | None:
+def _list() -> _Runs:
+    return ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs"), _RUNS) or _Runs()
+
+
+def _run(record: LaunchRecord) -> _Run | None:
     """What dstack knows of the run, if it is active or the last one that has ended."""
-    listed = ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs"), _RUNS)
-    return next((each for each in (listed.runs if listed else []) if each.run_spec.run_name == _name(name)), None)
+    listed, then = _list(), record.facts.get(PROJECT)
+    if then and listed.project != then:  # which has no such run, and that would be taken for its end
+        raise LaunchError(
+            f"{record.name!r} was launched in dstack's project {then!r}, and now it has {listed.project!r}; run "
+            f"`dstack project set-default {then}` first, or set DSTACK_PROJECT"
+        )
+    return next((each for each in listed.runs if each.run_spec.run_name == _name(record.name)), None)

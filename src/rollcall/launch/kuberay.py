@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ MOST_BYTES = (
     90_000  # of a run file: KubeRay's submitter gets it, in base64, as one word, and Linux has 131,072 bytes for that
 )
 LOOK_EVERY_S = 5.0
+CONTEXT = "context"  # the fact that names kubectl's
 INSTALL = "install Kubernetes' command line"
 
 
@@ -79,6 +80,7 @@ class Kuberay:
         namespace, name = _section(request).namespace, _name(request.name)
         if found := _get(namespace, name):
             refuse_others(name, tool="Kubernetes", record=record, where=namespace, id=found.metadata.uid)
+        record = replace(record, facts={**record.facts, CONTEXT: _context()})
         record = record.with_part(Part(kind="rayjob", where=namespace)).save()
         if found and found.state in ENDED:  # a RayJob runs once
             _delete(namespace, name)
@@ -121,6 +123,7 @@ class Kuberay:
 
     def stop(self, record: LaunchRecord) -> None:
         name = _name(record.name)
+        _refuse_other_context(record)
         for part in record.parts:
             found = _get(part.where, name)
             if found is not None and not is_own(part, name=name, id=found.metadata.uid):
@@ -170,7 +173,24 @@ def _kubectl(namespace: str) -> tuple[str, ...]:
 def _place(record: LaunchRecord) -> tuple[str, str]:
     if not record.parts:
         raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
+    _refuse_other_context(record)
     return record.parts[-1].where, _name(record.name)
+
+
+def _context() -> str:
+    """Which cluster kubectl speaks with; empty: it is in a pod of one."""
+    words = ("kubectl", "config", "current-context")
+    return ask(Command(words=words, what="ask kubectl for its context"), may_fail=True).strip()
+
+
+def _refuse_other_context(record: LaunchRecord) -> None:
+    """Another cluster has no such RayJob, which would be taken for its end."""
+    then = record.facts.get(CONTEXT)
+    if then and (now := _context()) not in ("", then):
+        raise LaunchError(
+            f"{record.name!r} was launched in kubectl's context {then!r}, and now it has {now!r}; run "
+            f"`kubectl config use-context {then}` first"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, Request
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import (
+    ask,
     ask_json,
     check_for_tool,
     is_own,
@@ -109,7 +110,8 @@ class Skypilot:
 
 
 def _end(thing: ManagedJob | Cluster, ids: list[str]) -> None:
-    run(Command(words=thing.end(ids), what="end the task"))
+    words = (*thing.end, *_waiting_for_uploads(thing.end), *thing.named(ids))
+    run(Command(words=words, what="end the task"))
     wait_until_ended(thing.name, tool="SkyPilot", runs=lambda: not set(ids).isdisjoint(thing.find()), look=thing.look)
 
 
@@ -158,8 +160,12 @@ class ManagedJob:
     def logs(self) -> tuple[str, ...]:
         return ("sky", "jobs", "logs", "--name", self.name)
 
-    def end(self, ids: Sequence[str]) -> tuple[str, ...]:
-        return ("sky", "jobs", "cancel", "--yes", *ids)
+    @property
+    def end(self) -> tuple[str, ...]:
+        return ("sky", "jobs", "cancel", "--yes")
+
+    def named(self, ids: Sequence[str]) -> tuple[str, ...]:
+        return tuple(ids)
 
     def find(self) -> list[str]:
         """The jobs of this name that have not ended."""
@@ -199,8 +205,12 @@ class Cluster:
     def logs(self) -> tuple[str, ...]:
         return ("sky", "logs", self.name)
 
-    def end(self, ids: Sequence[str]) -> tuple[str, ...]:
-        return ("sky", "down", "--yes", self.name)
+    @property
+    def end(self) -> tuple[str, ...]:
+        return ("sky", "down", "--yes")
+
+    def named(self, ids: Sequence[str]) -> tuple[str, ...]:
+        return (self.name,)
 
     def find(self) -> list[str]:
         return [each.cluster_hash for each in self._list()]
@@ -233,6 +243,12 @@ class Cluster:
 def _thing(*, managed: bool, name: str) -> ManagedJob | Cluster:
     """SkyPilot's names begin with a letter."""
     return (ManagedJob if managed else Cluster)(name if name[0].isalpha() else f"run-{name}")
+
+
+def _waiting_for_uploads(verb: Sequence[str]) -> tuple[str, ...]:
+    """The option with which SkyPilot keeps machines until what the run wrote is in its bucket; older ones do not have it."""
+    told = ask(Command(words=(*verb, "--help"), what="ask SkyPilot for its options"), may_fail=True)
+    return ("--graceful",) if "--graceful " in told else ()
 
 
 def _of(record: LaunchRecord) -> ManagedJob | Cluster:
