@@ -225,6 +225,15 @@ def test_forged_hosts_of_a_record_are_refused(hosts: str, launches: Path) -> Non
         hosts_of(get_record("one"))
 
 
+def test_a_folder_that_cannot_be_written_is_named(launches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rollcall.launch.record.write_atomic", full)
+    with pytest.raises(LaunchError, match=f"{launches} cannot be written: No space left on device; make room there"):
+        new_record("one", target="ssh", run_dir="r").save()
+
+
 def test_a_folder_of_another_user_is_not_used_and_does_not_hide_ones_own(
     launches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rollcall.config import Config
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.profile import read_profile
-from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record
+from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record, writing
 from rollcall.launch.rendered import Rendered
 from rollcall.launch.ssh.hosts import choose_hosts
 from rollcall.launch.target import Request, Target
@@ -107,7 +107,8 @@ def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
             say(f"{request.name!r} was cut off while it started: finishing it")
         record = replace(record, run_dir=str(request.config.run.dir)).save()
         try:
-            rendered.write(record.folder)
+            with writing():
+                rendered.write(record.folder)
             say(target.validate(rendered, record.folder))
             record = target.start(request, rendered, record)
             return replace(record, state="started").save()

@@ -73,7 +73,8 @@ class LaunchRecord:
         return replace(self, parts=(*others, part))
 
     def save(self) -> LaunchRecord:
-        write_atomic(own_folder(self.name) / RECORD, json.dumps(asdict(self), indent=1), private=True)
+        with writing():
+            write_atomic(own_folder(self.name) / RECORD, json.dumps(asdict(self), indent=1), private=True)
         return self
 
 
@@ -82,6 +83,17 @@ _RECORD = TypeAdapter(LaunchRecord)
 
 def launches() -> Path:
     return Path(os.environ.get(FOLDER) or "~/.rollcall/launches").expanduser().absolute()
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """A disk that is full, or a folder that is not this user's, is one sentence with its path."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(
+            f"{launches()} cannot be written: {reason(error)}; make room there, or set {FOLDER} to another folder"
+        ) from None
 
 
 def new_record(name: str, *, target: str, run_dir: str) -> LaunchRecord:
@@ -107,7 +119,8 @@ def check_name(name: str) -> str:
 def own_folder(name: str) -> Path:
     """The launch's folder, made if needed. Commands are run from what is in it, so nobody else may write there."""
     folder = launches() / check_name(name)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with writing():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _refuse_foreign(folder)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
