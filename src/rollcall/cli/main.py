@@ -15,6 +15,7 @@ from rollcall.cli.config import config
 from rollcall.cli.data import data
 from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
+from rollcall.cli.finish import finish
 from rollcall.cli.gather import gather
 from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
@@ -121,6 +122,7 @@ for command in (
     plan,
     simulate,
     doctor,
+    finish,
     gather,
     submit,
     env,

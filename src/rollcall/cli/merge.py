@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcall.cli import Json, answer
+from rollcall.cli import Json, answer, calm_libraries
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -40,6 +42,12 @@ def merge(
             help="Model directory to take config and tokenizer from, if there is none beside the weights.",
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Then load it with transformers and compare its log-probs with the trained model's."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Merge a checkpoint into one directory that transformers and vllm open.
@@ -50,43 +58,56 @@ def merge(
 
     \b
     Examples:
-      rollcall merge runs/gsm8k --out models/gsm8k
+      rollcall merge runs/gsm8k --out models/gsm8k --verify
       rollcall merge runs/gsm8k/checkpoints/step-000040 --out models/gsm8k-40 --dtype bf16
       rollcall merge checkpoints/global_step_100/actor --out models/from-verl
       rollcall merge dcp-folder --base Qwen3-0.6B --out models/from-dcp --max-shard-size 2GB
     """
+    from rollcall.merge.merge import DTYPES
     from rollcall.merge.merge import merge as merge_stored
 
-    with _bar() as progress:
+    with progress_bar("merge") as progress:
         merged = merge_stored(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
-    answer(merged, _show, as_json=as_json)
+    if not verify:
+        answer(merged, _show, as_json=as_json)
+        return
+    calm_libraries()
+    from rollcall.checkpoint.verify import verify as compare
+
+    wanted = DTYPES.get(dtype)
+    verified = compare(merged.out, dtype=None if wanted is None else str(wanted).removeprefix("torch."))
+    if as_json:
+        print(json.dumps(merged.as_json() | {"verified": asdict(verified)}))
+        return
+    _show(merged)
+    print(f"verified {verified.words}")
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal; elsewhere a line every few seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        yield _lines()
+        yield _lines(title)
         return
     with Progress(
-        "merge", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console
+        title, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console
     ) as bar:
-        task = bar.add_task("merge", total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines() -> Callable[[int, int], None]:
+def _lines(title: str) -> Callable[[int, int], None]:
     due = time.monotonic() + SAY_EVERY_S
 
     def progress(done: int, total: int) -> None:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + SAY_EVERY_S
-            say(f"merged {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+            say(f"{title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 
     return progress
 

@@ -13,6 +13,7 @@ from rollcall.config.algorithms import (
     Rloo,
 )
 from rollcall.config.base import Section
+from rollcall.config.finish import FinishSection, UploadSection
 from rollcall.config.rewards import (
     CountdownReward,
     ExactReward,

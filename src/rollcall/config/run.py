@@ -18,6 +18,7 @@ from rollcall.config.algorithms import Algorithm, Grpo
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_ruin
 from rollcall.config.errors import explain_all, shown
+from rollcall.config.finish import FinishSection
 from rollcall.config.launch import LaunchSection, PrepareSection
 from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
 from rollcall.config.parallel import check_batches
@@ -56,6 +57,7 @@ class Config(Section):
     eval: EvalSection = field(EvalSection(), "How to evaluate.")
     prepare: PrepareSection = field(PrepareSection(), "What nodes do before the run.")
     launch: LaunchSection | None = field(None, "Where `rollcall launch` gets the nodes.")
+    finish: FinishSection = field(FinishSection(), "What `rollcall finish` makes of the last checkpoint.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -1,11 +1,61 @@
-"""A run's model, in one place."""
+"""What follows a run: its newest checkpoint gathered, merged, verified and uploaded.
+
+Each step is skipped if it is done. A step counts as done for what it was made of: ``finish.json`` in the run directory has that
+of the merge and the upload, and the model directory has its own mark (``verified.json``). With another checkpoint, another
+setting or a changed file the step is done again, and so are those after it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from rollcall.checkpoint.run_dir import run_file_of
+from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
+from rollcall.config import FinishSection, load_config
+from rollcall.durable.atomic import write_atomic
+from rollcall.finish.gather import gather, is_here, parts_elsewhere
+from rollcall.finish.nodes_of import find_nodes
+from rollcall.finish.upload import Uploaded, upload
+from rollcall.merge.merge import DTYPES, merge
 from rollcall.stored.checkpoint import checkpoints_of, is_checkpoint, newest_checkpoint
 from rollcall.stored.tensors import StoredError
+from rollcall.words import counted
+
+NOTES = "finish.json"  # in the run directory
+MERGED = "merged"  # likewise: the model directory
+State = Literal["done", "was done", "would be done", "not asked for"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    name: str
+    state: State
+    words: str  # what was done, or why not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    run_dir: Path
+    checkpoint: Path
+    model: Path
+    steps: tuple[Step, ...]
+    uploaded: Uploaded | None  # None: in no repository, or by an earlier call
+
+    def as_json(self) -> dict[str, Any]:
+        steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
+        return {
+            "run_dir": str(self.run_dir),
+            "checkpoint": str(self.checkpoint),
+            "model": str(self.model),
+            "steps": steps,
+            "uploaded": None if self.uploaded is None else asdict(self.uploaded),
+        }
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -16,3 +66,148 @@ def checkpoint_at(path: Path) -> Path:
         if checkpoints_of(folder) and (newest := newest_checkpoint(folder)) is not None:
             return newest.absolute()
     raise StoredError(f"{path} is neither a checkpoint nor a run directory with one; give one of them")
+
+
+def finish(
+    run: Path,
+    *,
+    overrides: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    dry_run: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Finished:
+    """``run``: a run directory or a run file. ``hosts``: those to ask for parts over ssh, as in ``find_nodes``."""
+    file, values = run_file_of(run)
+    config = load_config(file, list(overrides), defaults=dict(values))
+    run_dir = config.run.dir.absolute()
+    work = _Work(
+        run_dir=run_dir,
+        checkpoint=checkpoint_at(run_dir),
+        section=config.finish,
+        hosts=hosts,
+        dry_run=dry_run,
+        progress=progress,
+    )
+    # In this order: each looks at what the one before it has left.
+    steps = (work.gather(), work.merge(), work.verify(), work.upload())
+    return Finished(run_dir=run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded)
+
+
+class _Work:
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        checkpoint: Path,
+        section: FinishSection,
+        hosts: Sequence[str],
+        dry_run: bool,
+        progress: Progress,
+    ) -> None:
+        self.checkpoint, self.model = checkpoint, run_dir / MERGED
+        self.uploaded: Uploaded | None = None
+        self._run_dir, self._section, self._hosts = run_dir, section, hosts
+        self._dry_run, self._progress = dry_run, progress
+        self._begun = False  # whether a step was done, or would be: then those after it are too
+        self._notes = _read_notes(run_dir / NOTES)
+
+    def gather(self) -> Step:
+        parts = parts_elsewhere(self.checkpoint, kinds=("weights",))
+        missing = [part for part in parts if not is_here(self.checkpoint, part)]
+        if not missing:
+            return Step(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
+        nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))
+        size = sum(part.size for part in missing)
+        words = f"{counted(len(missing), 'part')} ({size / 1e9:.2f} GB) from node {nodes}"
+        return self._step(
+            "gather",
+            words,
+            lambda: gather(
+                self.checkpoint,
+                lambda: find_nodes(self._run_dir, hosts=self._hosts),
+                kinds=("weights",),
+                progress=self._progress,
+            ),
+        )
+
+    def merge(self) -> Step:
+        wanted = {
+            "checkpoint": self.checkpoint.name,
+            "manifest": _digest(self.checkpoint / "manifest.json"),
+            "dtype": self._section.dtype,
+            "max_shard_size": self._section.max_shard_size,
+        }
+        if not self._begun and self._notes.get("merge") == wanted and (self.model / "config.json").is_file():
+            return Step(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
+
+        def work() -> None:
+            merge(
+                self.checkpoint,
+                self.model,
+                dtype=self._section.dtype,
+                max_shard_size=self._section.max_shard_size,
+                progress=self._progress,
+            )
+            self._note("merge", wanted)
+
+        return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self._section.dtype}", work)
+
+    def verify(self) -> Step:
+        wanted = DTYPES.get(self._section.dtype)
+        dtype = None if wanted is None else str(wanted).removeprefix("torch.")
+        if not self._begun and not why_not_verified(self.model):
+            return Step(name="verify", state="was done", words=f"{self.model} is as it was verified")
+        if self._dry_run:
+            return self._step("verify", f"{self.model} against the log-probs of the trained model", lambda: None)
+        self._begun = True
+        return Step(name="verify", state="done", words=verify(self.model, dtype=dtype).words)
+
+    def upload(self) -> Step:
+        section = self._section.upload
+        if section is None:
+            return Step(name="upload", state="not asked for", words="the run file has no finish.upload")
+        wanted = {**section.model_dump(), "endpoint": _endpoint(), "files": self._files()}
+        where = f"{section.repo} ({section.revision or 'main'})"
+        if not self._begun and self._notes.get("upload", {}).get("of") == wanted:
+            return Step(name="upload", state="was done", words=f"{self._notes['upload'].get('url')}")
+
+        def work() -> None:
+            self.uploaded = upload(self.model, section.repo, private=section.private, revision=section.revision)
+            self._note("upload", {"of": {**wanted, "files": self._files()}, "url": self.uploaded.url})
+
+        return self._step("upload", f"{self.model} to {where}", work)
+
+    def _step(self, name: str, words: str, work: Callable[[], object]) -> Step:
+        self._begun = True
+        if self._dry_run:
+            return Step(name=name, state="would be done", words=words)
+        work()
+        return Step(name=name, state="done", words=words)
+
+    def _files(self) -> str | None:
+        """The files of the verified model, in one checksum."""
+        mark = mark_of(self.model)
+        return None if mark is None else hashlib.sha256(json.dumps(mark["files"], sort_keys=True).encode()).hexdigest()
+
+    def _note(self, name: str, value: Any) -> None:
+        self._notes[name] = value
+        write_atomic(self._run_dir / NOTES, json.dumps({"format": 1, **self._notes}, indent=1))
+
+
+def _read_notes(path: Path) -> dict[str, Any]:
+    """What earlier calls have noted; nothing if it cannot be read: then the steps are done again."""
+    try:
+        found = json.loads(path.read_bytes())
+        return {key: dict(found[key]) for key in ("merge", "upload") if key in found} if found["format"] == 1 else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT

@@ -1,0 +1,169 @@
+"""`rollcall finish`: from a checkpoint whose parts are on nodes to a model on the hub; each step once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import Fault, Hub
+from safetensors.torch import load_file, save_file
+from test_gather import RUN, Disk
+from test_training_checkpoint import learner_of, step
+from test_upload import REPO, hub  # noqa: F401 - a fixture
+from tiny import make_tokenizer
+from typer.testing import CliRunner
+
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.training import write_learner
+from rollcall.checkpoint.verify import VerifyError
+from rollcall.cli.main import app
+from rollcall.config import dump_config, load_config
+from rollcall.errors import ConfigError
+from rollcall.finish import finish as module
+from rollcall.finish.finish import Finished, finish
+from rollcall.finish.upload import UploadError
+from rollcall.learner.gang import Gang
+from rollcall.learner.learner import Learner
+from rollcall.stored.tensors import StoredError
+
+
+class Trained:
+    """A run directory, and the learner that its checkpoints are of."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.dir = tmp_path / "run"
+        self.disks = [Disk(tmp_path / f"disk-{rank}", f"node {rank}") for rank in range(2)]
+        self.learner: Learner = learner_of(Gang.alone())
+        self.dir.mkdir()
+        config = load_config(None, [f"run.dir={self.dir}", f"finish.upload.repo={REPO}"])
+        (self.dir / "run.yaml").write_text(dump_config(config))
+
+    def save(self, number: int, *, on_nodes: bool) -> Path:
+        step(self.learner, number)
+        store = CheckpointStore(self.dir / "checkpoints", keep_last=3, keep_best=0)
+
+        def write(folder: Path) -> None:
+            write_learner(self.learner, make_tokenizer(), folder)
+
+        path = store.save(number, write=write, state={}, score=None)
+        if on_nodes:
+            self._to_nodes(path)
+        return path
+
+    def _to_nodes(self, checkpoint: Path) -> None:
+        """The weights as parts on two disks, the way a run with checkpoint.place=local leaves them."""
+        (checkpoint.parent / "node-folder").write_text(RUN)
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        whole = checkpoint / "model/model.safetensors"
+        tensors = load_file(whole)
+        whole.unlink()
+        del manifest["files"]["model/model.safetensors"]
+        for rank, disk in enumerate(self.disks):
+            name = f"model/part-{rank:05}-of-00002.safetensors"
+            place = disk.root / f"rollcall-{os.getuid()}/parts" / RUN / f"{checkpoint.name}-ab" / name
+            place.parent.mkdir(parents=True)
+            manifest["files"][name] = {**_write_half(place, tensors, rank), "node": str(rank), "host": f"host-{rank}"}
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _write_half(place: Path, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+    own, parts = {}, {}
+    for name, tensor in tensors.items():
+        cut = len(tensor) // 2
+        own[name] = tensor[cut * rank : cut * (rank + 1)].contiguous()
+        start = [cut * rank, *[0] * (tensor.ndim - 1)]
+        parts[name] = {"name": name, "start": start, "shape": list(tensor.shape)}
+    save_file(own, place, metadata={"parts": json.dumps(parts)})
+    data = place.read_bytes()
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return {"size": len(data), "blake2b": digest, "place": str(place), "kind": "weights"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    trained = Trained(tmp_path)
+    monkeypatch.setattr(module, "find_nodes", lambda run_dir, hosts: trained.disks)
+    return trained
+
+
+def states(done: Finished) -> list[str]:
+    return [step.state for step in done.steps]
+
+
+def test_a_run_is_finished_step_by_step_and_each_step_once(hub: Hub, run: Trained) -> None:  # noqa: F811
+    run.save(1, on_nodes=True)
+    asked = len(list(run.dir.rglob("*")))
+    dry = finish(run.dir, dry_run=True)
+    assert states(dry) == ["would be done"] * 4 and "2 parts" in dry.steps[0].words
+    assert len(list(run.dir.rglob("*"))) == asked and hub.requests == []
+    done = finish(run.dir)
+    assert states(done) == ["done"] * 4
+    assert "differ from the trained model's by at most" in done.steps[2].words
+    assert hub.files(REPO)["model.safetensors"] == (run.dir / "merged/model.safetensors").read_bytes()
+    assert (run.dir / "checkpoints/step-000001/model/part-00001-of-00002.safetensors").is_file()
+    assert states(finish(run.dir)) == ["was done"] * 4
+    # Another precision: all but the parts.
+    half = finish(run.dir, overrides=["finish.dtype=bf16"])
+    assert states(half) == ["was done", "done", "done", "done"] and "stored in bfloat16" in half.steps[2].words
+    # A new checkpoint: all of it.
+    run.save(2, on_nodes=True)
+    assert states(finish(run.dir)) == ["done"] * 4
+    assert len(hub.repos[REPO].commits) == 4
+
+
+def test_a_failed_step_is_where_the_next_call_goes_on(hub: Hub, run: Trained) -> None:  # noqa: F811
+    run.save(1, on_nodes=False)
+    hub.faults = [Fault("POST", "/commit/", 403, message="you may only read", count=9)]
+    with pytest.raises(UploadError, match="you may only read"):
+        finish(run.dir)
+    hub.faults = []
+    assert states(finish(run.dir)) == ["was done", "was done", "was done", "done"]
+    # A file that someone changed is compared again, and not uploaded.
+    file = run.dir / "merged/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].mul_(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    commits = len(hub.repos[REPO].commits)
+    with pytest.raises(VerifyError, match="is not the model that was trained"):
+        finish(run.dir)
+    assert len(hub.repos[REPO].commits) == commits
+
+
+def test_a_run_file_without_a_repository_uploads_nothing(hub: Hub, run: Trained) -> None:  # noqa: F811
+    run.save(1, on_nodes=False)
+    done = CliRunner().invoke(app, ["finish", str(run.dir), "finish.upload=null", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["steps"]["upload"]["state"] == "not asked for" and found["uploaded"] is None
+    assert hub.requests == [] and Path(found["model"], "config.json").is_file()
+    shown = CliRunner().invoke(app, ["finish", str(run.dir), "finish.upload=null", "--dry-run"])
+    assert shown.stdout.count("was done") == 3 and "not asked for" in shown.stdout
+
+
+def test_what_cannot_be_finished_is_said(run: Trained, tmp_path: Path) -> None:
+    with pytest.raises(StoredError, match="neither a checkpoint nor a run directory with one"):
+        finish(run.dir)
+    with pytest.raises(ConfigError, match="does not exist"):
+        finish(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is not the name of a repository; write OWNER/NAME"):
+        finish(run.dir, overrides=["finish.upload.repo=../x"])
+
+
+def test_merge_verifies_on_request(run: Trained, tmp_path: Path) -> None:
+    checkpoint = run.save(1, on_nodes=False)
+    words = ["merge", str(checkpoint), "--out", str(tmp_path / "out"), "--verify"]
+    done = CliRunner().invoke(app, [*words, "--dtype", "bf16", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["verified"]["dtype"] == "bfloat16"
+    probe = checkpoint / "model/probe.json"  # what a plain model directory holds has no checksums
+    wrong = json.loads(probe.read_text())
+    wrong["logprobs"][0][0] -= 1.0
+    probe.write_text(json.dumps(wrong))
+    words[1] = str(checkpoint / "model")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1 and "is not the model that was trained" in done.output
