@@ -11,8 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("RAY_ADDRESS", None)  # tests name their clusters themselves
 
 import pytest  # noqa: E402
+import quick_rewards  # noqa: E402
 from lab import Lab, missing_for_lab  # noqa: E402
 from lab.cluster import SLOTS, LabCluster, bring_up, publish_stale  # noqa: E402
+
+from rollcall.config import Config  # noqa: E402
+
+quick_rewards.owner = os.getpid()
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +32,16 @@ def lab_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabCluster
         hosts = {rank: lab.hosts[rank] for rank in (3, 0, 2, 1)}
         joined = bring_up(hosts, "--rendezvous", str(lab.shared), "--slots", str(SLOTS))
         yield LabCluster(lab=lab, hosts=lab.hosts[:4], outsider=lab.hosts[4], rendezvous=lab.shared, joined=joined)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The run of `runs.make_run` without overrides, trained to its end; to be left as it is."""
+    from runs import finish, make_run  # which import torch
+
+    config = make_run(tmp_path_factory.mktemp("undisturbed"))
+    finish(config)
+    return config
 
 
 @pytest.hookimpl(wrapper=True)

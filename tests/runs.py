@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import quick_rewards
 from commands import WAIT_S, fork_context
 from safetensors.numpy import load_file
 from tiny import save_model
@@ -81,10 +82,11 @@ def make_run(
 
 @contextmanager
 def lean() -> Iterator[None]:
-    """Runs draw no learning curve, half of the work of one so small, and have one process for their rewards."""
+    """Runs draw no learning curve, half of the work of one so small, and have one process for their rewards, forked."""
     with (
         mock.patch("rollcall.training.learning_curve", return_value=None),
         mock.patch("rollcall.roles.build.NUM_REWARD_WORKERS", 1),
+        mock.patch("rollcall.reward.pool.subprocess", quick_rewards.SUBPROCESS),
     ):
         yield
 

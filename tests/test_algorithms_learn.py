@@ -18,10 +18,10 @@ from rollcall.durable.journal import Journal
 
 Rewards = Sequence[Mapping[str, Any]]
 
-STEPS, PROMPTS, SAMPLES = 17, 16, 8
+STEPS, PROMPTS, SAMPLES = 12, 16, 8
 SIZES = (
     f"trainer.steps={STEPS}", f"data.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    "trainer.save_every=0", "actor.lr=6e-3",
+    "rollout.max_response_tokens=2", "trainer.save_every=0", "actor.lr=1e-2",
 )  # fmt: skip
 CHANCE = 0.05  # of the answer's letter under the untrained model it is about 1/36
 
@@ -79,7 +79,8 @@ def test_a_short_training_in_bfloat16_raises_the_reward(tmp_path: Path) -> None:
 
 
 def test_dapo_raises_the_reward_and_refills_steps_with_groups_that_differ(tmp_path: Path) -> None:
-    config = trained(tmp_path, "algorithm.name=dapo", "algorithm.overlong_buffer=0", "algorithm.max_refills=8")
+    options = ("algorithm.name=dapo", "algorithm.overlong_buffer=0", "algorithm.max_refills=8")
+    config = trained(tmp_path, *options, "rollout.max_response_tokens=4")
     assert_learns(config)
     assert_engine_and_learner_agree(config)
     refills = column(config, "train/refills")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -147,7 +148,8 @@ def test_secrets_are_not_given_to_ray_without_a_token(monkeypatch: pytest.Monkey
     assert SECRET not in str(refused.value)
 
 
-@settings(max_examples=8, deadline=None)  # making a key from a token takes long on purpose
+@mock.patch("rollcall.worker_env.seal._ROUNDS", 10)  # making a key from a token takes long on purpose
+@settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.text(max_size=40), max_size=4), st.text(min_size=1, max_size=20)
 )

@@ -166,7 +166,7 @@ def report(found: list[Failure]) -> str:
 
 
 # Cases of each kind: in `make test`, and in `make slow`.
-FEW = {"run files": 30, "overrides": 40, "data files": 150, "models": 8, "run directories": 8, "commands": 30}
+FEW = {"run files": 15, "overrides": 20, "data files": 150, "models": 8, "run directories": 8, "commands": 30}
 MANY = {
     "run files": 1500,
     "overrides": 1500,
