@@ -71,7 +71,7 @@ def refuse_secret(override: str) -> None:
     value = _parse_value(text, override, is_text=False)
     for part in reversed(rest):
         value = {part: value}
-    # Once as it is read and once as it is written: what is no YAML is text to the reader.
+    # Once as it is read and once as it is written: text that is not YAML stays text to the reader.
     for name in secrets_of_run({"cluster": value}) or secrets_of_run({"cluster": text}):
         raise ConfigError(
             f"{name} is a secret by its name, and others see a command line; export {name} and name it in cluster.env_pass"

@@ -288,6 +288,6 @@ def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: i
             seen.add(row["prompt"])
             yield row
 
-    # A task with few different questions repeats itself: a question from training is no test.
+    # A task with few different questions repeats itself: a question from training tests nothing.
     test = (row for row in rows if row["prompt"] not in seen)
     return TaskRows(train=train(), test=test, num_rows=num_rows, reward=name.replace("-", "_"))

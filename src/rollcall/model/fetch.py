@@ -80,7 +80,7 @@ def _download(name: str, *, key: str) -> Path:
     if "refused" in answer:
         raise HubError(f"{key}={name} {answer['refused']}")
     raise HubError(
-        f"{key}={name} could not be fetched ({answer['error']}); run the command again, it continues with what is there"
+        f"{key}={name} could not be fetched ({answer['error']}); run the command again, it continues where it stopped"
     )
 
 
@@ -98,7 +98,7 @@ def _wait_while_it_grows(worker: subprocess.Popen[str], name: str, *, key: str) 
             elif still.is_over:
                 raise HubError(
                     f"{key}={name}: the download has stood still for {STANDSTILL_S:g} s at {size / 2**20:.0f} MiB; check the "
-                    "network and run the command again, it continues with what is there"
+                    "network and run the command again, it continues where it stopped"
                 ) from None
 
 

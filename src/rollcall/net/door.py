@@ -7,7 +7,7 @@ listener -> caller     its own proof
 The secret itself never travels, and a proof is good for one connection. Before the proof a caller gets 32 random bytes, has
 64 bytes to say and ``PROOF_S`` to say them; nothing of it is parsed. Many callers are heard at once, so a silent
 one delays nobody. What follows on the connection is plain TCP: the door keeps strangers out, but someone who can read or
-change the packets of others can still do so.
+change other people's packets can still do so.
 """
 
 from __future__ import annotations

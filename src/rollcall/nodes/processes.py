@@ -72,7 +72,7 @@ def command_names(processes: Iterable[Process]) -> set[str]:
 
 
 def raylets_here() -> dict[str, str]:
-    """All nodes of Ray on this machine, also those of others: node id to its head (HOST:PORT)."""
+    """All nodes of Ray on this machine, also those that other people started: node id to its head (HOST:PORT)."""
     found: dict[str, str] = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -170,7 +170,7 @@ class Supervisor:
                     self._eyes[spec.node.node_id].end.remote(pid)
 
     def _suspect(self, nodes: Collection[str]) -> None:
-        """Of the nodes with losses, those that do not answer are not to be planned with."""
+        """Of the nodes with losses, those that do not answer are left out of the plan."""
         with self._lock:
             silent = self._silent_nodes.intersection(nodes)
         for node_id in silent:
