@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,24 @@ def test_what_works_beside_rank_0_hears_no_signal_and_ends_with_its_commands(
     while Path(f"/proc/{pid}").exists() and time.monotonic() < give_up:
         time.sleep(0.01)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_run_that_was_stopped_leaves_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints/step-7").mkdir(parents=True)
+    (run_dir / "journal").mkdir()
+    (run_dir / "journal/000008.groups").write_bytes(b"12345")
+    path = run_file(tmp_path)
+    path.write_text(f"{path.read_text()}run: {{dir: {run_dir}}}\n")
+    meet = tmp_path / "meet"
+    monkeypatch.setattr(whole_run, "OurCluster", lambda name: SimpleNamespace(rendezvous=str(meet)))
+    monkeypatch.setattr(whole_run, "_tell_nodes", lambda cluster, status: None)
+    for status in (0, STOPPED):
+        monkeypatch.setattr(whole_run, "_run", lambda *args, status=status, **options: status)
+        assert whole_run.drive("one", path, timeout_s=1.0) == status, "also where nothing can be written"
+    (meet / "one").mkdir(parents=True)
+    assert whole_run.drive("one", path, timeout_s=1.0) == STOPPED
+    assert (meet / "one/reached").read_text() == "step 7, with 5 bytes of groups"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -132,7 +132,7 @@ def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
         config = load_config(run_file)
         status = _run(cluster, config, timeout_s=timeout_s)
         if status == STOPPED:
-            _leave_reached(cluster, config.run.dir)
+            _note_reached(cluster, config.run.dir)
     except (ClusterError, ValueError, OSError) as error:
         say(f"error: {error}")
         status = FAILED
@@ -152,14 +152,17 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     return jobs.follow(job.id).exit_status
 
 
-def _leave_reached(cluster: str, run_dir: Path) -> None:
+def _note_reached(cluster: str, run_dir: Path) -> None:
     """How far the run has come, where the nodes meet. One that is stopped at the same point again makes no progress."""
     root = OurCluster(cluster).rendezvous
     if root is None:
         return
-    num_bytes = sum(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
-    text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
-    write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
+    try:
+        num_bytes = sum(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
+        text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
+        write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
+    except OSError as error:  # the run was stopped, and has saved, all the same
+        say(f"how far the run has come is not noted: {error}")
 
 
 def _known(jobs: Jobs) -> list[Job]:
