@@ -378,6 +378,17 @@ def test_a_job_that_comes_no_further_between_two_stops_is_not_requeued_again(tmp
     assert len(tools.called("scontrol")) == 3
 
 
+def test_on_a_machine_of_another_cluster_the_job_is_not_taken_for_ended(tmp_path: Path, tools: Tools) -> None:
+    tools.program("scontrol", 'printf "AuthType = munge\\nClusterName             = east\\n"')
+    record, request, made = launched(tmp_path)
+    tools.program("scontrol", 'echo "ClusterName = west"')
+    tools.program("squeue", "exit 0")
+    for use in (lambda: stop("one"), lambda: Slurm().status(record), lambda: start(Slurm(), request, made)):
+        with pytest.raises(LaunchError, match="on the Slurm cluster 'east', and this machine's is 'west'"):
+            use()
+    assert find_record("one") is not None and (tools.queue / "41").exists()
+
+
 def test_launching_it_again_forgets_where_it_stood(tmp_path: Path, tools: Tools) -> None:
     record, request, made = launched(tmp_path)
     (record.folder / "requeued").write_text("step 7\n")

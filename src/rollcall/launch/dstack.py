@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rollcall.config.launch import DstackSection
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import ElsewhereError
 from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
@@ -203,7 +203,7 @@ def _run(record: LaunchRecord) -> _Run | None:
     """What dstack knows of the run, if it is active or the last one that has ended."""
     listed, then = _list(), record.facts.get(PROJECT)
     if then and listed.project != then:  # which has no such run, and that would be taken for its end
-        raise LaunchError(
+        raise ElsewhereError(
             f"{record.name!r} was launched in dstack's project {then!r}, and now it has {listed.project!r}; run "
             f"`dstack project set-default {then}` first, or set DSTACK_PROJECT"
         )

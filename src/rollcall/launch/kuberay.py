@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rollcall.config.launch import KuberaySection
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
@@ -187,7 +187,7 @@ def _refuse_other_context(record: LaunchRecord) -> None:
     """Another cluster has no such RayJob, which would be taken for its end."""
     then = record.facts.get(CONTEXT)
     if then and (now := _context()) not in ("", then):
-        raise LaunchError(
+        raise ElsewhereError(
             f"{record.name!r} was launched in kubectl's context {then!r}, and now it has {now!r}; run "
             f"`kubectl config use-context {then}` first"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record, writing
 from rollcall.launch.rendered import Rendered
@@ -145,6 +145,11 @@ def _forget_if_nothing_started(name: str) -> None:
 def stop(name: str) -> None:
     get_record(name)  # a name that nothing has leaves no folder
     with held(name):
-        record = replace(get_record(name), state="stopping").save()
-        get_target(record.target).stop(record)
+        before = get_record(name)
+        record = replace(before, state="stopping").save()
+        try:
+            get_target(record.target).stop(record)
+        except ElsewhereError:
+            before.save()
+            raise
         forget(record)

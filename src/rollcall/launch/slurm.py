@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rollcall.config.launch import SlurmSection
@@ -77,10 +78,13 @@ class Slurm:
         return "sbatch takes the job"
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        slurm_queue.refuse_other_cluster(record)
         return names if slurm_queue.find(record) else ()
 
     def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         attach = _section(request).attach
+        slurm_queue.refuse_other_cluster(record)
+        record = replace(record, facts={**record.facts, slurm_queue.CLUSTER: slurm_queue.cluster_here()})
         if attach is not None:
             return slurm_queue.attach(
                 record, rendered.commands[0], job=str(attach), num_nodes=request.cluster.num_nodes
@@ -93,15 +97,18 @@ class Slurm:
         return record.with_part(Part(kind="job", where="slurm", id=job)).save()
 
     def follow(self, record: LaunchRecord) -> int:
+        slurm_queue.refuse_other_cluster(record)
         return slurm_queue.follow(record)
 
     def status(self, record: LaunchRecord) -> str:
+        slurm_queue.refuse_other_cluster(record)
         return slurm_queue.status(record)
 
     def logs(self, record: LaunchRecord) -> None:
         slurm_queue.print_log(record)
 
     def stop(self, record: LaunchRecord) -> None:
+        slurm_queue.refuse_other_cluster(record)
         slurm_queue.stop(record)
 
 

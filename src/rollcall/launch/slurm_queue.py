@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
 from rollcall.launch.tool import ask as ask_tool
@@ -23,6 +23,7 @@ from rollcall.words import visible
 
 # In the launch's folder. REQUEUED: where the run stood when the job requeued itself last.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
+CLUSTER = "slurm_cluster"  # the fact that names it
 LOOK_EVERY_S = 1.0
 STEP_S = 60.0  # until a step that srun starts is listed
 SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
@@ -66,6 +67,22 @@ def variables(script: str = "") -> dict[str, str]:
 
 def ask(command: Command, *, script: str = "", may_fail: bool = False) -> str:
     return ask_tool(command, env=variables(script), may_fail=may_fail)
+
+
+def cluster_here() -> str:
+    """The name of the Slurm cluster that this machine asks; empty: it has none."""
+    told = ask(Command(words=("scontrol", "show", "config"), what="ask for Slurm's name"), may_fail=True)
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", told, re.MULTILINE)
+    return visible(found[1]) if found else ""
+
+
+def refuse_other_cluster(record: LaunchRecord) -> None:
+    """A home folder may be that of several clusters. Another one has no such job, which would be taken for its end."""
+    then = record.facts.get(CLUSTER)
+    if then and (now := cluster_here()) not in ("", then):
+        raise ElsewhereError(
+            f"{record.name!r} was launched on the Slurm cluster {then!r}, and this machine's is {now!r}; run this on a machine of {then!r}"
+        )
 
 
 def job_name(launch: str) -> str:
