@@ -17,7 +17,7 @@ from rollcall.cli.main import app
 from rollcall.finish import gather as module
 from rollcall.finish.gather import FOLDER, GatherError, gather
 from rollcall.finish.node_files import NodeFiles
-from rollcall.finish.nodes_of import Asked, Node, NodeError, SshNode, ThisNode
+from rollcall.finish.nodes_of import Asked, Node, NodeError, RayNodeFiles, SshNode, ThisNode
 from rollcall.launch.ssh.shell import Login
 
 RUN = "a-run-0123456789ab"
@@ -290,3 +290,41 @@ def test_a_host_that_cannot_be_reached_or_prints_more_is_named(tmp_path: Path, h
     with pytest.raises(GatherError, match=r"No route to host\nbring these nodes back") as refused:
         gather(checkpoint, lambda: [node])
     assert "no node has model/part-00000-of-00002.safetensors of node 0 (host-0" in str(refused.value)
+
+
+# Over Ray, with a stand-in for the process on the node
+
+
+class FakePinned:
+    """Calls run here, at once; how many answers were not taken yet is counted."""
+
+    waiting = most = 0
+
+    def __init__(self, node_id: str, target: type, by_value: Sequence[Any]) -> None:
+        self.there = target()
+
+    def call(self, method: str, *args: Any) -> Any:
+        FakePinned.waiting += 1
+        FakePinned.most = max(FakePinned.most, FakePinned.waiting)
+
+        def answer() -> Any:
+            FakePinned.waiting -= 1
+            return getattr(self.there, method)(*args)
+
+        return answer
+
+
+def test_over_the_cluster_few_chunks_are_on_their_way_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.finish.nodes_of.Pinned", FakePinned)
+    monkeypatch.setattr("rollcall.finish.nodes_of.answer_of", lambda call, timeout_s: call())
+    checkpoint, _ = make_checkpoint(tmp_path, num_nodes=1)
+    node = RayNodeFiles("id", where="node 0 (10.0.0.1)")
+    done = gather(checkpoint, lambda: [node], delete=True)
+    assert_gathered(checkpoint)
+    assert len(done.removed) == 2 and done.num_bytes == 2 * SIZE
+    assert FakePinned.waiting == 0 and FakePinned.most == 2
+    part = {"name": "model/part-0-of-1.safetensors", "place": "/etc/passwd", "run": RUN, "size": 5}
+    with pytest.raises(NodeError, match=r"node 0 \(10.0.0.1\): /etc/passwd is not in the folder of this user's run"):
+        list(node.chunks(part, offset=0))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,7 +84,7 @@ class RayNodeFiles:
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         starts = iter(range(offset, part["size"], CHUNK_BYTES))
-        waiting = [self._ask(part, start) for start, _ in zip(starts, range(AHEAD), strict=False)]
+        waiting = [self._ask(part, start) for start in islice(starts, AHEAD)]
         while waiting:
             data = self._answer(waiting.pop(0))
             if (start := next(starts, None)) is not None:
