@@ -48,7 +48,7 @@ gpu: $(DEV)  ## the tests that need a CUDA device
 vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/setup_peers.sh .peers vllm`
 	ROLLCALL_VLLM_PYTHON=$${ROLLCALL_VLLM_PYTHON:-.peers/vllm/bin/python} $(BIN)/python -m pytest -q -rs -m vllm
 
-launchers: $(DEV)  ## SkyPilot's and dstack's own parsers read what `rollcall launch` renders (scripts/setup_peers.sh .peers skypilot dstack)
+launchers: $(DEV)  ## SkyPilot's and dstack's own parsers read what `rollcall launch` renders; SkyPilot runs it on the lab's Slurm (scripts/setup_peers.sh .peers skypilot dstack)
 	$(BIN)/python -m pytest -q -rs -m launchers
 
 bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_peers.sh first)
