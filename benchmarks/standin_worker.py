@@ -149,6 +149,6 @@ class StandIn:
     def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
         self.engine.update_weights(version)
 
-    def write_checkpoint(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "weights").write_text(str(self.engine.version))
+    def write_whole(self, directory: Path) -> None:
+        (directory / "model").mkdir(parents=True)
+        (directory / "model" / "config.json").write_text(str(self.engine.version))

@@ -35,6 +35,7 @@ from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.engines import RemoteEngine
 from rollcall.roles.remote import RemoteLearner
+from rollcall.roles.saving import Saving
 from rollcall.roles.team import Team
 from rollcall.types import Prompt
 
@@ -89,11 +90,10 @@ class StandInWorkers:
     def take_preemptions(self) -> int:
         return 0
 
-    def write_checkpoint(self, directory: Path) -> None:
-        self.team.call(self.team.members[Role.ACTOR][:1], "write_checkpoint", directory)
-
-    def read_checkpoint(self, directory: Path) -> None:
-        return None
+    @property
+    def saving(self) -> Saving:
+        first = self.team.members[Role.ACTOR][:1]
+        return Saving(call=self.team.call, processes=first, in_parts=False, place="shared", run_name="stand-ins")
 
     def export(self, directory: Path) -> None:
         return None

@@ -314,7 +314,7 @@ def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monke
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
         raise told from NonFiniteError("the actor's lm_head.weight hold NaN or infinite values")
 
-    monkeypatch.setattr(LocalWorkers, "write_checkpoint", write)
+    monkeypatch.setattr(LocalWorkers, "write_whole", write)
     with pytest.raises(
         RunError, match=r"step 2: the actor's lm_head\.weight .*this step was not saved.*Lower actor\.lr"
     ):
@@ -391,7 +391,7 @@ def fill_disk_at(patch: pytest.MonkeyPatch, disk: Path, owner: type, name: str, 
         ),
         pytest.param(
             LocalWorkers,
-            "write_checkpoint",
+            "write_whole",
             2,
             CheckpointError,
             "step-000004: cannot write the checkpoint.*No space left",

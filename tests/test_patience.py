@@ -99,7 +99,7 @@ def at_call(patch: pytest.MonkeyPatch, owner: type, name: str, *, call: int, act
     [
         pytest.param(Journal, "append", 20, id="a-group"),
         pytest.param(Journal, "mark_trained", 3, id="that-a-step-was-trained"),
-        pytest.param(LocalWorkers, "write_checkpoint", 2, id="a-checkpoint"),
+        pytest.param(LocalWorkers, "write_whole", 2, id="a-checkpoint"),
         pytest.param(JsonlSink, "log", 3, id="metrics"),
         pytest.param(Record, "export", 1, id="the-model"),
     ],
@@ -140,7 +140,7 @@ class Unwritable:
             unmount(self.path)
 
 
-@pytest.mark.parametrize("call", ["append", "save", "write_checkpoint"])
+@pytest.mark.parametrize("call", ["append", "save", "write_whole"])
 def test_a_run_waits_for_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_run_waits_for_a_folder_that_cannot_be_written(
     elif call == "save":
         at_call(monkeypatch, CheckpointStore, "save", call=2, action=blocked.begin)
     else:  # with a save begun, which can then neither be put in place nor be removed
-        at_call(monkeypatch, LocalWorkers, "write_checkpoint", call=2, action=blocked.begin)
+        at_call(monkeypatch, LocalWorkers, "write_whole", call=2, action=blocked.begin)
     with Rescue(blocked.end) as rescue:
         assert finish(config)["steps"] == 6
     assert rescue.said and ("Read-only" in rescue.said[0] or "Permission" in rescue.said[0])

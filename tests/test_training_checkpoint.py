@@ -11,15 +11,17 @@ import pytest
 import torch
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from saved import save
 from test_learner import LONGEST, TEMPERATURE, section
 from tiny import make_model, make_tokenizer
 
-from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
+from rollcall.checkpoint.in_parts import open_role
+from rollcall.checkpoint.training import export_learner, read_critic, read_learner
 from rollcall.config import Grpo, Ppo
 from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
-from rollcall.model.decoder import fuse_parameters
+from rollcall.model.decoder import fuse_parameters, module_names
 from rollcall.model.load import ModelError
 
 FLOAT: dict[str, Any] = dict(dtype=torch.float32)
@@ -64,8 +66,7 @@ def write(gang: Gang, changes: dict[str, Any], directory: Path) -> dict[str, tor
     for seed in (1, 2):
         step(learner, seed)
         step(critic, seed)
-    write_learner(learner, make_tokenizer(), directory)
-    write_critic(critic, directory)
+    save(gang, directory, learner=learner, critic=critic)
     return {name: tensor.detach().clone() for name, tensor in learner.body.whole_tensors()}
 
 
@@ -94,13 +95,24 @@ def test_a_resume_with_or_without_masters_has_the_trained_policy(
     trained = ranks.run(write, writer, tmp_path, size=2 if sharded[0] else 1)[0]
     policy, critic = ranks.run(read, reader, tmp_path, size=2 if sharded[1] else 1)[0]
     base = dict(learner_of(Gang.alone(), **after).body.whole_tensors())
-    dtype, stored = after["dtype"], load_file(tmp_path / "critic.safetensors")
-    masters = torch.load(tmp_path / "critic.pt", weights_only=True)["masters"]
+    dtype, stored = after["dtype"], saved_critic(tmp_path)
     for name, tensor in policy.items():
         torch.testing.assert_close(tensor, trained[name].to(dtype), rtol=1e-2, atol=1e-3)
         assert not torch.equal(tensor, base[name]), f"{name} is the base model's"
     for name, tensor in critic.items():
-        assert torch.equal(tensor, masters.get(name, stored[name]).to(dtype)), name
+        assert torch.equal(tensor, stored[name].to(dtype)), name
+
+
+def saved_critic(directory: Path) -> dict[str, torch.Tensor]:
+    """Its weights at the precision that updates go to."""
+    if not (directory / "critic").is_dir():
+        masters = torch.load(directory / "critic.pt", weights_only=True)["masters"]
+        return {**load_file(directory / "critic.safetensors"), **masters}
+    stored = open_role(directory, "critic")
+    assert stored is not None
+    prefix = "master/" if "master/score.weight" in stored.tensors else ""
+    names = critic_of(Gang.alone()).body.named
+    return {name: torch.cat([stored.read(prefix + part) for part in module_names(name)]) for name in names}
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -114,7 +126,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
             {**whole, "model.layers.2.mlp.up_proj.weight": torch.ones(1)},
             r"not part of the model.*model\.layers\.2\.mlp\.up_proj",
         ),
-        ({**whole, "model.norm.weight": torch.ones(1)}, r"of another shape \(norm is \[1\], not \[64\]\)"),
+        (
+            {**whole, "model.norm.weight": torch.ones(1)},
+            r"of another shape \(model\.norm\.weight is \[1\], not \[64\]\)",
+        ),
     ):
         save_file(change, file)
         with pytest.raises(ModelError, match=message):
@@ -133,9 +148,9 @@ def refused(gang: Gang, changes: dict[str, Any], directory: Path) -> list[str]:
             one.body.named["layers.1.qkv"][-1] = float("inf")
     said = []
     for write in (
-        lambda: write_learner(learner, make_tokenizer(), directory),
+        lambda: save(gang, directory, learner=learner),
         lambda: export_learner(learner, make_tokenizer(), directory / "model"),
-        lambda: write_critic(critic, directory),
+        lambda: save(gang, directory, critic=critic),
     ):
         try:
             write()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, ExactReward, load_config
@@ -207,7 +208,8 @@ def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
     if checkpoint is not None:
-        return str(checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
+        in_parts = is_in_parts(checkpoint.path, "actor")
+        return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
 
 

@@ -20,7 +20,7 @@ from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError, SizesUnknown
 from rollcall.groups.backend import Backend
-from rollcall.loop.attempts import Budget, closing, headline, run_attempts
+from rollcall.loop.attempts import Budget, closing, headline, loss_of, run_attempts
 from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
@@ -39,7 +39,7 @@ from rollcall.plan.memory import element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
-from rollcall.wait import in_silence, on_stdout, say, speaking
+from rollcall.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.words import all_of, are, counted
 
 
@@ -133,6 +133,11 @@ class _Training:
         console.restart(start_step)
         workers = _build(config, backend=self.backend)
         with closing(workers), ExitStack() as opened:
+            if resume is not None and (why := workers.saving.missing(resume.path)):
+                warn(f"checkpoint {resume.path} is not complete ({why}) and is skipped")
+                resume = store.latest(before=resume.step, missing=workers.saving.missing)
+                start_step = resume.step if resume else 0
+                console.restart(start_step)
             _check_lengths(config, workers)
             _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
@@ -147,7 +152,7 @@ class _Training:
             _say_changes(events, changes, config, step=start_step)
             if resume:
                 console.phase(f"reading the checkpoint of step {start_step}")
-                workers.read_checkpoint(resume.path)
+                workers.saving.read(resume.path)
             console.phase(None)
             _say_where(run_dir, start_step, journal)
             controller = Controller(
@@ -191,6 +196,8 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             say(f"stopped by Ctrl-C, and then: {headline(error)}")
             raise KeyboardInterrupt from error
         if stop.asked is None:
+            if loss_of(error) is None:
+                _end_saves(controller)
             raise
         # The other processes were told too, and are gone.
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")
@@ -199,6 +206,14 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
         say(f"the newest step cannot be saved: {headline(error)}")
     raise Stopped(stop.asked)
+
+
+def _end_saves(controller: Controller) -> None:
+    """A checkpoint that is being written outlives an error that has nothing to do with it."""
+    try:
+        controller.record.settle()
+    except Exception as error:  # noqa: BLE001 - another error is on its way to the user
+        say(f"the checkpoint that was being written is lost: {headline(error)}")
 
 
 async def _noting_interrupts(controller: Controller) -> None:

@@ -47,6 +47,8 @@ PLACEMENTS = {
     "collocated": {"actor,rollout": "all"},
     "disaggregated": {"actor": "0", "rollout": "1-3"},
     "disaggregated, actors": {"rollout": "0", "actor": "1-3"},
+    "sharded": {"actor,rollout": "all"},
+    "sharded, actors": {"rollout": "0", "actor": "1-3"},
 }
 # Scored at a pace that leaves time to strike. The undisturbed run finds the same functions without the pauses.
 REWARD = """
@@ -260,6 +262,8 @@ def run_file(shared: Path, run_dir: Path, *, mode: str | None, score: str, train
         },
     }  # fmt: skip
     if mode is not None:
+        if mode.startswith("sharded"):  # each actor has a part, and writes it beside the run
+            run["actor"]["sharding"] = "fsdp"
         run["cluster"] = {
             "num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "component_placement": PLACEMENTS[mode]
         }  # fmt: skip

@@ -71,6 +71,11 @@ def hold_save(module: Any) -> None:
     module._save = before("save", module._save)
 
 
+def hold_parts(module: Any) -> None:
+    """Beside the run: the controller waits for this part, and all others are written."""
+    module.write_image = before("save", module.write_image)
+
+
 def hold_weights(module: Any) -> None:
     module.WorkerWeights.send = before("sending weights", module.WorkerWeights.send)
     module.WorkerWeights.receive = before("receiving weights", module.WorkerWeights.receive)
@@ -81,6 +86,7 @@ AFTER_IMPORT = {
     "rollcall.learner.whole": hold_whole,
     "rollcall.learner.gang": hold_gang,
     "rollcall.checkpoint.training": hold_save,
+    "rollcall.checkpoint.parts": hold_parts,
     "rollcall.roles.weight_sync": hold_weights,
 }
 

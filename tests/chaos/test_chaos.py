@@ -15,6 +15,7 @@ from chaos.faults import strike, strike_held
 pytestmark = [needs_lab, pytest.mark.chaos, pytest.mark.slow]
 ELASTIC: dict[str, Any] = {"elastic": {"min_nodes": 1, "wait_s": 5}}
 MODES = ["collocated", "disaggregated", "disaggregated, actors"]
+SHARDED = ["sharded", "sharded, actors"]
 POINTS = ["forward", "backward", "all-reduce", "save"]
 PHASES = ["rollout", "update", "sync", "checkpoint"]
 # A disk comes first: it is mended last, when whoever shall complain of it is there again.
@@ -131,6 +132,21 @@ def test_the_same_command_resumes(arena: Arena, mode: str, fault: str, phase: st
 def test_a_disk_that_takes_nothing_is_waited_for(arena: Arena, mode: str, fault: str, phase: str) -> None:
     with arena.run(mode) as run:
         strike(run, fault, phase=phase, step=2)
+        run.end()
+
+
+@pytest.mark.parametrize("mode", SHARDED)
+@pytest.mark.parametrize("fault", ["worker killed", "node lost and back", "controller killed", "disk full"])
+def test_anything_may_happen_while_parts_are_written_beside_the_run(arena: Arena, mode: str, fault: str) -> None:
+    with arena.run(mode) as run:
+        strike(run, fault, phase="checkpoint", step=2 if fault == "disk full" else 4)
+        run.end()
+
+
+@pytest.mark.parametrize("mode", SHARDED)
+def test_an_actor_rank_may_die_while_it_writes_its_part(arena: Arena, mode: str) -> None:
+    with arena.run(mode) as run:
+        strike_held(run, "worker killed", point="save", phase="rollout", step=3)
         run.end()
 
 

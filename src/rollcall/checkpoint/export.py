@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,6 +60,17 @@ def export_model(
             errno=error.errno,
         ) from error
     return dir
+
+
+def model_files(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, stops: Sequence[int] = ()
+) -> dict[str, bytes]:
+    """What a model directory has beside the weights: configs, tokenizer, chat template; ``model`` needs no weights."""
+    with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
+        _write_configs(model, tokenizer, Path(folder), dtype=dtype, stops=stops)
+        tokenizer.save_pretrained(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def _torch_dtype(name: str) -> torch.dtype:

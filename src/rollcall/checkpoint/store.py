@@ -5,6 +5,9 @@ and only then renamed to ``step-000020``, by the process that owns the store: a 
 only fill its own folder. ``latest`` accepts a checkpoint only if its manifest is right; otherwise it takes the one
 before. One process saves; any number may read. On a full or read-only disk a save clears its folder, waits and
 begins again (``durable/patience.py``).
+
+Files that other processes have written and described (``manifest.py``) are not read again. Some may lie on those processes'
+nodes, outside the folder: the manifest says on which node and where. A reader here checks those that it finds here.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import json
 import math
 import re
 import shutil
+import socket
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.manifest import Written, kind_of
 from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
@@ -67,13 +72,14 @@ class CheckpointStore:
         self,
         step: int,
         *,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Written | None],
         state: dict[str, Any],
         score: float | None,
         scores: Mapping[str, float] | None = None,
         best_by: str | None = None,
     ) -> Path:
-        """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step.
+        """Let ``write`` fill a folder, then make it the checkpoint of ``step``, replacing one of the same step. ``write`` returns
+        what is known of files that others wrote.
 
         The best checkpoints have the highest ``score``. If the ranking may change between saves, they have the highest of the
         ``scores`` that ``best_by`` names.
@@ -89,10 +95,11 @@ class CheckpointStore:
             tries += 1
             self._guard()
             with staging(final) as tmp:
-                write(tmp)
+                written = write(tmp) or Written()
                 (tmp / STATE).write_text(json.dumps(state, indent=1))
-                manifest = {"step": step, "score": score, "scores": dict(scores or {}), "files": describe_files(tmp)}
-                (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1))
+                files = _all_files(tmp, written=written)
+                about = {"step": step, "score": score, "scores": dict(scores or {}), "weight_version": step}
+                (tmp / MANIFEST).write_text(json.dumps({**about, **written.facts, "files": files}, indent=1))
                 fsync_tree(tmp)
                 self._guard()
                 swap_in(tmp, final)
@@ -117,10 +124,15 @@ class CheckpointStore:
 
         persist(attempt, path=path, what=f"the scores of step {step}", refuse=CheckpointError)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all as they were written; torn ones are named and skipped."""
+    def latest(
+        self, *, before: int | None = None, missing: Callable[[Path], str] = lambda path: ""
+    ) -> Checkpoint | None:
+        """The newest checkpoint (of a step ``before`` that one) whose files are all as they were written; torn ones are named
+        and skipped. ``missing`` says which file is on no node; empty: none."""
         for entry in reversed(self._entries()):
-            reason = entry.reason or _changed_file(entry)
+            if before is not None and entry.step >= before:
+                continue
+            reason = entry.reason or _changed_file(entry) or missing(entry.path)
             if reason:
                 warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
                 continue
@@ -132,6 +144,13 @@ class CheckpointStore:
     def inspect(self) -> list[CheckpointEntry]:
         """All checkpoints, oldest first, every file compared with what the manifest says."""
         return [replace(entry, reason=entry.reason or _changed_file(entry)) for entry in self._entries()]
+
+    def places(self) -> list[str]:
+        """The files of all checkpoints that are on nodes' own disks: what is not among them is of no use."""
+        manifests = [entry.manifest for entry in self._entries() if entry.manifest is not None]
+        return sorted(
+            facts["place"] for one in manifests for facts in one["files"].values() if facts.get("place") is not None
+        )
 
     def clean(self) -> None:
         """Remove what a killed or failed save left behind. Only the process that saves calls this."""
@@ -213,6 +232,20 @@ def describe_files(root: Path, *, leave_out: Collection[str] = ()) -> dict[str, 
     }
 
 
+def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
+    """All files of a checkpoint; those that others have ``written`` as they say, and refused if they are not here."""
+    for name, facts in written.files.items():
+        path = root / name
+        if "place" not in facts and (not path.is_file() or path.stat().st_size != facts["size"]):
+            raise CheckpointError(
+                f"a process on node {facts['node']} ({facts['host']}) wrote {path}, and here that file does not exist or is not "
+                "whole; put run.dir on a folder that all nodes share"
+            )
+    own = describe_files(root, leave_out=written.files)
+    described = {name: {**facts, "kind": kind_of(name)} for name, facts in own.items()}
+    return dict(sorted({**described, **written.files}.items()))
+
+
 def _digests(paths: list[Path]) -> list[str]:
     # hashlib lets go of the interpreter lock, so threads help.
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -235,33 +268,51 @@ def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
         for score in (recorded[1], *manifest.get("scores", {}).values()):
             if score is not None and not math.isfinite(score):
                 raise ValueError(f"a score of {score}")
+        here = _files_here(path, manifest)
     except FileNotFoundError:
         return torn(f"no {MANIFEST}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return torn(f"{MANIFEST} cannot be read: {type(error).__name__} {error}")
     if recorded[0] != step or STATE not in files:
         return torn(f"{MANIFEST} is not of step {step}" if recorded[0] != step else f"{MANIFEST} lacks {STATE}")
-    for name, (size, _) in files.items():
-        file = path / name
+    for name, file in here.items():
         if not file.is_file():
-            return torn(f"{name} is missing")
-        if file.stat().st_size != size:
-            return torn(f"{name} has {file.stat().st_size} bytes instead of {size}")
+            return torn(f"{name} is missing{_written_where(manifest['files'][name])}")
+        if file.stat().st_size != files[name][0]:
+            return torn(
+                f"{name} has {file.stat().st_size} bytes instead of {files[name][0]}{_written_where(manifest['files'][name])}"
+            )
     return CheckpointEntry(path=path, step=step, manifest=manifest, reason="")
+
+
+def _files_here(path: Path, manifest: dict[str, Any]) -> dict[str, Path]:
+    """The files that must be on this node, and where; files of other nodes are left out, unless they were brought here."""
+    found: dict[str, Path] = {}
+    for name, facts in manifest["files"].items():
+        own, place = path / name, facts.get("place")
+        if place is None or own.is_file():
+            found[name] = own
+        elif Path(place).is_file() or facts["host"] == socket.gethostname():
+            found[name] = Path(place)
+    return found
+
+
+def _written_where(facts: Mapping[str, Any]) -> str:
+    return f" (written on node {facts['node']}, {facts['host']})" if "node" in facts else ""
 
 
 def _changed_file(entry: CheckpointEntry) -> str:
     """Which file's checksum differs; empty if none."""
     assert entry.manifest is not None
-    files = entry.manifest["files"]
+    files, here = entry.manifest["files"], _files_here(entry.path, entry.manifest)
     try:
-        digests = _digests([entry.path / name for name in files])
+        digests = _digests(list(here.values()))
     except OSError as error:
         return f"cannot be read: {error}"
     return next(
         (
-            f"checksum of {name} differs"
-            for name, now in zip(files, digests, strict=True)
+            f"checksum of {name} differs{_written_where(files[name])}"
+            for name, now in zip(here, digests, strict=True)
             if files[name]["blake2b"] != now
         ),
         "",

@@ -1,34 +1,91 @@
-"""The trained models in a checkpoint: weights as a model directory, optimizer states beside it.
+"""The trained models in a checkpoint.
 
-Weights and states are always whole, so any number of ranks can read a checkpoint. All ranks of a gang call these
-functions; the first one writes.
+Where every rank has the whole model, the first one writes weights as a model directory, and optimizer states beside it. Where
+ranks have parts, each writes its own (``in_parts.py``). Any number of ranks reads either. All ranks of a gang call these
+functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from rollcall.checkpoint.export import export_model
-from rollcall.checkpoint.probe import probe_of
+from rollcall.checkpoint.export import export_model, model_files
+from rollcall.checkpoint.in_parts import (
+    PartsOf,
+    critic_files,
+    is_in_parts,
+    learner_files,
+    load_weights,
+    mesh_of,
+    open_role,
+    read_optimizer,
+    refuse_others,
+)
+from rollcall.checkpoint.parts import File
+from rollcall.checkpoint.probe import PROBE, probe_of
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
+from rollcall.stored.safetensors import open_model_dir
+
+
+class Beside:
+    """The files beside a policy's weights, as bytes: the same in every save of a run, but for the probe."""
+
+    def __init__(self) -> None:
+        self._same: dict[str, bytes] | None = None
+
+    def files(self, learner: Learner, tokenizer: Any, *, stops: Sequence[int]) -> dict[str, bytes]:
+        """On the gang's first rank; empty on the others, which all the same take part."""
+        probe = probe_of(learner)
+        if probe is None:
+            return {}
+        if self._same is None:
+            self._same = model_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
+        return {**self._same, PROBE: probe.dump().encode()}
+
+
+def files_in_parts(
+    learner: Learner | None, critic: Critic | None, *, beside: Mapping[str, bytes]
+) -> tuple[list[File], dict[str, Any]]:
+    """What this rank writes of a checkpoint in parts, and what the first rank tells of it in the manifest."""
+    files: list[File] = []
+    facts: dict[str, Any] = {}
+    if learner is not None:
+        refuse_non_finite(learner, name="actor")
+        files += learner_files(learner, beside=beside)
+        if learner.gang.rank == 0:
+            facts |= {"mesh": mesh_of(learner.body), "model": model_facts(learner)}
+    if critic is not None:
+        refuse_non_finite(critic, name="critic")
+        files += critic_files(critic)
+        if critic.gang.rank == 0:
+            facts |= {"critic_mesh": mesh_of(critic.body)}
+    return files, facts
+
+
+def model_facts(learner: Learner) -> dict[str, Any]:
+    config = learner.model.config
+    return {
+        "architecture": type(learner.model).__name__,
+        "model_type": config.model_type,
+        "dtype": str(learner.body.dtype).removeprefix("torch."),
+        "tie_word_embeddings": "lm_head" not in learner.body.named,
+    }
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
     """``stops``: the tokens at which the run's completions end, for the model's generation config; empty: the model's own."""
     export_learner(learner, tokenizer, directory / "model", stops=stops)
-    state = learner.body.whole_state(learner.optimizer)
     if learner.gang.rank == 0:
-        _save(state, directory / "actor.pt")
+        _save(learner.optimizer.state_dict(), directory / "actor.pt")
 
 
 def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
@@ -50,68 +107,35 @@ def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
 def read_learner(learner: Learner, directory: Path) -> None:
     """Read into the existing tensors: engine and graphs keep reading the same addresses. (If the learner is in parts, the
     engine beside it gets the weights with the next version.)"""
-    weights = _Stored(directory / "model")
-    weights.refuse_others(learner.body.shapes)
-    learner.body.load(weights)
-    _read_state(learner, directory / "actor.pt", weights=weights)
+    in_parts = is_in_parts(directory, "actor")
+    weights = open_role(directory, "model") if in_parts else open_model_dir(directory / "model")
+    assert weights is not None
+    refuse_others(learner.body, weights)
+    load_weights(learner.body, weights)
+    if in_parts:
+        read_optimizer(learner, directory, "actor", weights=weights)
+    else:
+        _read_state(learner, directory / "actor.pt", weights=PartsOf(learner.body, weights))
     learner.refresh()
-
-
-class _Stored(Mapping[str, torch.Tensor]):
-    """The weights of a model directory under the decoder's names; each is read when it is needed."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._files: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            self._files |= dict.fromkeys(safe_open(path, "pt").keys(), path)
-
-    def refuse_others(self, wanted: Mapping[str, torch.Size]) -> None:
-        """Refuse stored tensors that do not have the names and shapes of ``wanted``."""
-        parts = {part: name for name in wanted for part in module_names(name)}
-        known = [part for part in parts if part in self._files]
-        shapes = {part: safe_open(self._files[part], "pt").get_slice(part).get_shape() for part in known}
-        whole = {name: [shapes[part] for part in module_names(name) if part in shapes] for name in wanted}
-        fused = {name: [sum(shape[0] for shape in own), *own[0][1:]] for name, own in whole.items() if own}
-        missing = [part for part in parts if part not in self._files]
-        short = {parts[part] for part in missing}
-        refuse_other_tensors(
-            f"checkpoint {self._directory}",
-            missing=missing,
-            # An output head that is tied to the embeddings and stored too holds the same numbers.
-            unexpected=[part for part in self._files if part not in parts and part != "lm_head.weight"],
-            misshaped={
-                name: (fused[name], shape)
-                for name, shape in wanted.items()
-                if name in fused and name not in short and fused[name] != list(shape)
-            },
-        )
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        parts = [safe_open(self._files[part], "pt").get_tensor(part) for part in module_names(name)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
 
 def write_critic(critic: Critic, directory: Path) -> None:
     refuse_non_finite(critic, name="critic")
-    first = critic.gang.rank == 0
-    weights = {
-        name: tensor.detach().cpu().contiguous() if first else None for name, tensor in critic.body.whole_tensors()
-    }
-    state = critic.body.whole_state(critic.optimizer)
-    if first:
+    if critic.gang.rank == 0:
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.body.whole_tensors()}
         with plain_disk_errors(directory):
-            save_file(weights, directory / "critic.safetensors")  # type: ignore[arg-type]
-        _save(state, directory / "critic.pt")
+            save_file(weights, directory / "critic.safetensors")
+        _save(critic.optimizer.state_dict(), directory / "critic.pt")
 
 
 def read_critic(critic: Critic, directory: Path) -> None:
+    if is_in_parts(directory, "critic"):
+        stored = open_role(directory, "critic")
+        assert stored is not None
+        refuse_others(critic.body, stored)
+        load_weights(critic.body, stored)
+        read_optimizer(critic, directory, "critic", weights=stored)
+        return
     path = directory / "critic.safetensors"
     weights, wanted = load_file(path), critic.body.shapes
     refuse_other_tensors(

@@ -28,6 +28,7 @@ from rollcall.config.rewards import (
 from rollcall.config.run import Config, default_run, dump_config, load_config, load_saved_run, parse_config, public_dump
 from rollcall.config.sections import (
     SLOT_SYNTAX,
+    CheckpointSection,
     ClusterSection,
     DataSection,
     EvalSection,

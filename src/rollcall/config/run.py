@@ -24,6 +24,7 @@ from rollcall.config.overrides import add_key, apply_override, refuse_secret, se
 from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import ExactReward, Reward
 from rollcall.config.sections import (
+    CheckpointSection,
     ClusterSection,
     DataSection,
     EvalSection,
@@ -54,6 +55,7 @@ class Config(Section):
     trainer: TrainerSection = field(
         TrainerSection(), "How long to train, when to evaluate and save, what to do when a process or a node is lost."
     )
+    checkpoint: CheckpointSection = field(CheckpointSection(), "Where checkpoints are written.")
     eval: EvalSection = field(EvalSection(), "How to evaluate.")
     prepare: PrepareSection = field(PrepareSection(), "What nodes do before the run.")
     launch: LaunchSection | None = field(None, "Where `rollcall launch` gets the nodes.")

@@ -328,6 +328,15 @@ class TrainerSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    place: Literal["shared", "local"] = field(
+        "shared",
+        "Where processes that hold parts of a model write them. `shared`: to `run.dir`. `local`: to their node's temporary folder "
+        "(`TMPDIR`), which is faster where the shared folder is slow; a node that is gone then takes its parts of every checkpoint "
+        "with it.",
+    )
+
+
 class EvalSection(Section):
     temperature: float = field(0.0, "Sampling temperature; 0: greedy.", ge=0, le=100)
     samples_per_prompt: int = field(

@@ -54,9 +54,10 @@ class SavedCheckpoint:
     problem: str  # why it cannot be used; empty: it is whole
 
     @property
-    def model_dir(self) -> Path:
-        """For ``AutoModelForCausalLM.from_pretrained``."""
-        return self.path / "model"
+    def model_dir(self) -> Path | None:
+        """For ``AutoModelForCausalLM.from_pretrained``; None: the model is in parts, which `rollcall merge` puts together."""
+        model = self.path / "model"
+        return model if (model / "model.safetensors").is_file() else None
 
 
 class Run:

@@ -128,6 +128,15 @@ class Optimizer:
             "masters": dict(self.targets) if self.uses_masters else {},
         }
 
+    def settings_dict(self) -> dict[str, Any]:
+        """The part of the state that is not about single weights."""
+        groups = self.adamw.state_dict()["param_groups"]
+        return {"optimizer": self.section.optimizer.name, "num_updates": self.num_updates, "param_groups": groups}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps for each weight; empty before the first update."""
+        return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take momentum, masters and the number of updates from the state, and the settings from the section.
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
 from rollcall.learner.gang import Gang
+from rollcall.learner.layout import Layout, fused_rows
 from rollcall.learner.logprobs import TokenStats
 from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
@@ -38,15 +39,12 @@ from rollcall.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Where one weight of the whole model is stored."""
+class Home:
+    """Where this rank keeps its part of one weight."""
 
     module: nn.Module
     field: str
-    shape: torch.Size  # of the whole weight
-    dim: int | None  # cut by tensor parallel along this; None: all ranks of the tensor group have the same
-    order: Tensor | None  # rows of the whole weight in the order they are cut
-    is_root: bool  # sharded over the ranks of the tensor groups too
+    layout: Layout
 
     @property
     def parameter(self) -> Any:
@@ -112,9 +110,9 @@ class Sharded:
             eps=decoder.eps,
             group=group,
         )
-        self.pieces: dict[str, Piece] = {}
+        self.homes: dict[str, Home] = {}
         self._build(decoder, heads or {})
-        self.named = {name: piece.local for name, piece in self.pieces.items()}
+        self.named = {name: home.local for name, home in self.homes.items()}
 
     def _build(self, decoder: Decoder, heads: Mapping[str, Tensor]) -> None:
         layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
@@ -128,11 +126,11 @@ class Sharded:
         root = ShardedRoot(parameters, layers, shape=self.shape)
         self.root = self._shard(root, self.meshes.every, is_root=True)
         body = {
-            name: Piece(module=root, field=name, shape=tensor.shape, dim=None, order=None, is_root=True)
+            name: Home(module=root, field=name, layout=self._layout(decoder, name, tensor.shape, is_root=True))
             for name, tensor in around.items()
         }
         last = {name: body.pop(name) for name in heads}
-        self.pieces = {**body, **self.pieces, **last}  # in the order of Decoder.named_tensors
+        self.homes = {**body, **self.homes, **last}  # in the order of Decoder.named_tensors
 
     def _layer(self, decoder: Decoder, index: int) -> ShardedLayer:
         layer = decoder.layers[index]
@@ -146,11 +144,17 @@ class Sharded:
                 field, heads=decoder.num_heads, kv_heads=decoder.num_kv_heads, dim=decoder.head_dim,
                 intermediate=len(layer.gate_up) // 2, tensor=self.split.tensor,
             )  # fmt: skip
-            piece = Piece(module=module, field=field, shape=whole.shape, dim=cut_dim(field), order=order, is_root=False)
-            self.pieces[f"layers.{index}.{field}"] = piece
-            module.register_parameter(field, self._parameter(self._tensor_part(piece, self._whole(whole)), piece))
+            name = f"layers.{index}.{field}"
+            layout = self._layout(decoder, name, whole.shape, dim=cut_dim(field), order=order)
+            self.homes[name] = Home(module=module, field=field, layout=layout)
+            part = layout.tensor_part(self._whole(whole))
+            module.register_parameter(field, self._parameter(part, dim=layout.dim, is_root=False))
         self._shard(module, self.meshes.data, is_root=False)
         return module
+
+    def _layout(self, decoder: Decoder, name: str, shape: torch.Size, **how: Any) -> Layout:
+        rows = fused_rows(name, shape[0], heads=decoder.num_heads, kv_heads=decoder.num_kv_heads)
+        return Layout(name=name, shape=shape, rows=rows, split=self.split, **how)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """A weight of the decoder, with its values."""
@@ -163,14 +167,14 @@ class Sharded:
         dist.broadcast(given, src=0)
         return given
 
-    def _parameter(self, tensor: Tensor, piece: Piece | None = None) -> nn.Parameter:
+    def _parameter(self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True) -> nn.Parameter:
         """In float32 where updates go to master weights: FSDP rounds what it gathers."""
         masters = self.section.master_weights and not self.frozen
         kept = tensor.detach().to(self.device, torch.float32 if masters else self.dtype).contiguous()
         if kept.data_ptr() == tensor.data_ptr():
             kept = kept.clone()
-        if piece is not None and self.split.tensor > 1:
-            placement = Replicate() if piece.dim is None else Shard(piece.dim)
+        if not is_root and self.split.tensor > 1:
+            placement = Replicate() if dim is None else Shard(dim)
             kept = DTensor.from_local(kept, self.meshes.tensor, [placement], run_check=False)
         return nn.Parameter(kept, requires_grad=not self.frozen)
 
@@ -258,10 +262,10 @@ class Sharded:
     def _take_gradients(self) -> list[Tensor | None]:
         """This rank's part of what the last backward gave, in the order of ``named``."""
         gradients: list[Tensor | None] = []
-        for piece in self.pieces.values():
-            gradient = piece.parameter.grad
+        for home in self.homes.values():
+            gradient = home.parameter.grad
             gradients.append(None if gradient is None else gradient.to_local())
-            piece.parameter.grad = None
+            home.parameter.grad = None
         return gradients
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -270,17 +274,17 @@ class Sharded:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
             squares = torch.stack(torch._foreach_norm(list(own.values()))).double().square()
-            copies = [self._num_copies(self.pieces[name]) for name in own]
+            copies = [self._num_copies(self.layout(name)) for name in own]
             total += (squares / torch.tensor(copies, device=squares.device)).sum().to(self.device)
         self.gang.sum_over(total)
         return total.sqrt()
 
-    def _num_copies(self, piece: Piece) -> int:
-        return self.split.replicate * (1 if piece.is_root or piece.dim is not None else self.split.tensor)
+    def _num_copies(self, layout: Layout) -> int:
+        return self.split.replicate * (1 if layout.is_root or layout.dim is not None else self.split.tensor)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
         """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
-        order = self.pieces[name].order
+        order = self.layout(name).order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias")):
             return tensor
         factors = torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt()
@@ -289,33 +293,31 @@ class Sharded:
 
     # Whole weights, and other tensors of the same shapes
 
+    def layout(self, name: str) -> Layout:
+        return self.homes[name].layout
+
     def gather(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor that everyone's parts make, on the device."""
-        piece, split = self.pieces[name], self.split
-        size, group = self._shards(piece)
-        cut = piece.dim is not None and split.tensor > 1
-        rows = piece.shape[0] if piece.order is None else len(piece.order) // split.tensor
+        layout, split = self.layout(name), self.split
+        size, group = layout.num_shards, self.meshes.every_group if layout.is_root else self.meshes.shard_group
+        cut = layout.dim is not None and split.tensor > 1
+        rows = layout.shape[0] if layout.order is None else len(layout.order) // split.tensor
         part = pad_rows(local.detach().to(self.device), -(-rows // size))
         whole = all_gather(part, group=group, size=size)[:rows]
         if cut:
             parts = all_gather(whole, group=self.meshes.tensor_group, size=split.tensor)
-            whole = parts if piece.dim == 0 else torch.cat(parts.chunk(split.tensor), dim=1)
-        if piece.order is not None:
-            whole = whole.new_empty(piece.shape).index_copy_(0, piece.order.to(whole.device), whole)
+            whole = parts if layout.dim == 0 else torch.cat(parts.chunk(split.tensor), dim=1)
+        if layout.order is not None:
+            whole = whole.new_empty(layout.shape).index_copy_(0, layout.order.to(whole.device), whole)
         return whole
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor: what ``gather`` puts together."""
-        piece = self.pieces[name]
-        part = self._tensor_part(piece, whole)
-        size, _ = self._shards(piece)
-        rank = self.split.rank % size if piece.is_root else self.split.shard_rank
-        rows = -(-len(part) // size)
-        return part[rank * rows : (rank + 1) * rows]
+        return self.layout(name).cut(whole)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        return {name: piece.shape for name, piece in self.pieces.items()}
+        return {name: home.layout.shape for name, home in self.homes.items()}
 
     def non_finite(self) -> list[str]:
         return everyones(self.gang, non_finite_of(self.named, dtype=self.dtype))
@@ -330,21 +332,9 @@ class Sharded:
         for name, local in self.named.items():
             local.copy_(self.cut(name, weights[name]))
 
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state as a whole model has it, in host memory, on the gang's first rank; others get an empty one."""
-        state = optimizer.state_dict()
-        whole: dict[int, dict[str, Any]] = {}
-        for index, entry in state["adamw"]["state"].items():
-            name = optimizer.names[index]
-            gathered = {
-                key: self._to_first(name, value) if self._is_part(name, value) else value
-                for key, value in entry.items()
-            }
-            whole[index] = gathered
-        masters = {name: self._to_first(name, local) for name, local in self.named.items()} if self._has_masters else {}
-        if self.gang.rank != 0:
-            return {}
-        return {**state, "adamw": {**state["adamw"], "state": whole}, "masters": masters}
+    def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
+        """This rank's parts of them."""
+        return self.named if self._has_masters else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """From the state of a whole model. The state saved by any number of ranks is the same."""
@@ -360,30 +350,11 @@ class Sharded:
     def _has_masters(self) -> bool:
         return self.dtype != torch.float32 and self.section.master_weights
 
-    def _is_part(self, name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
-
     def _own(self, name: str, value: Any) -> Any:
         """A copy: the state may be mapped from a file that is removed later."""
         if not isinstance(value, Tensor):
             return value
-        return (self.cut(name, value) if value.ndim > 0 and value.shape == self.pieces[name].shape else value).clone()
-
-    def _to_first(self, name: str, local: Tensor) -> Tensor | None:
-        whole = self.gather(name, local)
-        return whole.cpu() if self.gang.rank == 0 else None
-
-    def _tensor_part(self, piece: Piece, whole: Tensor) -> Tensor:
-        if piece.order is not None:
-            whole = whole.index_select(0, piece.order.to(whole.device))
-        if piece.dim is None or self.split.tensor == 1:
-            return whole
-        return whole.chunk(self.split.tensor, dim=piece.dim)[self.split.tensor_rank]
-
-    def _shards(self, piece: Piece) -> tuple[int, Any]:
-        if piece.is_root:
-            return self.split.shard * self.split.tensor, self.meshes.every_group
-        return self.split.shard, self.meshes.shard_group
+        return (self.cut(name, value) if value.ndim > 0 and value.shape == self.layout(name).shape else value).clone()
 
 
 def own_rotary(decoder: Decoder) -> nn.Module:

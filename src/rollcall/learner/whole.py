@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollcall.learner.gang import Gang
+from rollcall.learner.layout import Layout, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.optimizer import Optimizer, norm_of
 from rollcall.model.decoder import Decoder
@@ -77,6 +78,15 @@ class Whole:
     def sum_gradients(self, optimizer: Optimizer) -> None:
         optimizer.sum_over(self.gang)
 
+    def layout(self, name: str) -> Layout:
+        shape = self.named[name].shape
+        heads = dict(heads=self.decoder.num_heads, kv_heads=self.decoder.num_kv_heads)
+        return Layout(name=name, shape=shape, rows=fused_rows(name, shape[0], **heads))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
         """Of the whole weights."""
@@ -94,8 +104,9 @@ class Whole:
         for name, tensor in self.named.items():
             tensor.copy_(weights[name])
 
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
+    def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
+        """The weights at the precision that updates go to; empty: the weights themselves are it."""
+        return optimizer.targets if optimizer.uses_masters else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)

@@ -19,8 +19,8 @@ T = TypeVar("T")
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``function`` returns or raises, while the loop goes on."""
+def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call it in a thread; the future gets what it returns or raises."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # it has begun: a caller that leaves does not cancel it
 
@@ -33,7 +33,12 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     thread = threading.Thread(target=work, name=f"aside: {getattr(function, '__name__', 'call')}", daemon=True)
     _threads.add(thread)
     thread.start()
-    return await asyncio.wrap_future(done)
+    return done
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``function`` returns or raises, while the loop goes on."""
+    return await asyncio.wrap_future(start(function, *args, **kwargs))
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:

@@ -13,7 +13,8 @@ allows; it takes groups from the journal where they are there, and from the engi
 ``Rollouts.pump``, drives engine and rewards.
 
 Long calls (update, new weights, checkpoint) run here when all roles are in this process. On a cluster they run in a thread
-beside the loop, so that rollout goes on meanwhile. With ``trainer.in_flight`` engines take new weights in the middle of
+beside the loop, so that rollout goes on meanwhile. A model in parts is only copied then; its bytes are written while the run
+trains on (``loop/saves.py``). With ``trainer.in_flight`` engines take new weights in the middle of
 completions. Without it the controller gives them nothing new and waits until they have finished their requests.
 
 Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes
@@ -56,6 +57,7 @@ T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
 REPAIR_EVERY_S = 0.5
 LEASE_LOOK_S = 1.0
+SAVES_LOOK_S = 0.5
 
 
 class Controller:
@@ -113,7 +115,7 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await self._call(self.workers.engine.update_weights, self.version)
-        beside = [self.rollouts.pump(), self._flush(), self._repair(), self._keep_lease()]
+        beside = [self.rollouts.pump(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
         await _together(self._run(), background=beside)
 
     async def _run(self) -> None:
@@ -165,6 +167,7 @@ class Controller:
                 await self._save(batch)
                 started = time.perf_counter()
                 if self.workers.repairs and (news := self.workers.repairs.regrow) and step < self.config.trainer.steps:
+                    await self._call(self.record.settle)
                     raise Regrow(news)
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
@@ -173,6 +176,7 @@ class Controller:
             )
         if self.record.unsaved is not None:  # the journal ended here
             await self._save(self.record.unsaved)
+        await self._call(self.record.settle)
 
     def save_unsaved(self) -> None:
         """After ``run`` was stopped: save the newest step, unless it is saved already."""
@@ -180,6 +184,7 @@ class Controller:
             self.record.log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
                 self.record.save(batch)
+        self.record.settle()
 
     def _leave_if_too_late(self) -> None:
         """When the run has to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
@@ -316,6 +321,12 @@ class Controller:
             if self.workers.repairs.is_due:
                 async with self._policy:
                     await self._call(self.workers.repairs.admit, self.version)
+
+    async def _watch_saves(self) -> None:
+        """End the run if a checkpoint that is written beside it cannot be."""
+        while True:
+            await asyncio.sleep(SAVES_LOOK_S)
+            await self._call(self.record.look_at_saves)
 
     async def _keep_lease(self) -> None:
         """End the run when another controller has taken over the run directory."""

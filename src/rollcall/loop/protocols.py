@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rollcall.checkpoint.manifest import Written
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
 from rollcall.loop.samples import ScoreSamples
@@ -44,6 +45,28 @@ class Repairs(Protocol):
     def admit(self, version: int) -> None:
         """Give this version, which the actor holds, to the new processes, and let them serve."""
         ...
+
+
+class Saving(Protocol):
+    """What is trained, to and from checkpoints."""
+
+    def copy(self) -> bool:
+        """Whether what is to be saved is copied now, so that ``write`` may run while training goes on."""
+        ...
+
+    def write(self, directory: Path) -> Written | None:
+        """Fill the folder of a checkpoint; returns what is known of files that other processes wrote."""
+        ...
+
+    def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
+        """Remove files on nodes' own disks that no checkpoint names: all but ``keep``."""
+        ...
+
+    def missing(self, directory: Path) -> str:
+        """Which file of a checkpoint no node has; empty: none is missing."""
+        ...
+
+    def read(self, directory: Path) -> None: ...
 
 
 class Workers(Protocol):
@@ -85,7 +108,7 @@ class Workers(Protocol):
     @property
     def max_positions(self) -> int: ...
     def take_preemptions(self) -> int: ...
-    def write_checkpoint(self, directory: Path) -> None: ...
-    def read_checkpoint(self, directory: Path) -> None: ...
+    @property
+    def saving(self) -> Saving: ...
     def export(self, directory: Path) -> None: ...
     def close(self) -> None: ...

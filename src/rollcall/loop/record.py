@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointStore
@@ -20,6 +21,7 @@ from rollcall.loop.evaluate import Evaluation
 from rollcall.loop.phases import is_due
 from rollcall.loop.protocols import Workers
 from rollcall.loop.rollout import Clock
+from rollcall.loop.saves import Saved, Saves
 from rollcall.loop.step_metrics import batch_metrics
 from rollcall.loop.supply import StepBatch
 from rollcall.observe.console import Console
@@ -60,9 +62,12 @@ class Record:
         self.data_mark = _fingerprint(workers.train.prompts)  # a checkpoint keeps it
         self._callbacks = callbacks
         self._num_steps = config.trainer.steps
-        self.unsaved: StepBatch | None = None  # trained since the newest checkpoint
+        self.unsaved: StepBatch | None = (
+            None  # trained since the newest checkpoint, or since the one that is being written
+        )
         self.update_s = 0.0  # of the last step
         self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
+        self._saves = Saves()
         self._evaluated_step = -1
         self._scores: dict[str, float] = {}  # of that step, by the metrics that can rank checkpoints
 
@@ -103,8 +108,10 @@ class Record:
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def save(self, batch: StepBatch) -> None:
-        """Write the checkpoint of a step. Samples first: after a kill they are written again with the checkpoint."""
+        """Write the checkpoint of a step, or only begin to where the bytes can be written while the run goes on (``settle``
+        ends it). Samples first: after a kill they are written again with the checkpoint."""
         step, trainer = batch.step, self._config.trainer
+        self.settle()
         self.write_samples(step, "train", batch.groups[:8])
         ranking = self._ranking(step)
         evaluates = self._workers.val is not None and is_due(step, every=trainer.eval_every, last=trainer.steps)
@@ -117,10 +124,32 @@ class Record:
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
+            goes_on = self._workers.saving.copy()
             score = ranking["scores"].get(ranking["best_by"])
-            path = self._store.save(step, write=self._workers.write_checkpoint, state=state, score=score, **ranking)
+            write = partial(self._write, step, state=state, score=score, **ranking)
+            if goes_on:
+                self._saves.begin(step, write)
+            else:
+                self._tell_saved(Saved(step=step, path=write()))
         self.unsaved = None
-        self._callbacks.tell(CheckpointSaved(step=step, num_steps=self._num_steps, path=path))
+
+    def _write(self, step: int, **about: Any) -> Path:
+        saving = self._workers.saving
+        path = self._store.save(step, write=saving.write, **about)
+        saving.tidy(self._store.dir, keep=self._store.places())
+        return path
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if any; raises what its save raised."""
+        self._tell_saved(self._saves.settle())
+
+    def look_at_saves(self) -> None:
+        """As ``settle``, without waiting."""
+        self._tell_saved(self._saves.poll())
+
+    def _tell_saved(self, saved: Saved | None) -> None:
+        if saved is not None:
+            self._callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self._num_steps, path=saved.path))
 
     def add_scores(self, step: int) -> None:
         """Of a checkpoint that was saved before its evaluation."""

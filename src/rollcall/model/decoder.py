@@ -386,6 +386,16 @@ _MODULE_NAMES = {  # of a layer: the parameters of the module that make up each 
 }
 
 
+_OUTER_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+    # A critic's, as transformers' models for token classification have them.
+    "head": "score.weight",
+    "head_bias": "score.bias",
+}
+
+
 def _layer_of(config: Any, index: int, layer: nn.Module) -> Layer:
     parameters = {name: parameter.data for name, parameter in layer.named_parameters()}
     tensors = {field: _fused([parameters.get(name) for name in names]) for field, names in _MODULE_NAMES.items()}
@@ -401,7 +411,7 @@ def module_names(name: str) -> tuple[str, ...]:
     if name.startswith("layers."):
         layer, _, field = name.rpartition(".")
         return tuple(f"model.{layer}.{part}" for part in _MODULE_NAMES[field])
-    return ({"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}[name],)
+    return (_OUTER_NAMES[name],)
 
 
 def _window(config: Any, index: int) -> int:

@@ -7,12 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from rollcall.checkpoint.training import export_learner, read_critic, read_learner, write_critic, write_learner
 from rollcall.config import Config, ExactReward, Ppo, RolloutSection
 from rollcall.config.rewards import Reward
 from rollcall.data.load import PromptSet, load_prompts
@@ -65,31 +63,6 @@ class Held(Generic[EngineT]):
         self.scorer.close()
         if self.eval_scorer is not self.scorer:
             self.eval_scorer.close()
-
-
-class Trained:
-    """What a process trains, on disk. Where a model is in parts all processes of its gang are called, and the first writes."""
-
-    tokenizer: Any
-    stop_token_ids: tuple[int, ...]
-    learner: Learner | None
-    critic: Critic | None
-
-    def write_checkpoint(self, directory: Path) -> None:
-        if self.learner is not None:
-            write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-        if self.critic is not None:
-            write_critic(self.critic, directory)
-
-    def read_checkpoint(self, directory: Path) -> None:
-        if self.learner is not None:
-            read_learner(self.learner, directory)
-        if self.critic is not None:
-            read_critic(self.critic, directory)
-
-    def export(self, directory: Path) -> None:
-        assert self.learner is not None
-        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rollcall.config import Config, Ppo
 from rollcall.engine.native.engine import NativeEngine
@@ -16,7 +18,6 @@ from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
     Held,
     LocalEngine,
-    Trained,
     build_critic,
     build_engine,
     build_learner,
@@ -26,6 +27,8 @@ from rollcall.roles.build import (
     load_inputs,
     set_threads,
 )
+from rollcall.roles.saving import Saving, saving_of
+from rollcall.roles.trained import Trained
 from rollcall.wait import say
 
 
@@ -36,6 +39,10 @@ class LocalWorkers(Trained, Held[LocalEngine]):
     reference: ScoreSamples | None  # log-probs of the frozen reference
     is_remote: bool = field(default=False, init=False)
     repairs: None = field(default=None, init=False)  # all of it is this process
+    saving: Saving = field(init=False)
+
+    def _call(self, processes: Sequence[int], method: str, *args: Any) -> list[Any]:
+        return [getattr(self, method)(*args)]
 
     @property
     def shares_policy(self) -> bool:
@@ -67,7 +74,7 @@ def build_workers(config: Config) -> LocalWorkers:
     say("starting the reward processes")
     models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
     scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models)
-    return LocalWorkers(
+    workers = LocalWorkers(
         tokenizer=inputs.tokenizer,
         engine=engine,
         learner=learner,
@@ -79,3 +86,5 @@ def build_workers(config: Config) -> LocalWorkers:
         val=inputs.val,
         stop_token_ids=stops,
     )
+    workers.saving = saving_of(config, workers._call, processes=[0], in_parts=workers.saves_in_parts)
+    return workers

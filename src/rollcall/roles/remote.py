@@ -18,7 +18,7 @@ from pathlib import Path
 from rollcall.config import ClusterSection, Config
 from rollcall.durable.atomic import staging, swap_in
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
-from rollcall.errors import CheckpointError, PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
+from rollcall.errors import PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
 from rollcall.groups.backend import Backend, Seat
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
@@ -34,6 +34,7 @@ from rollcall.plan.memory import read_sizes
 from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts
 from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
+from rollcall.roles.saving import Saving, saving_of
 from rollcall.roles.team import Team
 from rollcall.roles.worker import PURPOSES, Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
@@ -82,6 +83,7 @@ class RemoteWorkers(Held[RemoteEngine]):
     max_positions: int
     team: Team
     cluster: VirtualCluster
+    saving: Saving
     missing_nodes: frozenset[int]  # ranks that this attempt goes without
     is_remote: bool = field(default=True, init=False)
 
@@ -109,22 +111,6 @@ class RemoteWorkers(Held[RemoteEngine]):
     @property
     def shares_policy(self) -> bool:
         return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
-
-    def write_checkpoint(self, directory: Path) -> None:
-        self.team.call(self._trained, "write_checkpoint", directory.resolve())
-        if not (directory / "model" / "config.json").exists():
-            raise CheckpointError(
-                f"the actor wrote {directory} on its node, and that folder does not exist on this node; put run.dir on a folder "
-                "that all nodes share"
-            )
-
-    def read_checkpoint(self, directory: Path) -> None:
-        self.team.call(self._trained, "read_checkpoint", directory.resolve())
-
-    @property
-    def _trained(self) -> list[int]:
-        """The processes that hold an actor or a critic."""
-        return sorted({worker for role in TRAINED for worker in self.team.members.get(role, ())})
 
     def export(self, directory: Path) -> None:
         self.team.call_role(Role.ACTOR, "export", directory.resolve())
@@ -185,6 +171,12 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
         max_positions=facts.max_positions,
         team=team,
         cluster=cluster,
+        saving=saving_of(
+            config,
+            team.call,
+            processes=sorted({worker for role in TRAINED for worker in members.get(role, ())}),
+            in_parts=not in_parts.isdisjoint(TRAINED),
+        ),
         missing_nodes=frozenset(range(config.cluster.num_nodes)) - frozenset(kept),
     )
 

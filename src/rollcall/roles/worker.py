@@ -36,7 +36,6 @@ from rollcall.nodes.address import own_address
 from rollcall.plan.placement import TRAINED, Role
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
-    Trained,
     build_critic,
     build_engine,
     build_learner,
@@ -44,6 +43,7 @@ from rollcall.roles.build import (
     set_threads,
 )
 from rollcall.roles.engine_seat import Advance, EngineSeat
+from rollcall.roles.trained import Trained
 from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.weights.protocol import Invitation
@@ -64,7 +64,13 @@ PURPOSES = {
     "values": "to value samples",
     "reward": "to score completions",
     "export": "to write the model",
-    "write_checkpoint": "to write a checkpoint",
+    "write_whole": "to write a checkpoint",
+    "copy_parts": "to copy its part of a checkpoint",
+    "write_parts": "to begin to write its part of a checkpoint",
+    "parts_written": "to write its part of a checkpoint",
+    "parts_here": "to look for its parts of a checkpoint",
+    "bring_parts": "to bring its parts of a checkpoint",
+    "tidy_parts": "to remove its parts of old checkpoints",
     "read_checkpoint": "to read a checkpoint",
 }
 

@@ -1,0 +1,228 @@
+"""Trained models in the parts of a checkpoint: what each process of a gang writes of them, and how any other gang reads it.
+
+``model/part-*`` hold the weights, ``actor/part-*`` the optimizer's moments and masters, ``critic/part-*`` all of a critic. The
+names are those of transformers, with the kind of a moment before them (``exp_avg/model.norm.weight``). What is one number for a
+weight (step counts, say) stands in ``optimizer.json`` beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.checkpoint.parts import File, PartTensor
+from rollcall.errors import CheckpointError
+from rollcall.learner.learner import Body, Critic, Learner
+from rollcall.learner.optimizer import Optimizer
+from rollcall.model.decoder import module_names
+from rollcall.model.load import refuse_other_tensors
+from rollcall.stored.checkpoint import read_manifest
+from rollcall.stored.safetensors import open_parts, read_header
+from rollcall.stored.tensors import Stored, StoredFile
+
+OPTIMIZER = "optimizer.json"
+MASTER = "master"
+
+
+def learner_files(learner: Learner, *, beside: Mapping[str, bytes]) -> Iterator[File]:
+    """What this rank writes of the policy; ``beside`` the weights the first rank writes these files."""
+    body = learner.body
+    if learner.gang.rank >= num_parts(body):
+        return
+    part = part_name(learner.gang.rank, of=num_parts(body))
+    yield File(name=f"model/{part}", kind="weights", content=list(_weights(body)))
+    yield File(name=f"actor/{part}", kind="optimizer", content=list(_states(body, learner.optimizer)))
+    if learner.gang.rank == 0:
+        yield from (File(name=f"model/{name}", kind="model", content=data) for name, data in beside.items())
+        yield _numbers_file("actor", body, learner.optimizer)
+
+
+def critic_files(critic: Critic) -> Iterator[File]:
+    """What this rank writes of the critic, which nothing but a resume needs."""
+    body = critic.body
+    if critic.gang.rank >= num_parts(body):
+        return
+    tensors = [*_weights(body), *_states(body, critic.optimizer)]
+    yield File(name=f"critic/{part_name(critic.gang.rank, of=num_parts(body))}", kind="optimizer", content=tensors)
+    if critic.gang.rank == 0:
+        yield _numbers_file("critic", body, critic.optimizer)
+
+
+def part_name(number: int, *, of: int) -> str:
+    return f"part-{number:05d}-of-{of:05d}.safetensors"
+
+
+def num_parts(body: Body) -> int:
+    """The ranks that write; those that only hold copies do not."""
+    split = body.layout(next(iter(body.named))).split
+    return split.shard * split.tensor
+
+
+def mesh_of(body: Body) -> dict[str, int]:
+    split = body.layout(next(iter(body.named))).split
+    return {
+        "processes": body.gang.size, "replicate": body.gang.size // num_parts(body), "shard": split.shard, "tensor": split.tensor
+    }  # fmt: skip
+
+
+def _weights(body: Body) -> Iterator[PartTensor]:
+    for name, part in body.named.items():
+        for block in body.layout(name).blocks(own=True):
+            yield PartTensor.of(block, part, dtype=body.dtype)
+
+
+def _states(body: Body, optimizer: Optimizer) -> Iterator[PartTensor]:
+    """Moments and masters."""
+    masters = body.masters(optimizer)
+    for name, state in optimizer.states().items():
+        parts = {key: value for key, value in state.items() if _is_part(value, body.named[name])}
+        if name in masters:
+            parts[MASTER] = masters[name]
+        for block in body.layout(name).blocks(own=True):
+            for key, value in parts.items():
+                yield PartTensor.of(block, value, dtype=value.dtype, prefix=f"{key}/")
+
+
+def _is_part(value: Any, weight: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == weight.shape
+
+
+def _numbers_file(role: str, body: Body, optimizer: Optimizer) -> File:
+    states = {
+        name: {key: None if _is_part(value, body.named[name]) else _written(value) for key, value in state.items()}
+        for name, state in optimizer.states().items()
+    }
+    content = {**optimizer.settings_dict(), "has_masters": bool(body.masters(optimizer)), "state": states}
+    return File(name=f"{role}/{OPTIMIZER}", kind="optimizer", content=json.dumps(content, indent=1).encode())
+
+
+def _written(value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    return {"value": value}
+
+
+def _read(written: Mapping[str, Any]) -> Any:
+    value = written["value"]
+    return torch.tensor(value, dtype=getattr(torch, written["dtype"])) if "dtype" in written else value
+
+
+# Reading
+
+
+def is_in_parts(directory: Path, role: str) -> bool:
+    return (directory / role / OPTIMIZER).is_file()
+
+
+class PartsOf(Mapping[str, Tensor]):
+    """A rank's own parts of stored tensors, under the decoder's names; each is read when it is needed."""
+
+    def __init__(self, body: Body, stored: Stored, *, prefix: str = "") -> None:
+        self._body, self._stored, self._prefix = body, stored, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        blocks = list(self._body.layout(name).blocks())
+        local = self._body.named[name]
+        if not blocks:
+            return torch.empty(local.shape, dtype=local.dtype)
+        own = [
+            self._stored.read(f"{self._prefix}{block.name}", start=block.start, shape=block.shape) for block in blocks
+        ]
+        return own[0] if len(own) == 1 else torch.cat(own)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._body.named)
+
+    def __len__(self) -> int:
+        return len(self._body.named)
+
+
+def refuse_others(body: Body, stored: Stored) -> None:
+    """Refuse stored weights that do not have the names and shapes of the model's."""
+    wanted = {name: body.layout(name) for name in body.named}
+    tensors = {part: (layout, rows) for name, layout in wanted.items()
+               for part, rows in zip(module_names(name), layout.rows, strict=True)}  # fmt: skip
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have one
+    refuse_other_tensors(
+        f"checkpoint {stored.origin}",
+        missing=[name for name in tensors if name not in found],
+        # An output head that is tied to the embeddings and stored too holds the same numbers.
+        unexpected=[name for name in found if name not in tensors and name != "lm_head.weight"],
+        misshaped={
+            name: (found[name], (rows, *layout.shape[1:]))
+            for name, (layout, rows) in tensors.items()
+            if name in found and found[name] != (rows, *layout.shape[1:])
+        },
+    )
+
+
+@torch.no_grad()
+def load_weights(body: Body, stored: Stored) -> None:
+    """Into the tensors that are there; a rank reads only its own blocks."""
+    for name, part in PartsOf(body, stored).items():
+        body.named[name].copy_(part)
+
+
+def open_role(directory: Path, role: str) -> Stored | None:
+    """The tensors in the parts of ``role``; None if the optimizer keeps none."""
+    manifest = read_manifest(directory)
+    files = {name: file for name, file in manifest.files.items() if Path(name).match(f"{role}/part-*.safetensors")}
+    _refuse_incomplete(directory, role, files)
+    read = list(files.values())
+    if not any(read_header(file.path)[0] for file in read):
+        return None
+    return open_parts(read, origin=str(directory / role))
+
+
+def _refuse_incomplete(directory: Path, role: str, files: Mapping[str, StoredFile]) -> None:
+    count = len(files)
+    wanted = [f"{role}/{part_name(number, of=count)}" for number in range(count)]
+    if not files or sorted(files) != wanted:
+        raise CheckpointError(
+            f"{directory} holds {', '.join(sorted(files)) or 'no parts'} of {role}, and not all parts of one save; move it away "
+            "to go on from an earlier checkpoint"
+        )
+
+
+def read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weights: Stored) -> None:
+    """``weights`` are the checkpoint's, at their precision there."""
+    body, optimizer = model.body, model.optimizer
+    numbers = _read_numbers(directory / role / OPTIMIZER)
+    stored = weights if role == "critic" else open_role(directory, role)
+    states: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(optimizer.names):
+        if entry := numbers["state"].get(name):
+            states[index] = {
+                key: _read(value) if value is not None else PartsOf(body, _there(stored), prefix=f"{key}/")[name]
+                for key, value in entry.items()
+            }
+    masters: Mapping[str, Tensor] = {}
+    if numbers["has_masters"]:
+        masters = PartsOf(body, _there(stored), prefix=f"{MASTER}/")
+    elif optimizer.uses_masters:  # saved by a run that trained the weights themselves
+        masters = PartsOf(body, weights)
+    groups = [{**group, "betas": tuple(group["betas"])} if "betas" in group else group
+              for group in numbers["param_groups"]]  # fmt: skip
+    adamw = {"state": states, "param_groups": groups}
+    optimizer.load_state_dict({**numbers, "adamw": adamw, "masters": masters})
+
+
+def _there(stored: Stored | None) -> Stored:
+    assert stored is not None, "optimizer.json says that the parts hold tensors"
+    return stored
+
+
+def _read_numbers(path: Path) -> dict[str, Any]:
+    try:
+        numbers = json.loads(path.read_bytes())
+        return {key: numbers[key] for key in ("optimizer", "num_updates", "param_groups", "has_masters", "state")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not the state of an optimizer ({type(error).__name__}: {error}); move the checkpoint away to go on from an "
+            "earlier one"
+        ) from error

@@ -1,0 +1,58 @@
+"""The checkpoint that is being written while the run goes on: at most one.
+
+``begin`` returns at once. Whoever needs the checkpoint calls ``settle``, which waits and says so; the next save does, and the end
+of the run. ``poll`` never waits. Both return a checkpoint once, when it is committed, and raise what its save raised.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.loop.aside import start
+from rollcall.stop import heeded
+from rollcall.wait import Wait
+
+FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    step: int
+    path: Path
+
+
+class Saves:
+    def __init__(self) -> None:
+        self._under_way: tuple[int, Future[Path]] | None = None
+        self._lock = threading.Lock()  # the loop looks, and the next save waits, in threads of their own
+
+    def begin(self, step: int, save: Callable[[], Path]) -> None:
+        """``save`` writes and commits; it runs in a thread."""
+        assert self._under_way is None, "settle comes first"
+        self._under_way = step, start(save)
+
+    def poll(self) -> Saved | None:
+        """None: nothing is under way, or it still is."""
+        with self._lock:
+            if self._under_way is None or not self._under_way[1].done():
+                return None
+            (step, save), self._under_way = self._under_way, None
+        return Saved(step=step, path=save.result())
+
+    def settle(self) -> Saved | None:
+        """Wait for what is under way; None: nothing is."""
+        if (under_way := self._under_way) is None:
+            return None
+        step, save = under_way
+        word = Wait(first_s=FIRST_WORD_S)
+        while not save.done():
+            word.tell(f"waiting for the checkpoint of step {step}, which is still being written")
+            wait([save], timeout=min(word.until_word_s, LOOK_S))
+            if heeded().is_interrupted:
+                raise KeyboardInterrupt
+        return self.poll()

@@ -1,0 +1,114 @@
+"""How the controller saves what processes train, and gives it back to them: in this process, or through a team."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollcall.checkpoint import local
+from rollcall.checkpoint.manifest import Written, join_written
+from rollcall.config import Config
+from rollcall.errors import CheckpointError, ConfigError
+
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two questions whether the parts are written
+Call = Callable[..., list[Any]]  # a method of these processes with these arguments; what each of them answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """``call`` reaches the processes that train, by their numbers from 0."""
+
+    call: Call
+    processes: Sequence[int]
+    in_parts: bool
+    place: Literal["shared", "local"]
+    run_name: str
+
+    def copy(self) -> bool:
+        """Whether what is to be saved is in host memory now, so that ``write`` may run while the models change."""
+        if self.in_parts:
+            self.call(self.processes, "copy_parts")
+        return self.in_parts
+
+    def write(self, directory: Path) -> Written | None:
+        directory = directory.resolve()
+        if not self.in_parts:
+            self.call(self.processes, "write_whole", directory)
+            if not (directory / "model" / "config.json").exists():
+                raise CheckpointError(
+                    f"the actor wrote {directory} on its node, and that folder does not exist on this node; put run.dir on a "
+                    "folder that all nodes share"
+                )
+            return None
+        run = local.name_of_run(directory.parent, run=self.run_name) if self.place == "local" else None
+        self.call(self.processes, "write_parts", directory, run)
+        return join_written(self._wait())
+
+    def _wait(self) -> list[Written]:
+        """Asks again and again: a process that waited for its disk could not train meanwhile."""
+        written: dict[int, Written] = {}
+        pause_s = SHORTEST_LOOK_S
+        while len(written) < len(self.processes):
+            asked = [process for process in self.processes if process not in written]
+            answers = zip(asked, self.call(asked, "parts_written"), strict=True)
+            written |= {process: answer for process, answer in answers if answer is not None}
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+        return list(written.values())
+
+    def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
+        """Remove parts on the nodes' own disks that no checkpoint names any more."""
+        if local.is_used(checkpoints):
+            run = local.name_of_run(checkpoints, run=self.run_name)
+            self.call(self.processes, "tidy_parts", run, list(keep))
+
+    def missing(self, directory: Path) -> str:
+        """Which part of a checkpoint no node has; empty: none is missing."""
+        files = local.elsewhere(directory)
+        if not files:
+            return ""
+        found = {name for names in self.call(self.processes, "parts_here", files) for name in names}
+        return next(
+            (
+                f"{facts['place']} of node {facts['node']} ({facts['host']}) does not exist on any node of this run"
+                for name, facts in files.items()
+                if name not in found
+            ),
+            "",
+        )
+
+    def read(self, directory: Path) -> None:
+        directory = directory.resolve()
+        self._bring(directory)
+        self.call(self.processes, "read_checkpoint", directory)
+
+    def _bring(self, directory: Path) -> None:
+        """Files on nodes' own disks are compared with their checksums; where a process lacks one, all are copied to the run's
+        folder, each by a process that has it."""
+        files = local.elsewhere(directory) if (directory / "manifest.json").is_file() else {}
+        if not files:
+            return
+        if why := self.missing(directory):
+            raise CheckpointError(f"checkpoint {directory} is not complete: {why}; go on from an earlier one")
+        here = self.call(self.processes, "parts_here", files)
+        copy = any(len(names) < len(files) for names in here)
+        shares: dict[int, dict[str, Mapping[str, Any]]] = {process: {} for process in self.processes}
+        for number, (name, facts) in enumerate(files.items()):
+            holders = [process for process, names in zip(self.processes, here, strict=True) if name in names]
+            shares[holders[number % len(holders)]][name] = facts
+        for process, share in shares.items():
+            if share:
+                self.call([process], "bring_parts", directory, share, copy)
+
+
+def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts: bool) -> Saving:
+    place = config.checkpoint.place
+    if place == "local" and not in_parts:
+        raise ConfigError(
+            "checkpoint.place=local is for models that are in parts on several processes, and here one process writes the whole "
+            "model to run.dir; leave the key out, or set actor.sharding=fsdp"
+        )
+    return Saving(call=call, processes=processes, in_parts=in_parts, place=place, run_name=config.run.name)

@@ -1,0 +1,88 @@
+"""What one process trains, on disk.
+
+Where every process of a gang has the whole model, a checkpoint is one call: the first process writes. Where a model is in parts,
+it is three: ``copy_parts``, for which the run stands still and which all processes of the gang make together; ``write_parts``,
+which begins to write in a thread; ``parts_written``, until it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint import local
+from rollcall.checkpoint.manifest import Written
+from rollcall.checkpoint.parts import PartWriter
+from rollcall.checkpoint.training import (
+    Beside,
+    export_learner,
+    files_in_parts,
+    read_critic,
+    read_learner,
+    write_critic,
+    write_learner,
+)
+from rollcall.learner.learner import Critic, Learner
+
+
+class Trained:
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    learner: Learner | None
+    critic: Critic | None
+
+    @property
+    def saves_in_parts(self) -> bool:
+        return any(model.body.in_parts for model in (self.learner, self.critic) if model is not None)
+
+    def write_whole(self, directory: Path) -> None:
+        if self.learner is not None:
+            write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
+        if self.critic is not None:
+            write_critic(self.critic, directory)
+
+    @cached_property
+    def _parts(self) -> PartWriter:
+        return PartWriter()
+
+    @cached_property
+    def _beside(self) -> Beside:
+        return Beside()
+
+    def copy_parts(self) -> None:
+        """When this returns, the models may change: what is to be saved is in host memory."""
+        beside: Mapping[str, bytes] = {}
+        if self.learner is not None:
+            beside = self._beside.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
+        files, facts = files_in_parts(self.learner, self.critic, beside=beside)
+        self._parts.copy(files, facts=facts)
+
+    def write_parts(self, directory: Path, run: str | None = None) -> None:
+        """Begin to write the copy to the checkpoint's folder; with ``run`` to the folder of that name on this node."""
+        place = None if run is None else local.folder_of(run) / directory.name.removeprefix(".tmp-")
+        self._parts.start(directory, place=place)
+
+    def parts_written(self) -> Written | None:
+        """None: it still writes."""
+        return self._parts.written()
+
+    def parts_here(self, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        return local.present(files)
+
+    def bring_parts(self, directory: Path, files: Mapping[str, Mapping[str, Any]], copy: bool) -> None:
+        local.bring(directory, files, copy=copy)
+
+    def tidy_parts(self, run: str, keep: Collection[str]) -> None:
+        local.tidy(run, keep=keep)
+
+    def read_checkpoint(self, directory: Path) -> None:
+        if self.learner is not None:
+            read_learner(self.learner, directory)
+        if self.critic is not None:
+            read_critic(self.critic, directory)
+
+    def export(self, directory: Path) -> None:
+        assert self.learner is not None
+        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)

@@ -1,0 +1,278 @@
+"""The parts of a checkpoint: what a process copies, writes and finds again, on a shared folder or on its node's own disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors import safe_open
+from saved import commit, write_parts
+from test_training_checkpoint import critic_of, learner_of, step
+
+from rollcall.checkpoint import local
+from rollcall.checkpoint.manifest import Written
+from rollcall.checkpoint.parts import File, PartTensor, PartWriter
+from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.training import read_critic, read_learner
+from rollcall.config import Config
+from rollcall.errors import CheckpointError, ConfigError
+from rollcall.learner.gang import Gang
+from rollcall.roles.saving import Saving, saving_of
+from rollcall.roles.trained import Trained
+
+
+def block(name: str, values: torch.Tensor, *, row: int = 0, rows: int | None = None) -> PartTensor:
+    whole = (rows or len(values), *values.shape[1:])
+    start = (row, *[0] * (values.ndim - 1))
+    return PartTensor(name=name, start=start, whole=whole, dtype=values.dtype, values=values)
+
+
+def written_by(writer: PartWriter) -> Written:
+    while (written := writer.written()) is None:
+        time.sleep(0.005)
+    return written
+
+
+def test_a_part_is_plain_safetensors_that_says_which_blocks_it_holds(tmp_path: Path) -> None:
+    odd = torch.arange(3).to(torch.bfloat16)
+    wide, more = torch.arange(6.0).reshape(3, 2), torch.arange(2.0).reshape(1, 2)
+    tensors = [block("odd", odd), block("wide", wide, row=1, rows=9), block("wide", more, row=7, rows=9)]
+    writer = PartWriter()
+    writer.copy([File(name="model/part.safetensors", kind="weights", content=tensors)], facts={"mesh": 1})
+    wide.zero_()  # what is trained on meanwhile does not change the copy
+    writer.start(tmp_path)
+    written = written_by(writer)
+    facts = written.files["model/part.safetensors"]
+    path = tmp_path / "model" / "part.safetensors"
+    assert facts["size"] == path.stat().st_size and facts["kind"] == "weights" and facts["host"] and facts["node"]
+    assert written.facts == {"mesh": 1}
+    with safe_open(path, "pt") as file:
+        parts = json.loads(file.metadata()["parts"])
+        assert parts["wide"] == {"name": "wide", "start": [1, 0], "shape": [9, 2]}
+        assert parts["wide#1"] == {"name": "wide", "start": [7, 0], "shape": [9, 2]}
+        assert torch.equal(file.get_tensor("wide"), torch.arange(6.0).reshape(3, 2))
+        assert torch.equal(file.get_tensor("odd"), odd)
+
+
+def test_a_write_that_failed_is_told_and_can_begin_again_from_the_same_copy(tmp_path: Path) -> None:
+    writer = PartWriter()
+    writer.copy([File(name="model/part", kind="weights", content=[block("a", torch.ones(4))])], facts={})
+    (tmp_path / "file").write_text("")
+    writer.start(tmp_path / "file")
+    with pytest.raises(OSError, match="file"):
+        written_by(writer)
+    writer.start(tmp_path / "folder")
+    assert list(written_by(writer).files) == ["model/part"]
+
+
+def saved_parts(folder: Path) -> Path:
+    """A checkpoint of one process in the form that several write."""
+    learner, critic = learner_of(Gang.alone()), critic_of(Gang.alone())
+    step(learner, 1)
+    step(critic, 1)
+    written = write_parts(folder, learner=learner, critic=critic)
+    (folder / "manifest.json").write_text(
+        json.dumps({"step": 1, "score": None, **written.facts, "files": written.files})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_parts(tmp_path_factory.mktemp("saved"))
+
+
+def test_what_parts_hold_comes_back(saved: Path) -> None:
+    learner, critic = learner_of(Gang.alone()), critic_of(Gang.alone())
+    again, critic_again = learner_of(Gang.alone()), critic_of(Gang.alone())
+    for one in (learner, critic):
+        step(one, 1)
+    read_learner(again, saved)
+    read_critic(critic_again, saved)
+    for one, other in ((learner, again), (critic, critic_again)):
+        for seed in (None, 2):  # the moments too: the next step is the same
+            if seed is not None:
+                step(one, seed)
+                step(other, seed)
+            assert all(torch.equal(tensor, other.body.named[name]) for name, tensor in one.body.named.items())
+        assert one.optimizer.num_updates == other.optimizer.num_updates == 2
+
+
+def test_a_manifest_tells_of_mesh_model_and_files(saved: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=0)
+    manifest = json.loads((commit(store, 4, saved) / "manifest.json").read_text())
+    assert manifest["step"] == manifest["weight_version"] == 4
+    assert manifest["mesh"] == {"processes": 1, "replicate": 1, "shard": 1, "tensor": 1}
+    assert manifest["model"]["model_type"] == "qwen2" and manifest["model"]["tie_word_embeddings"] is True
+    kinds = {name: facts["kind"] for name, facts in manifest["files"].items()}
+    assert kinds["model/part-00000-of-00001.safetensors"] == "weights" and kinds["model/config.json"] == "model"
+    assert kinds["actor/part-00000-of-00001.safetensors"] == kinds["critic/optimizer.json"] == "optimizer"
+    assert kinds["state.json"] == "state" and kinds["model/probe.json"] == "model"
+
+
+PART = "model/part-00000-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "changed", "another save's"])
+def test_a_damaged_part_is_named_with_its_node_and_the_checkpoint_before_is_used(
+    saved: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=9, keep_best=0)
+    commit(store, 2, saved)
+    part = commit(store, 4, saved) / PART
+    data = part.read_bytes()
+    if damage == "missing":
+        part.unlink()
+    elif damage == "cut off":
+        part.write_bytes(data[:-1])
+    else:
+        part.write_bytes(data[:-4] + (b"\1\2\3\4" if damage == "changed" else data[-8:-4]))
+    with caplog.at_level(logging.WARNING):
+        found = store.latest()
+    assert found is not None and found.step == 2
+    assert f"{PART}" in caplog.text and "written on node" in caplog.text
+    assert [bool(entry.reason) for entry in store.inspect()] == [False, True]
+
+
+def test_parts_without_a_manifest_are_no_checkpoint_and_are_removed(saved: Path, tmp_path: Path) -> None:
+    """The processes have written all parts, and the controller was killed before the manifest."""
+    store = CheckpointStore(tmp_path, keep_last=9, keep_best=0)
+    commit(store, 2, saved)
+    left = tmp_path / ".tmp-step-000004-0a1b2c3d"
+    saved_parts(left)
+    found = store.latest()
+    assert found is not None and found.step == 2
+    commit(store, 6, saved)
+    assert not left.exists() and [entry.step for entry in store.inspect()] == [2, 6]
+
+
+def test_a_part_that_is_not_in_the_shared_folder_is_refused_at_the_save(saved: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=9, keep_best=0)
+    facts = {"size": 3, "blake2b": "", "kind": "weights", "node": "1", "host": "far"}
+    with pytest.raises(
+        CheckpointError, match=r"a process on node 1 \(far\) wrote .*part.*put run.dir on a folder that all"
+    ):
+        store.save(2, write=lambda folder: Written(files={PART: facts}), state={}, score=None)
+
+
+def test_an_optimizer_without_moments_has_none_in_its_parts(tmp_path: Path) -> None:
+    sgd: dict[str, Any] = dict(optimizer=dict(name="torch.optim.SGD"))
+    learner, again = (learner_of(Gang.alone(), **sgd) for _ in range(2))
+    step(learner, 1)
+    written = write_parts(tmp_path, learner=learner, critic=None)
+    (tmp_path / "manifest.json").write_text(json.dumps({"step": 1, "score": None, "files": written.files}))
+    read_learner(again, tmp_path)
+    assert all(torch.equal(tensor, again.body.named[name]) for name, tensor in learner.body.named.items())
+
+
+# On the nodes' own disks
+
+
+class Node(Trained):
+    """A process on a node with a temporary folder of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, number: int) -> None:
+        self.folder, self.number, self._patch = folder, number, monkeypatch
+        folder.mkdir()
+        self.read: list[Path] = []
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._patch.setattr("tempfile.tempdir", str(self.folder))
+        return getattr(self, method)(*args)
+
+    def copy_parts(self) -> None:
+        name = f"model/part-{self.number:05d}-of-00002.safetensors"
+        tensors = [block("a", torch.full((2,), float(self.number)), row=2 * self.number, rows=4)]
+        self._parts.copy([File(name=name, kind="weights", content=tensors)], facts={})
+
+    def read_checkpoint(self, directory: Path) -> None:
+        self.read.append(directory)
+
+
+def nodes_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Node], Saving]:
+    nodes = [Node(tmp_path / f"node-{number}", monkeypatch, number=number) for number in range(2)]
+
+    def call(processes: Sequence[int], method: str, *args: Any) -> list[Any]:
+        return [nodes[process].call(method, *args) for process in processes]
+
+    place: Literal["local"] = "local"
+    return nodes, Saving(call=call, processes=[0, 1], in_parts=True, place=place, run_name="far")
+
+
+def save_local(saving: Saving, store: CheckpointStore, step: int) -> Path:
+    assert saving.copy()
+    path = store.save(step, write=saving.write, state={}, score=None)
+    saving.tidy(store.dir, keep=store.places())
+    return path
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_parts_on_the_nodes_are_named_by_the_manifest_and_pruned_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, saving = nodes_of(tmp_path, monkeypatch)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, keep_best=0)
+    for number in (2, 4):
+        path = save_local(saving, store, number)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    places = [Path(facts["place"]) for facts in files.values() if "place" in facts]
+    assert [place.name for place in places] == ["part-00000-of-00002.safetensors", "part-00001-of-00002.safetensors"]
+    assert all(place.is_relative_to(node.folder) for place, node in zip(places, nodes, strict=True))
+    assert "place" not in files["state.json"] and not (path / "model").exists()
+    assert [files_in(node.folder) for node in nodes] == [[places[0].name], [places[1].name]], "of the newest alone"
+
+
+def test_before_a_resume_each_node_brings_what_another_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, saving = nodes_of(tmp_path, monkeypatch)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, keep_best=0)
+    path = save_local(saving, store, 2)
+    # Both nodes of this test are this host: each sees only its own folder.
+    monkeypatch.setattr(Node, "parts_here", lambda self, files: [
+        name for name in local.present(files) if Path(files[name]["place"]).is_relative_to(self.folder)
+    ])  # fmt: skip
+    assert saving.missing(path) == ""
+    saving.read(path)
+    assert files_in(path / "model") == ["part-00000-of-00002.safetensors", "part-00001-of-00002.safetensors"]
+    assert nodes[0].read == [path.resolve()]
+    assert local.elsewhere(path) == {}
+
+
+def test_a_node_that_is_gone_makes_its_checkpoints_incomplete_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes, saving = nodes_of(tmp_path, monkeypatch)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=3, keep_best=0)
+    whole = store.save(1, write=lambda folder: None, state={}, score=None)
+    path = save_local(saving, store, 2)
+    (lost,) = (file for file in nodes[1].folder.rglob("part-*"))
+    lost.unlink()
+    assert str(lost) in saving.missing(path) and "does not exist on any node" in saving.missing(path)
+    with pytest.raises(CheckpointError, match=f"step-000002 is not complete: .*{lost.name}"):
+        saving.read(path)
+    with caplog.at_level(logging.WARNING):
+        found = store.latest(missing=saving.missing)
+    assert found is not None and found.path == whole and str(lost.name) in caplog.text
+
+
+def test_a_part_that_changed_on_its_node_is_not_brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, saving = nodes_of(tmp_path, monkeypatch)
+    path = save_local(saving, CheckpointStore(tmp_path / "checkpoints", keep_last=2, keep_best=0), 2)
+    (part,) = (file for file in nodes[1].folder.rglob("part-*"))
+    part.write_bytes(part.read_bytes()[:-4] + b"\1\2\3\4")
+    with pytest.raises(CheckpointError, match=f"{part.name} on node .* its checksum differs"):
+        saving.read(path)
+
+
+def test_the_place_of_parts_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"place": "local"}})
+    with pytest.raises(ConfigError, match=r"checkpoint\.place=local is for models that are in parts"):
+        saving_of(config, lambda *args: [], processes=[0], in_parts=False)

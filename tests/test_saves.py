@@ -1,0 +1,61 @@
+"""A checkpoint that is written while the run goes on: waited for where it is needed, and never lost in silence."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollcall.loop.saves import Saved, Saves
+from rollcall.wait import speaking
+
+
+class Disk:
+    """A save that takes until it is told to end."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def save(self) -> Path:
+        assert self.go.wait(60)
+        if self.error is not None:
+            raise self.error
+        return Path("step-000004")
+
+
+def test_a_save_is_begun_and_told_of_once_when_it_is_committed() -> None:
+    saves, disk = Saves(), Disk()
+    assert saves.poll() is None and saves.settle() is None
+    saves.begin(4, disk.save)
+    assert saves.poll() is None, "it is still being written"
+    disk.go.set()
+    assert saves.settle() == Saved(step=4, path=Path("step-000004"))
+    assert saves.poll() is None and saves.settle() is None
+
+
+def test_who_needs_a_checkpoint_waits_for_it_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.loop.saves.FIRST_WORD_S", 0.0)
+    saves, disk, said = Saves(), Disk(), []
+
+    def voice(text: str) -> None:
+        said.append(text)
+        disk.go.set()
+
+    saves.begin(4, disk.save)
+    with speaking(voice):
+        saves.settle()
+    assert said[0].startswith("waiting for the checkpoint of step 4, which is still being written")
+
+
+def test_a_save_that_fails_raises_where_it_is_waited_for_and_where_it_is_looked_at() -> None:
+    for ask in (Saves.settle, Saves.poll):
+        saves, disk = Saves(), Disk()
+        disk.error = OSError("No space left on device")
+        saves.begin(4, disk.save)
+        disk.go.set()
+        with pytest.raises(OSError, match="No space left"):
+            while ask(saves) is None:
+                threading.Event().wait(0.01)
+        assert saves.settle() is None, "the next save may begin"
