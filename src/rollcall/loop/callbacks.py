@@ -56,7 +56,7 @@ class EvaluationDone:
 class CheckpointSaved:
     step: int
     num_steps: int
-    path: Path  # model/ in it opens with transformers
+    path: Path  # model/ in it opens with transformers, unless it holds parts (`rollcall merge`)
 
 
 _NAMES = {StepDone: "on_step", EvaluationDone: "on_evaluation", CheckpointSaved: "on_save"}
