@@ -40,6 +40,7 @@ from rollcall.checkpoint.training import export_learner
 from rollcall.config import Grpo, OptimizerSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
+from rollcall.model.decoder import fuse_parameters
 from rollcall.model.tiny import ALPHABET, char_tokenizer
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.interfaces import interface_of
@@ -175,15 +176,17 @@ class Seat(Trained):
     """One process with its part of the model and of a state that a made-up update has left."""
 
     def __init__(self, gang: Gang, *, model: str, device: torch.device) -> None:
-        section = OptimizerSection(sharding="fsdp", cpu_offload=False)
-        if gang.size == 1:  # one process holds everything, as one part
-            section = OptimizerSection(sharding="fsdp", cpu_offload=True)
         whole = make_model(model, torch.float32)
+        if gang.size == 1:  # it holds everything, as one part
+            whole = whole.to(device)
+            fuse_parameters(whole)
         self.learner = Learner(
-            whole, section, algorithm=Grpo(), temperature=1.0, max_response_tokens=8, total_updates=9, gang=gang, device=device,
+            whole, OptimizerSection(sharding="fsdp"), algorithm=Grpo(), temperature=1.0, max_response_tokens=8, total_updates=9,
+            gang=gang, device=device,
         )  # fmt: skip
-        whole.to("meta")
-        gc.collect()
+        if gang.size > 1:
+            whole.to("meta")
+            gc.collect()
         self.critic = None
         self.tokenizer = char_tokenizer(ALPHABET)
         self.stop_token_ids = ()

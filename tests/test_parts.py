@@ -71,6 +71,21 @@ def test_a_write_that_failed_is_told_and_can_begin_again_from_the_same_copy(tmp_
     assert list(written_by(writer).files) == ["model/part"]
 
 
+@pytest.mark.gpu
+def test_blocks_on_an_accelerator_are_copied_to_memory_that_is_kept(tmp_path: Path) -> None:
+    writer, values = PartWriter(), torch.randn(300, 7, device="cuda")
+    for turn in range(2):
+        tensor = PartTensor(name="a", start=(0, 0), whole=(300, 7), dtype=torch.bfloat16, values=values)
+        writer.copy([File(name=f"part-{turn}", kind="weights", content=[tensor])], facts={})
+        expected = values.bfloat16().cpu()
+        values.zero_()
+        writer.start(tmp_path)
+        written_by(writer)
+        with safe_open(tmp_path / f"part-{turn}", "pt") as file:
+            assert torch.equal(file.get_tensor("a"), expected)
+        values.normal_()
+
+
 def saved_parts(folder: Path) -> Path:
     """A checkpoint of one process in the form that several write."""
     learner, critic = learner_of(Gang.alone()), critic_of(Gang.alone())

@@ -167,6 +167,13 @@ def test_a_large_run_is_told_before_it_fills_the_disk() -> None:
         "runs/x will hold 3 checkpoints of 2.0 GiB and a model of 0.5 GiB: 6.5 GiB in all, up to 8.0 GiB while it saves; the "
         "disk has 100.0 GiB for it"
     )
+    on_nodes = RunSize(
+        checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=GIB, on_nodes=True
+    )
+    assert on_nodes.words(Path("runs/x")) == (
+        "the nodes' temporary folders will hold 3 checkpoints of 2.0 GiB, up to 8.0 GiB in all while it saves, and runs/x a model "
+        "of 0.5 GiB: 0.5 GiB in all, up to 0.5 GiB while it saves; the disk has 1.0 GiB for it"
+    )
     small_disk = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=7 * GIB)
     assert "too little. Lower trainer.keep_last" in str(small_disk.words(Path("runs/x")))
 

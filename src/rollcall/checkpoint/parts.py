@@ -33,6 +33,7 @@ from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.learner.layout import Block
 from rollcall.stored.safetensors_header import write_header
+from rollcall.wait import warn
 
 CHUNK_BYTES = 16 << 20  # written and added to the checksum at once
 DIGEST_BYTES = 16
@@ -130,18 +131,24 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._all = _nothing()
-        self._is_pinned = False
+        self._wants_pinned = self._is_pinned = False
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        if num_bytes > len(self._all) or pinned > self._is_pinned:
+        if num_bytes > len(self._all) or pinned != self._wants_pinned:
             self.free()
-            self._all = torch.empty(num_bytes, dtype=torch.uint8)
-            # Registered, not allocated by torch, which rounds the size of pinned memory up to a power of two.
-            if pinned and num_bytes:
-                runtime: Any = torch.cuda.cudart()
-                torch.cuda.check_error(int(runtime.cudaHostRegister(self._all.data_ptr(), num_bytes, 0)))
-                self._is_pinned = True
+            self._all, self._wants_pinned = torch.empty(num_bytes, dtype=torch.uint8), pinned
+            self._is_pinned = pinned and num_bytes > 0 and self._pin()
         return self._all[:num_bytes]
+
+    def _pin(self) -> bool:
+        """Registered, not allocated by torch, which rounds the size of pinned memory up to a power of two."""
+        runtime: Any = torch.cuda.cudart()
+        if status := int(runtime.cudaHostRegister(self._all.data_ptr(), len(self._all), 0)):
+            warn(
+                f"{len(self._all):,} bytes of host memory for the copy of a checkpoint cannot be pinned (CUDA error {status}), so "
+                "the run stands still for longer at every save"
+            )
+        return status == 0
 
     def free(self) -> None:
         if self._is_pinned:

@@ -21,22 +21,29 @@ class RunSize:
     most_checkpoints: int  # at once: a new one is whole before an old one goes
     model: int
     free: int
+    on_nodes: bool = False  # checkpoints are on the nodes' own disks
 
     @property
     def end(self) -> int:
-        return self.num_checkpoints * self.checkpoint + self.model
+        return (0 if self.on_nodes else self.num_checkpoints * self.checkpoint) + self.model
 
     @property
     def peak(self) -> int:
-        return max(self.most_checkpoints * self.checkpoint, self.end)
+        return max(0 if self.on_nodes else self.most_checkpoints * self.checkpoint, self.end)
 
     def words(self, run_dir: Path) -> str | None:
         """What to tell the user; None where it is little and fits."""
         fits = self.peak <= self.free
-        if fits and self.end < LARGE:
+        if fits and self.num_checkpoints * self.checkpoint + self.model < LARGE:
             return None
         count = "1 checkpoint" if self.num_checkpoints == 1 else f"{self.num_checkpoints} checkpoints"
         held = f"{run_dir} will hold {count} of {_shown(self.checkpoint)} and a model of {_shown(self.model)}"
+        if self.on_nodes:
+            peak = _shown(self.most_checkpoints * self.checkpoint)
+            held = (
+                f"the nodes' temporary folders will hold {count} of {_shown(self.checkpoint)}, up to {peak} in all while it "
+                f"saves, and {run_dir} a model of {_shown(self.model)}"
+            )
         room = f"{_shown(self.end)} in all, up to {_shown(self.peak)} while it saves; the disk has {_shown(self.free)} for it"
         if fits:
             return f"{held}: {room}"
@@ -58,6 +65,7 @@ def run_size(config: Config, *, num_parameters: int, critic_parameters: int, wid
         num_checkpoints=min(saves, kept),
         most_checkpoints=min(saves, kept + 1),
         model=num_parameters * width,
+        on_nodes=config.checkpoint.place == "local",
         free=(free_bytes(run_dir.absolute()) or 0) + _held(run_dir / "checkpoints") + _held(run_dir / "model"),
     )
 
