@@ -52,15 +52,15 @@ class Echo:
         """A child that has left the worker's session, and this process."""
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid, os.getpid()
 
-    def meet(self) -> str:
-        """Everyone meets at MASTER_ADDR:MASTER_PORT."""
+    def meet(self, ranks: list[int]) -> str:
+        """They meet at MASTER_ADDR:MASTER_PORT."""
         from torch.distributed import TCPStore
 
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
+        rank = int(os.environ["RANK"])
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), len(ranks), rank == 0)
         self.store = store  # the others may still ask rank 0's when it has returned
         store.set(f"rank {rank}", str(rank))
-        return "".join(store.get(f"rank {other}").decode() for other in range(world))
+        return "".join(store.get(f"rank {other}").decode() for other in ranks)
 
 
 class Stubborn(Exception):
