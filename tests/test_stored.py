@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.stored.checkpoint import newest_checkpoint
+from rollcall.stored.manifest import newest_checkpoint
 from rollcall.stored.open import open_stored
 from rollcall.stored.safetensors import open_parts
 from rollcall.stored.tensors import Piece, StoredError, StoredFile, StoredTensor, refuse_gaps

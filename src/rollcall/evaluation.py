@@ -26,7 +26,7 @@ from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.rollout import Rollouts
-from rollcall.model.files import resolve_model
+from rollcall.model.files import model_folder, resolve_model
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
@@ -186,7 +186,8 @@ def _sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
 
 
 def _is_model_dir(target: Path) -> bool:
-    return target.is_dir() and not (target / RUN_FILE).exists() and (target / "config.json").exists()
+    """Or a checkpoint with a config, of ours or of others."""
+    return target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None
 
 
 def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:

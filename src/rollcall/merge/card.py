@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.tensors import Stored, StoredError
+from rollcall.stored.files import StoredError
+from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
 
 # What belongs to a model beside its weights, by the ends of names; folders hold no such files.

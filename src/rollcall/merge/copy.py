@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rollcall.merge.plan import Copy, Unit
-from rollcall.stored.tensors import StoredError, StoredFile
+from rollcall.stored.files import StoredError, StoredFile
 
 CHUNK = 4 << 20  # a multiple of every element's size
 

@@ -24,8 +24,9 @@ from rollcall.merge.copy import copy_unit
 from rollcall.merge.plan import INDEX, Plan, Unit, plan_merge
 from rollcall.merge.select import select
 from rollcall.merge.staging import Staging, begin
+from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
-from rollcall.stored.tensors import Stored, StoredError
+from rollcall.stored.tensors import Stored
 
 DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,

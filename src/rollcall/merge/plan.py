@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from rollcall.stored.files import Record, StoredFile
 from rollcall.stored.safetensors_header import write_header
-from rollcall.stored.tensors import Piece, Record, Stored, StoredFile, StoredTensor
+from rollcall.stored.tensors import Piece, Stored, StoredTensor
 
 UNIT_BYTES = 256 << 20
 INDEX = "model.safetensors.index.json"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from rollcall.stored.files import StoredError
 from rollcall.stored.outline import Outline, outline_of
-from rollcall.stored.tensors import Stored, StoredError, StoredTensor
+from rollcall.stored.tensors import Stored, StoredTensor
 
 BLOCK_BYTES = 16 << 20
 VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")

@@ -18,7 +18,7 @@ from pathlib import Path
 from rollcall.durable.atomic import fsync, fsync_tree, swap_in, write_atomic
 from rollcall.durable.patience import free_bytes
 from rollcall.merge.plan import Plan, Unit
-from rollcall.stored.tensors import StoredError
+from rollcall.stored.files import StoredError
 
 SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
 

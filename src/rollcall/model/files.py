@@ -13,6 +13,7 @@ from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
+from rollcall.stored.find import checkpoint_of, config_folder, is_model_dir
 
 MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24
@@ -34,12 +35,22 @@ FEWEST_BYTES = 0.25  # of one weight; quantised weights have 0.5
 
 
 def resolve_model(path: str) -> str:
-    """The model directory of ``builtin:NAME``; any other path as it is."""
+    """The model directory of ``builtin:NAME``; of a run directory its newest checkpoint; any other path as it is."""
     if not path.startswith("builtin:"):
-        return path
+        local = Path(path).expanduser()
+        # By name, so that all processes load the same one while that run goes on.
+        checkpoint = checkpoint_of(local) if local.is_dir() and not is_model_dir(local) else None
+        return path if checkpoint is None else str(checkpoint)
     if path != "builtin:arithmetic":
         raise ValueError(f"model.path={path} is not built in; there is builtin:arithmetic")
     return str(MODEL_DIR)
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder with config.json and tokenizer of a local ``model.path``: a model directory, or a checkpoint of ours, of verl or of
+    PyTorch. None: the path is not local, or has none."""
+    local = Path(path).expanduser()
+    return config_folder(local) if local.is_dir() else None
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

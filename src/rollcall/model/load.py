@@ -15,8 +15,13 @@ from torch import Tensor
 from rollcall.errors import ModelFilesError
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, fuse_parameters
-from rollcall.model.files import check_model_dir
+from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
+from rollcall.stored.files import StoredError
+from rollcall.stored.find import is_model_dir
+from rollcall.stored.open import open_stored
+from rollcall.stored.safetensors_header import STORED_NAMES
+from rollcall.stored.tensors import Stored
 from rollcall.types import MicroBatch
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
@@ -56,15 +61,18 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     from transformers import AutoModelForCausalLM
 
     check_model_path(path)
-    with loading(f"model.path={path}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **hub_options(path),
-        )
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # refused below, by name
+    }
+    if is_stored(path):
+        loaded: Any = _load_stored(path, options, trust_remote_code=trust_remote_code)
+    else:
+        with loading(f"model.path={path}"):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path, trust_remote_code=trust_remote_code, **options, **hub_options(path)
+            )
     model, info = loaded
     refuse_other_tensors(
         f"model.path={path}",
@@ -82,11 +90,56 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     return model
 
 
-def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def is_stored(path: str) -> bool:
+    """Whether a local path is a checkpoint, of ours or of others, and not a directory that transformers opens."""
+    local = Path(path).expanduser()
+    return local.is_dir() and not is_model_dir(local)
+
+
+def _load_stored(path: str, options: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
+    """What ``from_pretrained`` gives for a model directory, of a checkpoint; each tensor is read when its turn comes."""
+    try:
+        stored = open_stored(Path(path).expanduser())
+    except StoredError as error:
+        raise ModelError(f"model.path={path}: {error}") from None
+    outline = outline_causal_lm(path, dtype=options["dtype"], trust_remote_code=trust_remote_code, fused=False)
+    with loading(f"model.path={path}"):
+        names: dict[str, Any] = {name: _Unread(stored, name) for name in stored.tensors}
+        loaded = type(outline).from_pretrained(None, config=outline.config, state_dict=names, **options)
+    loaded[0].generation_config = outline.generation_config
+    return loaded
+
+
+class _Unread:
+    """A stored tensor as transformers takes it from a safetensors file: it is read when it is indexed."""
+
+    def __init__(self, stored: Stored, name: str) -> None:
+        self._stored, self._name = stored, name
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._stored.read(self._name)
+
+    def get_shape(self) -> list[int]:
+        return list(self._stored.tensors[self._name].shape)
+
+    def get_dtype(self) -> str:
+        return STORED_NAMES[self._stored.tensors[self._name].dtype]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._stored.tensors[self._name].dtype
+
+
+def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, fused: bool = True) -> Any:
     """The model of ``load_causal_lm`` without its weights, which are on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     check_model_path(path)
+    path = str(model_folder(path) or path)
     with loading(f"model.path={path}"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
         with torch.device("meta"):
@@ -94,7 +147,8 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
     with suppress(OSError):  # most small models have none
         model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
     model = model.eval().requires_grad_(False)
-    fuse_parameters(model)
+    if fused:
+        fuse_parameters(model)
     return model
 
 
@@ -194,8 +248,9 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
     from transformers import AutoTokenizer
 
     check_model_path(path)
+    folder = str(model_folder(path) or path)
     with loading(f"model.path={path}", part="tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub_options(folder))
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of {path} has no eos token, so no completion could ever stop; set eos_token in its "
@@ -214,13 +269,16 @@ def check_model_path(path: str) -> None:
     looks_local = local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if looks_local and not local.is_dir():
         raise ModelError(f"model.path={path} is not a directory; give a transformers model directory or a hub name")
-    if looks_local and not (local / "config.json").exists():
-        raise ModelError(f"model.path={path} has no config.json, so it is not a transformers model directory")
     if not looks_local:
         hub_options(path)
         return
+    folder = model_folder(path)
+    if folder is None:
+        raise ModelError(
+            f"model.path={path} has no config.json, so it is neither a transformers model directory nor a checkpoint with one"
+        )
     try:
-        check_model_dir(local)
+        check_model_dir(folder)
     except ModelFilesError as error:
         raise ModelError(f"model.path={path}: {error}") from None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollcall.config import Config, OptimizerSection
 from rollcall.errors import ModelFilesError, SizesUnknown
-from rollcall.model.files import MODEL_DIR, read_model_config
+from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 from rollcall.words import ranges
 
@@ -150,9 +150,10 @@ class SlotMemory:
 
 
 def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
-    """Sizes of ``model.path``: an embedded model, a directory, a hub name in the local cache, or the given config.json."""
+    """Sizes of ``model.path``: an embedded model, a directory or checkpoint, a hub name in the local cache, or the given config.json."""
     place = model_config or Path(MODEL_DIR if path == "builtin:arithmetic" else path).expanduser()
-    file = place / "config.json" if place.is_dir() else model_config or _in_hub_cache(path)
+    folder = place if model_config is not None else model_folder(str(place)) or place
+    file = folder / "config.json" if place.is_dir() else model_config or _in_hub_cache(path)
     if file is None:
         raise SizesUnknown(
             f"model.path={path} is not on this machine, so its sizes are not known; download it, or give its "

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.tensors import Piece, Record, Stored, StoredError, StoredFile, StoredTensor, stored_of
+from rollcall.stored.files import Record, StoredError, StoredFile
+from rollcall.stored.find import METADATA
+from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 from rollcall.stored.torch_zip import open_torch_file
 from rollcall.stored.unpickle import MOST_BYTES, Thing, View, unpickle
 
-METADATA = ".metadata"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollcall.stored.checkpoint import checkpoints_of, is_checkpoint, newest_checkpoint, open_checkpoint
-from rollcall.stored.dcp import METADATA, open_dcp
+from rollcall.stored.checkpoint import open_checkpoint
+from rollcall.stored.dcp import open_dcp
+from rollcall.stored.files import StoredError
+from rollcall.stored.find import METADATA, checkpoint_of, is_model_dir, verl_folder
+from rollcall.stored.manifest import checkpoints_of
 from rollcall.stored.safetensors import open_model_dir
-from rollcall.stored.tensors import Stored, StoredError
-from rollcall.stored.verl import open_verl, verl_folder
+from rollcall.stored.tensors import Stored
+from rollcall.stored.verl import open_verl
 
 KNOWN = "a checkpoint or run directory of Rollcall, a checkpoint of verl (FSDP) or of PyTorch (DCP), or a model directory with safetensors"
 
@@ -17,14 +20,11 @@ def open_stored(path: Path) -> Stored:
     """The tensors stored at ``path``. Of a run directory or a ``checkpoints/`` folder: the newest whole checkpoint."""
     if not path.is_dir():
         raise StoredError(f"{path} is not a directory; give {KNOWN}")
-    if is_checkpoint(path):
-        return open_checkpoint(path)
-    for folder in (path, path / "checkpoints"):
-        if checkpoints_of(folder):
-            newest = newest_checkpoint(folder)
-            if newest is None:
-                raise StoredError(f"{folder} holds no whole checkpoint; give another")
-            return open_checkpoint(newest)
+    if not is_model_dir(path):
+        if (checkpoint := checkpoint_of(path)) is not None:
+            return open_checkpoint(checkpoint)
+        if checkpoints_of(path) or checkpoints_of(path / "checkpoints"):
+            raise StoredError(f"{path} holds no whole checkpoint; give another")
     if (folder := verl_folder(path)) is not None:
         return open_verl(folder)
     if (path / METADATA).is_file():

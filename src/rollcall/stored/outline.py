@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.tensors import StoredError
+from rollcall.stored.files import StoredError
 
 MOST_BYTES = 1 << 24
 

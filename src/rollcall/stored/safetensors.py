@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from rollcall.config.yaml import read_small
+from rollcall.stored.files import StoredError, StoredFile
 from rollcall.stored.safetensors_header import STORED_NAMES
-from rollcall.stored.tensors import Piece, Stored, StoredError, StoredFile, StoredTensor, stored_of
+from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-
-class StoredError(ValueError):
-    """Stored weights cannot be used; the message names the file and says what to do."""
+from rollcall.stored.files import StoredError, StoredFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +40,6 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A range of a file with a CRC-32 of its own, as in a zip archive."""
-
-    offset: int
-    size: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """What is known of a file before it is read."""
-
-    path: Path
-    size: int
-    blake2b: str | None = None  # of the whole file, 16 bytes in hex; None: its writer noted none
-    node: str | None = None  # where it was written; None: its writer noted none
-    records: tuple[Record, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.path} (written on node {self.node})" if self.node is not None else str(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)

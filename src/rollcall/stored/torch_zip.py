@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from rollcall.stored.tensors import Piece, Record, StoredError
+from rollcall.stored.files import Record, StoredError
+from rollcall.stored.tensors import Piece
 from rollcall.stored.unpickle import MOST_BYTES, View, unpickle
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # a record's header, before its name

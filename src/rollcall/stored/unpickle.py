@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rollcall.stored.tensors import StoredError
+from rollcall.stored.files import StoredError
 
 MOST_BYTES = 1 << 29
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
+from rollcall.stored.files import StoredError, StoredFile
 from rollcall.stored.mesh import Placed, placed
-from rollcall.stored.tensors import Piece, Stored, StoredError, StoredFile, StoredTensor, stored_of
+from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 from rollcall.stored.torch_zip import TorchFile, open_torch_file
 from rollcall.stored.unpickle import Thing, View
 
-LATEST = "latest_checkpointed_iteration.txt"
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _STEP = re.compile(r"global_step_(\d+)")
 
@@ -38,18 +38,6 @@ class _Local:
     def layout(self) -> Any:
         """What all processes must agree on."""
         return ("plain", self.view.shape) if self.where is None else self.where.layout
-
-
-def verl_folder(path: Path) -> Path | None:
-    """The folder with the shards that ``path`` is or leads to; None if there are none.
-
-    Leads to: verl's folder of checkpoints, or one checkpoint, whose ``actor/`` is the policy.
-    """
-    candidates = [path, path / "actor"]
-    if (path / LATEST).is_file():
-        step = read_small(path / LATEST, most=1000).decode(errors="replace").strip()
-        candidates.append(path / f"global_step_{step}" / "actor")
-    return next((one for one in candidates if any(one.glob("model_world_size_*_rank_*.pt"))), None)
 
 
 def open_verl(folder: Path) -> Stored:

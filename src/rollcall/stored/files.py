@@ -1,0 +1,33 @@
+"""What is known of a stored file before it is read. No torch here: `rollcall plan` looks for models too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class StoredError(ValueError):
+    """Stored weights cannot be used; the message names the file and says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A range of a file with a CRC-32 of its own, as in a zip archive."""
+
+    offset: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """What is known of a file before it is read."""
+
+    path: Path
+    size: int
+    blake2b: str | None = None  # of the whole file, 16 bytes in hex; None: its writer noted none
+    node: str | None = None  # where it was written; None: its writer noted none
+    records: tuple[Record, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.path} (written on node {self.node})" if self.node is not None else str(self.path)
