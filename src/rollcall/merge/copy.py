@@ -19,7 +19,7 @@ import torch
 from rollcall.merge.plan import Copy, Unit
 from rollcall.stored.files import StoredError, StoredFile
 
-CHUNK = 4 << 20  # a multiple of every element's size
+CHUNK = 8 << 20  # a multiple of every element's size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

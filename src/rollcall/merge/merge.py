@@ -1,6 +1,6 @@
 """One directory from a checkpoint: a plan of copies, threads that carry it out, one rename at the end.
 
-Threads take units from the plan; each reads its range of a stored file, checks it and writes it. Nobody waits for anybody but
+One thread compares names and shapes with the model that config.json describes. Threads take units from the plan; each reads its range of a stored file, checks it and writes it. Nobody waits for anybody but
 ``merge`` for all of them. The first error, or Ctrl-C, ends the others at once. What is written stays for the next start.
 """
 
@@ -11,8 +11,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ import torch
 
 from rollcall.merge.card import card, run_facts, write_beside
 from rollcall.merge.copy import copy_unit
-from rollcall.merge.plan import INDEX, Plan, Unit, plan_merge
-from rollcall.merge.select import select
+from rollcall.merge.plan import INDEX, Plan, Unit, plan_merge, written_dtype
+from rollcall.merge.select import Selection, guess, select
 from rollcall.merge.staging import Staging, begin
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
@@ -89,34 +89,104 @@ def merge(
         )
     out = Path(os.path.abspath(out))
     _refuse_target(out, stored, folder)
-    selection = select(stored, folder)
-    plan = plan_merge(stored, selection.names, dtype=target, max_shard_size=most)
-    notes = (*selection.notes, *_notes(stored, plan))
-    facts = run_facts(stored)
-    try:
-        with begin(out, plan) as staging:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare") as aside:
+        comparison = aside.submit(select, stored, folder)
+        job = _Job(
+            stored=stored, folder=folder, out=out, dtype=target, most=most, comparison=comparison, progress=progress
+        )
+        names = guess(stored, folder)
+        try:
+            if (done := job.copy(names)) is None:  # the guess was wrong, so begin again
+                done = job.copy(comparison.result().names)
+        except OSError as error:
+            raise StoredError(
+                f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and give the same "
+                "command again: it goes on where it stopped"
+            ) from error
+    assert done is not None
+    return replace(done, duration_s=time.monotonic() - started)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """``comparison`` says, when it is done, which tensors are the model's; its error ends the copying."""
+
+    stored: Stored
+    folder: Path
+    out: Path
+    dtype: torch.dtype | None
+    most: int
+    comparison: Future[Selection]
+    progress: Callable[[int, int], None]
+
+    def copy(self, names: tuple[str, ...]) -> Merged | None:
+        """None: ``names`` are not those of the model, and nothing is at the target."""
+        plan = plan_merge(self.stored, names, dtype=self.dtype, max_shard_size=self.most)
+        with begin(self.out, plan) as staging:
             staging.prepare()
             continued = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
-            _copy_all(plan, staging, progress=progress)
-            _write_rest(stored, selection.names, folder, staging, plan, dtype=target, facts=facts, notes=notes)
-            staging.finish(out)
-    except OSError as error:
-        raise StoredError(
-            f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and give the same command "
-            "again: it goes on where it stopped"
-        ) from error
-    return Merged(
-        out=out,
-        origin=stored.origin,
-        kind=stored.kind,
-        num_tensors=len(selection.names),
-        num_bytes=plan.num_bytes,
-        num_files=len(plan.files),
-        continued_bytes=continued,
-        duration_s=time.monotonic() - started,
-        facts=facts,
-        notes=notes,
-    )
+            self._copy_all(plan, staging)
+            selection = self.comparison.result()
+            if selection.names != names:
+                return None
+            facts, notes = run_facts(self.stored), (*selection.notes, *_notes(self.stored, plan))
+            self._write_rest(names, staging.model, plan, facts=facts, notes=notes)
+            staging.finish(self.out)
+        return Merged(
+            out=self.out,
+            origin=self.stored.origin,
+            kind=self.stored.kind,
+            num_tensors=len(names),
+            num_bytes=plan.num_bytes,
+            num_files=len(plan.files),
+            continued_bytes=continued,
+            duration_s=0.0,
+            facts=facts,
+            notes=notes,
+        )
+
+    def _copy_all(self, plan: Plan, staging: Staging) -> None:
+        total = sum(unit.num_bytes for unit in plan.units)
+        copied = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
+        counting, stop = threading.Lock(), threading.Event()
+        self.progress(copied, total)
+
+        def advance(num: int) -> None:
+            nonlocal copied
+            if stop.is_set():
+                raise CancelledError
+            with counting:
+                copied += num
+                self.progress(copied, total)
+
+        def work(unit: Unit, outs: list[int]) -> None:
+            if not stop.is_set():
+                copy_unit(unit, outs, advance=advance)
+                staging.note(unit, outs)
+
+        waiting = [unit for unit in plan.units if unit.name not in staging.done]
+        with staging.outs() as outs, ThreadPoolExecutor(max_workers=READERS) as pool:
+            every: list[Future[Any]] = [self.comparison, *(pool.submit(work, unit, outs) for unit in waiting)]
+            try:
+                ended, _ = wait(every, return_when=FIRST_EXCEPTION)
+            finally:
+                stop.set()
+            for future in ended:
+                future.result()
+
+    def _write_rest(
+        self, names: tuple[str, ...], model: Path, plan: Plan, *, facts: dict[str, str], notes: tuple[str, ...]
+    ) -> None:
+        write_beside(self.stored, self.folder, model, dtype=self.dtype)
+        if (index := plan.index()) is not None:
+            (model / INDEX).write_text(index)
+        tensors = [self.stored.tensors[name] for name in names]
+        dtypes = {written_dtype(one, self.dtype) for one in tensors}
+        num_parameters = sum(prod(one.shape) for one in tensors)
+        text = card(
+            self.stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes
+        )
+        (model / "README.md").write_text(text)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -156,54 +226,3 @@ def _notes(stored: Stored, plan: Plan) -> list[str]:
     if stored.facts.get("has_critic"):
         notes.append("the critic is not part of the model; it stays in the checkpoint")
     return notes
-
-
-def _copy_all(plan: Plan, staging: Staging, *, progress: Callable[[int, int], None]) -> None:
-    total = sum(unit.num_bytes for unit in plan.units)
-    copied = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
-    counting, stop = threading.Lock(), threading.Event()
-    progress(copied, total)
-
-    def advance(num: int) -> None:
-        nonlocal copied
-        if stop.is_set():
-            raise CancelledError
-        with counting:
-            copied += num
-            progress(copied, total)
-
-    def work(unit: Unit, outs: list[int]) -> None:
-        if not stop.is_set():
-            copy_unit(unit, outs, advance=advance)
-            staging.note(unit, outs)
-
-    waiting = [unit for unit in plan.units if unit.name not in staging.done]
-    with staging.outs() as outs, ThreadPoolExecutor(max_workers=READERS) as pool:
-        futures = [pool.submit(work, unit, outs) for unit in waiting]
-        try:
-            ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            stop.set()
-        for future in ended:
-            future.result()
-
-
-def _write_rest(
-    stored: Stored,
-    names: tuple[str, ...],
-    folder: Path,
-    staging: Staging,
-    plan: Plan,
-    *,
-    dtype: torch.dtype | None,
-    facts: dict[str, str],
-    notes: tuple[str, ...],
-) -> None:
-    write_beside(stored, folder, staging.model, dtype=dtype)
-    if (index := plan.index()) is not None:
-        (staging.model / INDEX).write_text(index)
-    tensors = [stored.tensors[name] for name in names]
-    dtypes = {one.dtype if dtype is None or not one.dtype.is_floating_point else dtype for one in tensors}
-    num_parameters = sum(prod(one.shape) for one in tensors)
-    text = card(stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes)
-    (staging.model / "README.md").write_text(text)

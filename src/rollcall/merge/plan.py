@@ -85,7 +85,7 @@ class Plan:
 
 def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | None, max_shard_size: int) -> Plan:
     """``names``: the tensors to write, in this order. ``dtype`` is for those that are floating-point; None keeps each one's."""
-    written = {name: _written(stored.tensors[name], dtype) for name in names}
+    written = {name: written_dtype(stored.tensors[name], dtype) for name in names}
     sizes = {name: prod(stored.tensors[name].shape) * written[name].itemsize for name in names}
     shards = _shards(names, sizes, most=max_shard_size)
     files: list[OutFile] = []
@@ -117,7 +117,7 @@ def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | Non
     )
 
 
-def _written(tensor: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+def written_dtype(tensor: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 
 

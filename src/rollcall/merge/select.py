@@ -1,15 +1,21 @@
-"""Which of the stored tensors belong to the model: compared with what its config.json describes."""
+"""Which of the stored tensors belong to the model: compared with what its config.json describes.
+
+To know what it describes takes seconds, since transformers must be imported. So a merge begins with a guess from names alone, and
+compares while it copies.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from rollcall.config.yaml import read_small
 from rollcall.stored.files import StoredError
-from rollcall.stored.outline import Outline, outline_of
+from rollcall.stored.outline import MOST_BYTES, Outline, outline_of
 from rollcall.stored.tensors import Stored, StoredTensor
 
 BLOCK_BYTES = 16 << 20
@@ -23,13 +29,28 @@ class Selection:
     notes: tuple[str, ...]  # what was left out, and what could not be checked
 
 
-def select(stored: Stored, folder: Path) -> Selection:
-    """``folder`` has the model's config.json."""
+def guess(stored: Stored, folder: Path) -> tuple[str, ...]:
+    """The names that ``select`` will most probably give."""
+    refuse_adapters(stored)
+    try:
+        is_tied = json.loads(read_small(folder / "config.json", most=MOST_BYTES)).get("tie_word_embeddings") is True
+    except (OSError, ValueError, AttributeError, RecursionError):
+        is_tied = False  # ``select`` says what is wrong with it
+    embeddings = any(name.endswith("embed_tokens.weight") for name in stored.tensors)
+    left_out = {"lm_head.weight"} if is_tied and embeddings else set()
+    return tuple(name for name in stored.tensors if name not in left_out and not name.startswith(VALUE_HEADS))
+
+
+def refuse_adapters(stored: Stored) -> None:
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
             f"{stored.origin} holds an adapter ({adapter}), not only a model; merge the adapter into its model first, with peft's "
             "merge_and_unload"
         )
+
+
+def select(stored: Stored, folder: Path) -> Selection:
+    """``folder`` has the model's config.json."""
     outline = outline_of(folder)
     if outline is None:
         note = (

@@ -23,6 +23,10 @@ from rollcall.stored.files import StoredError
 SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
 
 
+class FullDiskError(StoredError):
+    """The disk has too little room for the merge."""
+
+
 class Staging:
     """Made by ``begin``, which holds the lock. ``done`` are the names of the units that are written."""
 
@@ -63,7 +67,7 @@ class Staging:
         needed = sum(out.size for out in self._plan.files) - written + SPARE_BYTES
         free = free_bytes(self._folder)
         if free is not None and free < needed:
-            raise StoredError(
+            raise FullDiskError(
                 f"{self._folder.parent} has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more; free space, or "
                 "choose another --out"
             )
@@ -96,7 +100,8 @@ class Staging:
 
 @contextmanager
 def begin(out: Path, plan: Plan) -> Iterator[Staging]:
-    """The staging folder of a target, held by this process alone. It stays if the block raises, so that the next can go on."""
+    """The staging folder of a target, held by this process alone. It stays if the block is interrupted, so that the next can go
+    on; not if the stored files are refused."""
     folder = out.with_name(f".merging-{out.name}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -106,7 +111,13 @@ def begin(out: Path, plan: Plan) -> Iterator[Staging]:
             raise StoredError(
                 f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it"
             ) from None
-        yield Staging(folder, plan)
+        try:
+            yield Staging(folder, plan)
+        except FullDiskError:
+            raise
+        except StoredError:
+            shutil.rmtree(folder)
+            raise
         shutil.rmtree(folder)
     fsync(out.parent)
 
