@@ -22,7 +22,7 @@ from rollcall.finish.gather import gather, is_here, parts_elsewhere
 from rollcall.finish.nodes_of import find_nodes
 from rollcall.finish.upload import Uploaded, upload
 from rollcall.merge.merge import DTYPES, merge
-from rollcall.stored.checkpoint import checkpoints_of, is_checkpoint, newest_checkpoint
+from rollcall.stored.manifest import checkpoints_of, is_checkpoint, newest_checkpoint
 from rollcall.stored.tensors import StoredError
 from rollcall.words import counted
 

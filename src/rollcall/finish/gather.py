@@ -25,7 +25,7 @@ from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import free_bytes, plain_disk_errors
 from rollcall.finish.node_files import PART
 from rollcall.finish.nodes_of import Node, NodeError
-from rollcall.stored.checkpoint import Manifest, read_manifest
+from rollcall.stored.manifest import Manifest, read_manifest
 from rollcall.wait import Wait, say
 from rollcall.words import counted
 

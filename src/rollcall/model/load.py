@@ -275,7 +275,7 @@ def check_model_path(path: str) -> None:
     folder = model_folder(path)
     if folder is None:
         raise ModelError(
-            f"model.path={path} has no config.json, so it is neither a transformers model directory nor a checkpoint with one"
+            f"model.path={path} has no config.json, so it is not a transformers model directory, nor a checkpoint with one"
         )
     try:
         check_model_dir(folder)

@@ -24,7 +24,7 @@ from rollcall.learner.learner import Critic, Learner, Reference, make_body, whol
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.decoder import has_compiler
 from rollcall.model.files import resolve_model
-from rollcall.model.load import is_stored, load_tokenizer
+from rollcall.model.load import load_tokenizer
 from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
@@ -77,8 +77,8 @@ class Inputs:
 
 def load_inputs(config: Config) -> Inputs:
     path = resolve_model(config.model.path)
-    if is_stored(path):
-        say(f"model.path={config.model.path}: the weights are read from {path}")
+    if path != config.model.path and not config.model.path.startswith("builtin:"):
+        say(f"reading model.path={config.model.path} from its newest checkpoint, {path}")
     say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = load_tokenizer(
         path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
