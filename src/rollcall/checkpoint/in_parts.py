@@ -21,7 +21,7 @@ from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
-from rollcall.stored.checkpoint import read_manifest
+from rollcall.stored.manifest import read_manifest
 from rollcall.stored.safetensors import open_parts, read_header
 from rollcall.stored.tensors import Stored, StoredFile
 

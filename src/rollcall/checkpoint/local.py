@@ -19,7 +19,7 @@ from typing import Any
 from rollcall.durable.atomic import create_atomic, replacing
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
-from rollcall.stored.checkpoint import Manifest, read_manifest
+from rollcall.stored.manifest import Manifest, read_manifest
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
 CHUNK_BYTES = 16 << 20

@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcall.stored.files import StoredError
-from rollcall.stored.manifest import MANIFEST, Manifest, missing_file, read_manifest
+from rollcall.stored.manifest import MANIFEST, missing_file, read_manifest
 from rollcall.stored.safetensors import open_model_dir, open_parts
 from rollcall.stored.tensors import Stored
-
-__all__ = ["Manifest", "open_checkpoint", "read_manifest"]
 
 
 def open_checkpoint(checkpoint: Path) -> Stored:
