@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 WAIT_S = 600.0
 RUN = "spread-0123456789ab"
 PARTS = Path("/tmp/rollcall-0/parts") / RUN
-SLOW = "6mbit"  # a part takes a few seconds
+SLOW = "20mbit"  # a part of 12 MB takes a few seconds
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def spread(shared: Path, hosts: list[Host], *, name: str) -> Path:
     """A checkpoint on the shared folder whose weights are on the disks of these hosts."""
-    learner = make_learner(trainable("qwen3-untied", hidden_size=256, intermediate_size=1024, vocab_size=4000))
+    learner = make_learner(trainable("qwen3-untied", hidden_size=256, vocab_size=24_000))
     store = CheckpointStore(shared / name / "checkpoints", keep_last=1, keep_best=0)
     checkpoint = store.save(
         3, write=lambda folder: write_learner(learner, make_tokenizer(), folder), state={}, score=None
@@ -91,11 +91,17 @@ def speed_up(host: Host) -> None:
 
 def arrives(checkpoint: Path, rank: int, command: Command) -> None:
     """Wait until some of a host's part is here, and not all of it."""
-    begun = checkpoint / FOLDER / f"model/part-{rank:05}-of-00004.safetensors"
     give_up = time.monotonic() + WAIT_S
-    while not begun.exists() or begun.stat().st_size == 0:
+    while begun_bytes(checkpoint, rank) == 0:
         assert command.poll() is None and time.monotonic() < give_up, command.output
         time.sleep(0.01)
+
+
+def begun_bytes(checkpoint: Path, rank: int) -> int:
+    try:
+        return (checkpoint / FOLDER / f"model/part-{rank:05}-of-00004.safetensors").stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def assert_is_the_model(checkpoint: Path, out: Path) -> None:
@@ -128,7 +134,6 @@ def test_over_ssh_a_slow_host_and_one_without_a_link_for_a_while(lab: Lab) -> No
     assert_is_the_model(checkpoint, lab.shared / "merged-ssh")
     again = rollcall(client, *words, "--delete", timeout_s=WAIT_S)
     assert again.returncode == 0 and "removed 4 parts from the nodes" in again.stdout, again.stdout + again.stderr
-    assert not any((host.root / PARTS.relative_to("/")).glob("over-ssh*/*/*") for host in hosts if not host.is_up)
     assert [list((host.root / PARTS.relative_to("/")).rglob("part-*")) for host in hosts] == [[]] * 4
 
 
@@ -142,7 +147,7 @@ def test_over_the_cluster_a_slow_host_and_a_command_that_was_killed(lab_cluster:
         arrives(checkpoint, 2, command)
         command.kill()
         assert not (checkpoint / "model/part-00002-of-00004.safetensors").exists()
-        begun = (checkpoint / FOLDER / "model/part-00002-of-00004.safetensors").stat().st_size
+        begun = begun_bytes(checkpoint, 2)
         done = rollcall(hosts[0], *words, "--json", timeout_s=WAIT_S)
     finally:
         speed_up(hosts[2])

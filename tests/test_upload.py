@@ -164,6 +164,33 @@ def test_faults_that_stay_are_said_in_words_and_nothing_is_committed(
     assert hub.files(REPO) == contents(model)
 
 
+@pytest.mark.parametrize(
+    ("said", "tries", "advice"),
+    [
+        (
+            "HTTP status client error (404 Not Found), domain: http://hub/xet-write-token/main",
+            1,
+            "HF_HUB_DISABLE_XET=1",
+        ),
+        ("HTTP status client error (403 Forbidden), domain: http://cas", 1, "the right to write there"),
+        ("HTTP status server error (503 Service Unavailable), domain: http://cas", 4, "Run the same command again"),
+    ],
+)
+def test_the_storage_client_has_its_status_in_words(
+    monkeypatch: pytest.MonkeyPatch, said: str, tries: int, advice: str
+) -> None:
+    monkeypatch.setattr(module, "WAITS_S", (0.0,) * 3)
+    asked: list[int] = []
+
+    def call() -> None:
+        asked.append(1)
+        raise RuntimeError(f"Network error: Request error: {said}")
+
+    with pytest.raises(UploadError, match=advice):
+        module._patiently("uploading", call)
+    assert len(asked) == tries
+
+
 def test_what_the_hub_holds_is_compared_with_what_was_sent(hub: Hub, model: Path) -> None:
     hub.drops_half = True
     with pytest.raises(UploadError, match=r"for model.safetensors, which has .* bytes here"):

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.local import FOLDER_NAME
 from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import free_bytes, plain_disk_errors
 from rollcall.finish.node_files import PART
@@ -32,7 +33,6 @@ from rollcall.words import counted
 FOLDER = ".gather"  # in the checkpoint
 NODES_AT_ONCE = 8
 WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer goes on
-NODE_FOLDER = "node-folder"  # in checkpoints/: the name of the run's folder on every node
 _READ_BYTES = 16 << 20
 Progress = Callable[[int, int], None]  # bytes that are here, and of how many
 
@@ -94,14 +94,14 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> Part:
     if not PART.fullmatch(name):
         raise GatherError(f"{source} places {name!r} on a node, which is not the name of a part; nothing was gathered")
     try:
-        run = (manifest.path.parent / NODE_FOLDER).read_text().strip()
+        run = (manifest.path.parent / FOLDER_NAME).read_text().strip()
     except OSError as error:
         raise GatherError(
-            f"{manifest.path.parent / NODE_FOLDER} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; "
+            f"{manifest.path.parent / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; "
             "restore it from where the run was saved"
         ) from error
     if not run or "/" in run or run.startswith("."):
-        raise GatherError(f"{manifest.path.parent / NODE_FOLDER} holds {run!r}, which is not the name of a folder")
+        raise GatherError(f"{manifest.path.parent / FOLDER_NAME} holds {run!r}, which is not the name of a folder")
     try:
         return Part(
             name=name,

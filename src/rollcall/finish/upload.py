@@ -7,6 +7,7 @@ for; what was uploaded before a fault is not sent again.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rollcall.words import visible
 
 WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between two tries
 _PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: another commit at the same moment
+_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 T = TypeVar("T")
 
@@ -140,7 +142,8 @@ def _patiently(what: str, call: Callable[[], T]) -> T:
             status = _status(error)
             passes = status in _PASSES if status is not None else _is_of_the_network(error)
             if not passes or wait_s is None:
-                raise UploadError(f"{what} failed: {_reason(error)}{_advice(status)}") from error
+                reason = _reason(error)
+                raise UploadError(f"{what} failed: {reason}{_advice(status, reason)}") from error
             say(f"{what}: {_reason(error)}; trying again in {wait_s:.0f} s")
         time.sleep(wait_s)
     raise AssertionError("unreachable")
@@ -153,9 +156,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error; None: there was no answer."""
-    codes = (getattr(getattr(each, "response", None), "status_code", None) for each in _chain(error))
-    return next((code for code in codes if isinstance(code, int)), None)
+    """The HTTP status behind an error; None: there was no answer. The storage client has it only in its message."""
+    for each in _chain(error):
+        code = getattr(getattr(each, "response", None), "status_code", None)
+        if isinstance(code, int):
+            return code
+        if found := _STATUS.search(str(each)):
+            return int(found[1])
+    return None
 
 
 def _is_of_the_network(error: BaseException) -> bool:
@@ -177,7 +185,9 @@ def _reason(error: BaseException) -> str:
     return f"status {status}: {shown}" if status is not None and str(status) not in shown else shown
 
 
-def _advice(status: int | None) -> str:
+def _advice(status: int | None, reason: str) -> str:
+    if status == 404 and "xet" in reason:
+        return "; this hub has no Xet storage: set HF_HUB_DISABLE_XET=1, and the files go there without it"
     if status == 401:
         return "; the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`"
     if status == 403:

@@ -16,7 +16,7 @@ def open_checkpoint(checkpoint: Path) -> Stored:
     manifest = read_manifest(checkpoint)
     if why := missing_file(manifest, weights_only=True):
         raise StoredError(
-            f"{checkpoint} is not complete: {why}; restore the file, or copy it from where it was written"
+            f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
         )
     facts = {key: value for key, value in manifest.fields.items() if key != "files"}
     facts["has_critic"] = any(name.startswith("critic") for name in manifest.files)
