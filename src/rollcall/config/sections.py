@@ -125,7 +125,8 @@ def _dtype(given: Any) -> Any:
 class ModelSection(Section):
     path: str = field(
         "builtin:arithmetic",
-        "Model directory or hub name. `builtin:arithmetic` is a small model that comes with Rollcall.",
+        "Model directory, hub name, run directory or checkpoint, also of verl (FSDP) and PyTorch (DCP) (docs/models.md). "
+        "`builtin:arithmetic` is a small model that comes with Rollcall.",
     )
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = field(
         "auto",

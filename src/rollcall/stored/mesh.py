@@ -61,12 +61,21 @@ class Placed:
         return Block(start=tuple(start), shape=tuple(shape))
 
 
-def placed(tensor: Thing, *, rank: int, numbers: Callable[[View], list[int]]) -> Placed:
-    """``numbers`` reads a small tensor. ValueError: a layout that cannot be read."""
+def placed(
+    tensor: Thing,
+    *,
+    rank: int,
+    numbers: Callable[[View], list[int]],
+    positions: dict[int, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> Placed:
+    """``numbers`` reads a small tensor; ``positions`` keeps what is known of the file's meshes, which its tensors share.
+    ValueError: a layout that cannot be read."""
     spec = tensor.fields["_spec"]
     mesh = spec.mesh
     shape = tuple(tensor.fields["shape"])
-    sizes, coordinates = _position(mesh, rank=rank, numbers=numbers)
+    if id(mesh) not in positions:
+        positions[id(mesh)] = _position(mesh, rank=rank, numbers=numbers)
+    sizes, coordinates = positions[id(mesh)]
     cuts = tuple(_cut(one, rank_of_tensor=len(shape)) for one in spec.placements)
     if len(cuts) != len(sizes):
         raise ValueError(f"{len(cuts)} placements for a mesh of {len(sizes)} dimensions")

@@ -113,6 +113,7 @@ def _said_size(path: Path) -> int | None:
 def _locals(file: TorchFile, *, rank: int) -> Iterable[tuple[str, _Local]]:
     if not isinstance(file.content, dict):
         raise StoredError(f"{file.path} does not hold a state dict; give the model's shards")
+    positions: dict[int, Any] = {}
     for name, value in file.content.items():
         if isinstance(value, View):
             yield name, _Local(file=file, rank=rank, view=value, where=None)
@@ -122,7 +123,7 @@ def _locals(file: TorchFile, *, rank: int) -> Iterable[tuple[str, _Local]]:
                 continue  # no tensor, so no weight
             raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; give the model's shards")
         try:
-            where = placed(value, rank=rank, numbers=file.numbers)
+            where = placed(value, rank=rank, numbers=file.numbers, positions=positions)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
             raise StoredError(f"{file.path}: the layout of {name} cannot be read ({error})") from None
         if not isinstance(local := value.fields.get("_local_tensor"), View):
