@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from test_stored import write_manifest
 from tiny import make_model, reference_logprobs, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 from verl_shards import write_verl
 
@@ -105,6 +105,37 @@ def test_two_dimensional_meshes_give_the_same_bytes(
     merged = merged_tensors(tmp_path / "out")
     assert merged.keys() == a_state().keys()
     assert all(torch.equal(merged[key], tensor) for key, tensor in a_state().items())
+
+
+def test_config_says_in_which_type_the_weights_are(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "actor")
+    config = folder / "huggingface" / "config.json"
+    fields = {key: value for key, value in json.loads(config.read_text()).items() if key != "dtype"}
+    config.write_text(json.dumps({**fields, "torch_dtype": "bfloat16"}))  # of the model that a float32 run began with
+    merge(folder, tmp_path / "out")
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert opened.dtype == torch.float32
+    assert all(torch.equal(opened.state_dict()[key], tensor) for key, tensor in a_state().items())
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_experts_are_merged_under_the_names_of_a_directory_and_of_a_live_model(tmp_path: Path, written: bool) -> None:
+    live = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1, head_dim=8,
+            num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+    live.save_pretrained(tmp_path / "model")
+    state = load_file(tmp_path / "model" / "model.safetensors") if written else live.state_dict()
+    assert ("model.layers.0.mlp.experts.3.up_proj.weight" in state) is written
+    merge(write_verl(tmp_path / "actor", state, mesh=(2,), config=tmp_path / "model"), tmp_path / "out")
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(opened.state_dict()[key], tensor) for key, tensor in live.state_dict().items())
+    name = "model.layers.0.mlp.experts.3.up_proj.weight" if written else "model.layers.0.mlp.experts.gate_up_proj"
+    fewer = {key: tensor for key, tensor in state.items() if key != name}
+    with pytest.raises(StoredError, match="1 tensor is missing"):
+        merge(write_verl(tmp_path / "fewer", fewer, mesh=(1,), config=tmp_path / "model"), tmp_path / "out2")
 
 
 def test_files_are_no_larger_than_asked_and_the_index_names_them(tmp_path: Path) -> None:

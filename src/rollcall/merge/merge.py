@@ -177,11 +177,13 @@ class _Job:
     def _write_rest(
         self, names: tuple[str, ...], model: Path, plan: Plan, *, facts: dict[str, str], notes: tuple[str, ...]
     ) -> None:
-        write_beside(self.stored, self.folder, model, dtype=self.dtype)
-        if (index := plan.index()) is not None:
-            (model / INDEX).write_text(index)
         tensors = [self.stored.tensors[name] for name in names]
         dtypes = {written_dtype(one, self.dtype) for one in tensors}
+        floats = [one for one in dtypes if one.is_floating_point]
+        # A loader takes the type of the weights from config.json, which may name another than the shards are in.
+        write_beside(self.stored, self.folder, model, dtype=floats[0] if len(floats) == 1 else self.dtype)
+        if (index := plan.index()) is not None:
+            (model / INDEX).write_text(index)
         num_parameters = sum(prod(one.shape) for one in tensors)
         text = card(
             self.stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes

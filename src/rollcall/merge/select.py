@@ -57,6 +57,7 @@ def select(stored: Stored, folder: Path) -> Selection:
             "the installed transformers does not know this kind of model, so names and shapes were not compared with it"
         )
         return Selection(names=tuple(stored.tensors), notes=(note,))
+    outline = outline.like(stored.tensors)
     heads = [name for name in stored.tensors if name not in outline.shapes and name.startswith(VALUE_HEADS)]
     copies = {
         name: source for name, source in outline.tied.items() if name in stored.tensors and source in stored.tensors

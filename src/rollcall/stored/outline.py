@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,20 @@ MOST_BYTES = 1 << 24
 class Outline:
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]  # a tensor that is the same as another: name of the other
+    # As a model directory has them: transformers fuses some tensors when it loads them, such as a layer's experts.
+    written: dict[str, tuple[int, ...]]
+
+    def like(self, names: Iterable[str]) -> Outline:
+        """The same model with the names of a model directory, if the stored ``names`` are those."""
+        apart = any(name in self.written and name not in self.shapes for name in names)
+        return replace(self, shapes=self.written) if apart else self
 
 
 def outline_of(folder: Path) -> Outline | None:
     """None: transformers does not know this kind of model. Nothing of the folder is run, even if it brings code of its own."""
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -35,11 +44,13 @@ def outline_of(folder: Path) -> Outline | None:
             model: Any = (
                 transformers.AutoModelForCausalLM.from_config(config) if named is None else named._from_config(config)
             )
+            state = model.state_dict()
+            written = revert_weight_conversion(model, state)
     except Exception as error:  # noqa: BLE001 - transformers raises all kinds
         lines = str(error).strip().splitlines()
         raise StoredError(
             f"{folder / 'config.json'} does not describe a model that transformers can build ({lines[0] if lines else type(error).__name__}); restore the file"
         ) from None
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes, apart = ({name: tuple(one.shape) for name, one in tensors.items()} for tensors in (state, written))
     tied = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in shapes}
-    return Outline(shapes=shapes, tied=tied)
+    return Outline(shapes=shapes, tied=tied, written=apart)
