@@ -9,7 +9,9 @@ Three ways, in turns, medians count:
   whole   all tensors are gathered to the first process, which writes one file of each kind; the run waits for the commit
   dcp     torch.distributed.checkpoint.async_save of the same tensors as DTensors
 
-``stands_still_s`` is how long the caller waits before training could go on, ``committed_s`` how long until the checkpoint counts.
+Both of ours also record what the model computes (``probe_s``, a forward of a few rows, for which FSDP gathers each layer) and
+refuse weights that are not finite (``finite_s``) while the run stands still; ``copy_s`` is what compares with dcp, which does
+neither and takes no checksums. ``stands_still_s`` is how long the caller waits before training could go on, ``committed_s`` how long until the checkpoint counts.
 The bar: parts stand still for at most a quarter of whole.
 """
 
@@ -36,7 +38,7 @@ from torch import Tensor
 from benchmarks.common import print_result
 from benchmarks.weight_sync import MODELS, make_model
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import export_learner
+from rollcall.checkpoint.training import export_learner, files_in_parts
 from rollcall.config import Grpo, OptimizerSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
@@ -103,7 +105,7 @@ def measure(gang: Processes, folder: Path, *, ways: Sequence[str], turns: int) -
             print(f"turn {turn}: {way} stands still for {stood:.3f} s", flush=True)
             shutil.rmtree(folder / "dcp", ignore_errors=True)
     size = gang.call(gang.ranks[:1], "size")[0]
-    return {
+    rows: dict[str, dict[str, float]] = {
         way: {
             "gb": round(size / 1e9, 3),
             "stands_still_s": round(statistics.median(one for one, _ in pairs), 4),
@@ -111,6 +113,8 @@ def measure(gang: Processes, folder: Path, *, ways: Sequence[str], turns: int) -
         }
         for way, pairs in seconds.items()
     }
+    rows["parts"] |= gang.call(gang.ranks[:1], "told")[0]
+    return rows
 
 
 def _write_whole(gang: Processes, folder: Path) -> None:
@@ -188,10 +192,26 @@ class Seat(Trained):
             whole.to("meta")
             gc.collect()
         self.critic = None
+        self.spent: list[tuple[float, float, float]] = []
         self.tokenizer = char_tokenizer(ALPHABET)
         self.stop_token_ids = ()
         self.learner.optimizer.accumulate([torch.ones_like(part) for part in self.learner.body.named.values()])
         self.learner.optimizer.step()
+
+    def copy_parts(self) -> None:
+        """As ``Trained`` does it, with the time of each of its three parts."""
+        assert self.learner is not None
+        begun = time.perf_counter()
+        beside = self._beside.files(self.learner, self.tokenizer, stops=())
+        probed = time.perf_counter()
+        files, facts = files_in_parts(self.learner, None, beside=beside)
+        checked = time.perf_counter()
+        self._parts.copy(files, facts=facts)
+        self.spent.append((probed - begun, checked - probed, time.perf_counter() - checked))
+
+    def told(self) -> dict[str, float]:
+        probe, check, copy = (statistics.median(times) for times in zip(*self.spent[1:], strict=True))
+        return {"probe_s": round(probe, 4), "finite_s": round(check, 4), "copy_s": round(copy, 4)}
 
     def size(self) -> int:
         """Of the whole checkpoint, in bytes."""
