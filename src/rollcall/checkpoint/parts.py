@@ -6,9 +6,9 @@ that failed can be started again, from the same memory. The memory is kept for t
 
 A part is plain safetensors. The key ``parts`` of its metadata says for each block which tensor it is of, where it begins there,
 and the tensor's whole shape. PyTorch's own sharded format (torch.distributed.checkpoint) was measured beside it
-(``benchmarks/save.py``): its asynchronous save copies as this one does, in about the same time, and the rest of what the run stands
-still for here (the probe, the look for weights that are not finite) would come on top of it. What decides is what is left on the
-disk: blocks under the names of transformers, whose byte ranges any reader of safetensors finds, with a checksum of each file, and
+(``benchmarks/save.py``, 1.6 GB over four processes on two busy cores): its asynchronous save let the run stand still for 2.3 s, this
+one for 4.2 s with the probe and the look for weights that are not finite, which the other does without; one whole file took 17.8 s.
+What decides is what is left on the disk: blocks under the names of transformers, whose byte ranges any reader of safetensors finds, with a checksum of each file, and
 no pickle.
 """
 
