@@ -298,7 +298,7 @@ def test_a_run_that_trains_further_has_no_trained_model_and_the_readers_memory_i
     newest.rename(later)
     manifest = later / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "step": 3}))
-    os.utime(later, (time.time() + 10, time.time() + 10))
+    os.utime(manifest, (time.time() + 10, time.time() + 10))
     assert run.model_dir is None
     (tmp_path / "run/summary.json").unlink()
     (tmp_path / "run/metrics.jsonl").write_text(json.dumps({"step": 1, "perf/peak_memory_gib": 0.001}) + "\n")

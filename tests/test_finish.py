@@ -29,6 +29,7 @@ from rollcall.finish.finish import Finished, finish
 from rollcall.finish.upload import UploadError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
+from rollcall.merge.merge import merge
 from rollcall.stored.tensors import StoredError
 
 
@@ -116,22 +117,45 @@ def test_a_run_is_finished_step_by_step_and_each_step_once(hub: Hub, run: Traine
     assert len(hub.repos[REPO].commits) == 4
 
 
-def test_a_failed_step_is_where_the_next_call_goes_on(hub: Hub, run: Trained) -> None:  # noqa: F811
+def test_a_failed_step_is_where_the_next_call_goes_on(
+    hub: Hub,  # noqa: F811
+    run: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run.save(1, on_nodes=False)
     hub.faults = [Fault("POST", "/commit/", 403, message="you may only read", count=9)]
     with pytest.raises(UploadError, match="you may only read"):
         finish(run.dir)
     hub.faults = []
     assert states(finish(run.dir)) == ["was done", "was done", "was done", "done"]
-    # A file that someone changed is compared again, and not uploaded.
-    file = run.dir / "merged/model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"].mul_(2)
-    save_file(tensors, file, metadata={"format": "pt"})
+    # A merge that does not give the trained model is not uploaded.
     commits = len(hub.repos[REPO].commits)
-    with pytest.raises(VerifyError, match="is not the model that was trained"):
+
+    def merge_wrongly(*args: Any, **kwargs: Any) -> None:
+        merge(*args, **kwargs)
+        file = run.dir / "merged/model.safetensors"
+        tensors = load_file(file)
+        tensors["model.norm.weight"].mul_(2)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    run.save(2, on_nodes=False)
+    with monkeypatch.context() as patch, pytest.raises(VerifyError, match="is not the model that was trained"):
+        patch.setattr(module, "merge", merge_wrongly)
         finish(run.dir)
     assert len(hub.repos[REPO].commits) == commits
+
+
+def test_another_model_in_the_place_of_the_merged_one_does_not_count_as_it(hub: Hub, run: Trained) -> None:  # noqa: F811
+    older = run.save(1, on_nodes=False)
+    run.save(2, on_nodes=False)
+    finish(run.dir)
+    file = run.dir / "merged/model.safetensors"
+    newest = file.read_bytes()
+    merge(older, run.dir / "merged")
+    assert file.read_bytes() != newest
+    assert states(finish(run.dir)) == ["was done", "done", "done", "done"]
+    assert file.read_bytes() == newest == hub.files(REPO)["model.safetensors"]
+    assert states(finish(run.dir)) == ["was done"] * 4
 
 
 def test_a_run_file_without_a_repository_uploads_nothing(hub: Hub, run: Trained) -> None:  # noqa: F811

@@ -235,6 +235,13 @@ def test_a_wrong_or_missing_folder_name_is_refused(tmp_path: Path) -> None:
         gather(checkpoint, lambda: disks)
 
 
+def test_parts_that_a_copied_run_came_with_are_gathered_too(tmp_path: Path) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    (checkpoint.parent / "node-folder").write_text(f"copy-1 123\n{RUN}")
+    gather(checkpoint, lambda: disks)
+    assert_gathered(checkpoint)
+
+
 def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
     monkeypatch.setattr(module, "free_bytes", lambda path: 1000)

@@ -217,6 +217,15 @@ def test_a_wrong_part_is_refused_by_its_name_and_node(tmp_path: Path, how: str) 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_checkpoint_without_its_tokenizer_or_a_config_is_refused(tmp_path: Path, name: str) -> None:
+    step = our_checkpoint(tmp_path)
+    (step / "model" / name).unlink()
+    with pytest.raises(StoredError, match=f"is not complete: .*{name}"):
+        merge(step, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("how", ["missing", "cut off", "a shard of another size", "a world size that is not"])
 def test_a_wrong_set_of_shards_leaves_no_directory(tmp_path: Path, how: str) -> None:
     folder = shards(tmp_path / "actor")

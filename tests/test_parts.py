@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import pickle
+import shutil
+import socket
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +24,11 @@ from test_training_checkpoint import critic_of, learner_of, step
 
 from rollcall.checkpoint import local
 from rollcall.checkpoint.manifest import Written
-from rollcall.checkpoint.parts import File, PartTensor, PartWriter
+from rollcall.checkpoint.parts import File, PartTensor, PartWriter, write_image
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
-from rollcall.errors import CheckpointError, ConfigError
+from rollcall.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.learner.gang import Gang
 from rollcall.roles.saving import Saving, saving_of
 from rollcall.roles.trained import Trained
@@ -244,6 +251,84 @@ def test_parts_on_the_nodes_are_named_by_the_manifest_and_pruned_with_it(
     assert all(place.is_relative_to(node.folder) for place, node in zip(places, nodes, strict=True))
     assert "place" not in files["state.json"] and not (path / "model").exists()
     assert [files_in(node.folder) for node in nodes] == [[places[0].name], [places[1].name]], "of the newest alone"
+
+
+def test_processes_of_one_node_tidy_it_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = local.folder_of("run")
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for number in range(20):
+            paths = [folder / f"step-{step}-{number}/{role}/part-{rank}" for step in (1, 2) for role in ("actor", "model")
+                     for rank in range(4)]  # fmt: skip
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+            link = tmp_path / "alias"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder)
+            keep = str(link / paths[0].relative_to(folder))  # the same file by another name
+            start = threading.Barrier(8)
+
+            def tidy(_: int, start: threading.Barrier = start, keep: str = keep) -> None:
+                start.wait()
+                local.tidy("run", keep=[keep])
+
+            assert list(pool.map(tidy, range(8))) == [None] * 8
+            assert [path for path in folder.rglob("*") if path.is_file()] == [paths[0]]
+
+
+@pytest.mark.parametrize("run", ["team/sums", "../../up", ".hidden", "größe 7", "", "x" * 300])
+def test_any_name_of_a_run_gives_the_name_of_one_folder(tmp_path: Path, run: str) -> None:
+    name = local.name_of_run(tmp_path, run=run)
+    assert name == local.name_of_run(tmp_path, run="another"), "it stays"
+    assert "/" not in name and not name.startswith(".") and len(name) < 100 and name.isascii() and " " not in name
+
+
+def test_a_nodes_full_disk_is_named_with_the_node_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes, saving = nodes_of(tmp_path, monkeypatch)
+    monkeypatch.setattr("rollcall.durable.patience.RETRY_S", 0.0)
+    full = [OSError(errno.ENOSPC, "No space left on device")]  # as a write raises it: without a name
+
+    def write(image: torch.Tensor, path: Path) -> str:
+        if full and path.is_relative_to(nodes[1].folder):
+            raise full.pop()
+        return write_image(image, path)
+
+    def call(processes: Sequence[int], method: str, *args: Any) -> list[Any]:
+        try:
+            return saving.call(processes, method, *args)
+        except OSError as error:  # as it comes from another process
+            raise WorkerError("actor rank 1 raised", role="actor", ranks=[1], node_ranks=[1]) from pickle.loads(
+                pickle.dumps(error)
+            )
+
+    monkeypatch.setattr("rollcall.checkpoint.parts.write_image", write)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, keep_best=0)
+    with caplog.at_level(logging.WARNING):
+        save_local(replace(saving, call=call), store, 2)
+    said = next(line for line in caplog.messages if "cannot write" in line)
+    assert f"{socket.gethostname()}:{nodes[1].folder}" in said and "No space left on device; waiting" in said
+    assert [entry.reason for entry in store.inspect()] == [""]
+
+
+def test_a_copied_run_and_its_original_keep_their_parts_and_a_moved_run_prunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, saving = nodes_of(tmp_path, monkeypatch)
+    first = CheckpointStore(tmp_path / "first", keep_last=1, keep_best=0)
+    save_local(saving, first, 2)
+    shutil.copytree(first.dir, tmp_path / "copy")
+    copy = CheckpointStore(tmp_path / "copy", keep_last=1, keep_best=0)
+    for number in (4, 6):
+        save_local(saving, copy, number)
+    moved = CheckpointStore(first.dir.rename(tmp_path / "moved"), keep_last=1, keep_best=0)
+    assert [(entry.step, entry.reason) for entry in moved.inspect()] == [(2, "")]
+    save_local(saving, moved, 8)
+    assert [(entry.step, entry.reason) for entry in (*copy.inspect(), *moved.inspect())] == [(6, ""), (8, "")]
+    assert len(files_in(nodes[0].folder)) == 2, "of each run the newest"
+    assert [len(local.names_of_run(store.dir)[0]) for store in (copy, moved)] == [2, 1]
 
 
 def test_before_a_resume_each_node_brings_what_another_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

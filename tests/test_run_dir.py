@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from runs import column, finish, letter_rows, make_run
 
 from rollcall.api import read_config
+from rollcall.checkpoint.run_dir import exported_model
 from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.errors import ConfigError, WorkerDiedError
@@ -75,6 +77,21 @@ def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path: Path, capsys: pyt
     assert f"rollcall train {config.run.dir} trainer.steps=4" in said
     assert {path: path.stat().st_mtime_ns for path in config.run.dir.rglob("*")} == before
     assert finish(make_run(tmp_path, "trainer.steps=3", "trainer.eval_every=1", val=letter_rows(4)))["steps"] == 3
+
+
+def test_the_model_stays_the_newest_when_parts_are_gathered_into_its_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, keep_best=0)
+    store.save(2, write=lambda folder: None, state={}, score=None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    last = store.latest()
+    assert last is not None
+    (last.path / ".gather").mkdir()
+    later = (tmp_path / "model").stat().st_mtime + 10
+    os.utime(last.path, (later, later))
+    assert exported_model(tmp_path, last=last) == tmp_path / "model"
+    os.utime(last.path / "manifest.json", (later, later))
+    assert exported_model(tmp_path, last=last) is None
 
 
 def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> None:

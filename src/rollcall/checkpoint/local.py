@@ -1,7 +1,7 @@
 """Parts of checkpoints on the nodes' own disks (``checkpoint.place: local``).
 
 All of a run's are below one folder of the node's temporary folder, whose name the run's ``checkpoints`` folder keeps: it moves
-with the run. The process that saves knows from its manifests which files are still of use (``tidy``). Before a resume each node
+with the run; a copy of the run gets one of its own. The process that saves knows from its manifests which files are still of use (``tidy``). Before a resume each node
 brings what others need to the run's own folder, checksums compared (``bring``).
 """
 
@@ -9,27 +9,52 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import uuid
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollcall.durable.atomic import create_atomic, replacing
+from rollcall.durable.atomic import replacing
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.stored.manifest import Manifest, read_manifest
+from rollcall.wait import warn
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
 CHUNK_BYTES = 16 << 20
 
 
 def name_of_run(checkpoints: Path, *, run: str) -> str:
-    """The name of the run's folder on every node; it is made with the first checkpoint."""
+    """The name of the run's folder on every node; it is made with the first checkpoint, and again in a copy of a run: two runs
+    with one folder would remove each other's parts."""
     path = checkpoints / FOLDER_NAME
-    create_atomic(path, f"{run}-{uuid.uuid4().hex[:12]}".encode())
-    return path.read_text()
+    names, inode = names_of_run(checkpoints) if path.exists() else ([], None)
+    if names and inode in (None, path.stat().st_ino):
+        return names[0]
+    if names:
+        warn(
+            f"{checkpoints} is a copy of another run's, so its next parts go to a folder of their own on each node; those it came "
+            "with are read where they are, and are not removed with it"
+        )
+    word = re.sub(r"[^\w.-]+", "-", run, flags=re.ASCII).strip(".-")[
+        :64
+    ]  # run.name is any text, and this is one folder's name
+    names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
+    with replacing(path) as file:
+        own = os.fstat(file.fileno()).st_ino  # kept by a rename, not by a copy
+        file.write("\n".join([f"{names[0]} {own}", *names[1:]]).encode())
+    return names[0]
+
+
+def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
+    """The names of the run's folder and of those that it was copied from, and the inode of the file that says so, if it says."""
+    lines = [line.split() for line in (checkpoints / FOLDER_NAME).read_text().splitlines() if line.strip()]
+    inode = lines[0][1] if lines and len(lines[0]) > 1 else ""
+    return [line[0] for line in lines], int(inode) if inode.isdecimal() else None
 
 
 def is_used(checkpoints: Path) -> bool:
@@ -49,14 +74,18 @@ def folder_of(name: str) -> Path:
 
 
 def tidy(name: str, *, keep: Collection[str]) -> None:
-    """Remove the run's files on this node that no checkpoint names."""
-    folder, kept = folder_of(name), set(keep)
-    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before the folder
-        if path.is_dir():
-            if not any(path.iterdir()):
-                path.rmdir()
-        elif str(path) not in kept:
-            path.unlink(missing_ok=True)
+    """Remove the run's files on this node that no checkpoint names. All processes of the node do this at the same moment."""
+    root, kept = folder_of(name), {os.path.realpath(path) for path in keep}
+    for folder, _, names in os.walk(root, topdown=False):  # what is in a folder before the folder
+        for path in (Path(folder, one) for one in names):
+            try:
+                if os.path.realpath(path) not in kept:
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                warn(f"{path}, which no checkpoint names, cannot be removed: {error.strerror}")
+        if folder != str(root):
+            with suppress(OSError):  # there is more in it, or another process was first
+                os.rmdir(folder)
 
 
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:

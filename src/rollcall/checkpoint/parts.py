@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rollcall.checkpoint.manifest import Written
 from rollcall.durable.atomic import fsync
-from rollcall.durable.patience import plain_disk_errors
+from rollcall.durable.patience import NodeDiskError, plain_disk_errors
 from rollcall.learner.layout import Block
 from rollcall.stored.safetensors_header import write_header
 from rollcall.wait import warn
@@ -120,9 +120,14 @@ class PartWriter:
         for file, image in self._images:
             is_part = not isinstance(file.content, bytes)
             path = (place if place is not None and is_part else folder) / file.name
-            with plain_disk_errors(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                digest = write_image(image, path)
+            try:
+                with plain_disk_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    digest = write_image(image, path)
+            except OSError as error:
+                if place is None or not is_part:
+                    raise
+                raise NodeDiskError(error.errno, error.strerror, f"{node['host']}:{path}") from error
             there = {"place": str(path)} if place is not None and is_part else {}
             files[file.name] = {"size": len(image), "blake2b": digest, "kind": file.kind, **node, **there}
         return Written(files=files, facts=self._facts)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import Checkpoint
+from rollcall.checkpoint.store import MANIFEST, Checkpoint
 from rollcall.errors import ConfigError
 from rollcall.wait import warn
 
@@ -52,7 +52,8 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
     model = run_dir / "model"
     if not (model / "config.json").exists():
         return None
-    return None if last is not None and model.stat().st_mtime < last.path.stat().st_mtime else model
+    # By its manifest: gathering parts changes the checkpoint's folder, not what is saved.
+    return None if last is not None and model.stat().st_mtime < (last.path / MANIFEST).stat().st_mtime else model
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:

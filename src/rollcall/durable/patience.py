@@ -40,6 +40,10 @@ class DiskError(RuntimeError, ValueError):
     """The disk did not take a write within the deadline; the message says which, why and what to do."""
 
 
+class NodeDiskError(OSError):
+    """A fault of a node's own disk; the file name says which node and where, as HOST:PATH."""
+
+
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
     """What ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
     started = said = None
@@ -52,7 +56,8 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
                 raise
             now = time.monotonic()
             started = now if started is None else started
-            why = f"{path}: cannot write {what}: {fault.strerror}"
+            on_node = isinstance(fault, NodeDiskError)
+            why = f"{path}: cannot write {what}: {f'{fault.filename}: ' if on_node else ''}{fault.strerror}"
             if now - started >= DEADLINE_S or heeded().is_late:
                 waited = f" (waited {now - started:.0f} s)" if now - started >= 1 else ""
                 raise refuse(
@@ -61,7 +66,8 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
                 ) from error
             if said is None or now - said >= SAY_EVERY_S:
                 said = now
-                warn(f"{why}; {_free(path)} left; waiting until it can: {_advice(fault)}")
+                left = "" if on_node else f"; {_free(path)} left"
+                warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
             time.sleep(RETRY_S)
         else:
             if started is not None:
@@ -77,6 +83,8 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
         seen.add(id(link))
         number = getattr(link, "errno", None)
         if number in PASSING:
+            if isinstance(link, NodeDiskError):
+                return NodeDiskError(number, os.strerror(number), link.filename)
             return OSError(number, os.strerror(number), str(near))
         if not _is_a_report(link):
             number = _number_in(str(link))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollcall.checkpoint.run_dir import run_file_of
+from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config import FinishSection, load_config
 from rollcall.durable.atomic import write_atomic
@@ -137,7 +138,9 @@ class _Work:
             "dtype": self._section.dtype,
             "max_shard_size": self._section.max_shard_size,
         }
-        if not self._begun and self._notes.get("merge") == wanted and (self.model / "config.json").is_file():
+        noted = self._notes.get("merge", {})
+        same = not self._begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
+        if same and noted.get("weights") == _weights(self.model):  # another merge may have put its own there
             return Step(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
 
         def work() -> None:
@@ -148,7 +151,7 @@ class _Work:
                 max_shard_size=self._section.max_shard_size,
                 progress=self._progress,
             )
-            self._note("merge", wanted)
+            self._note("merge", {**wanted, "weights": _weights(self.model)})
 
         return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self._section.dtype}", work)
 
@@ -201,6 +204,11 @@ def _read_notes(path: Path) -> dict[str, Any]:
         return {key: dict(found[key]) for key in ("merge", "upload") if key in found} if found["format"] == 1 else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
+
+
+def _weights(model: Path) -> dict[str, Any]:
+    others = [path.relative_to(model).as_posix() for path in model.rglob("*") if path.suffix != ".safetensors"]
+    return describe_files(model, leave_out=others)
 
 
 def _digest(path: Path) -> str:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.local import FOLDER_NAME
+from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
 from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import free_bytes, plain_disk_errors
 from rollcall.finish.node_files import PART
@@ -94,15 +94,17 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> Part:
     if not PART.fullmatch(name):
         raise GatherError(f"{source} places {name!r} on a node, which is not the name of a part; nothing was gathered")
     try:
-        run = (manifest.path.parent / FOLDER_NAME).read_text().strip()
+        names, _ = names_of_run(manifest.path.parent)
     except OSError as error:
         raise GatherError(
             f"{manifest.path.parent / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; "
             "restore it from where the run was saved"
         ) from error
-    if not run or "/" in run or run.startswith("."):
-        raise GatherError(f"{manifest.path.parent / FOLDER_NAME} holds {run!r}, which is not the name of a folder")
+    for run in names or [""]:
+        if not run or "/" in run or run.startswith("."):
+            raise GatherError(f"{manifest.path.parent / FOLDER_NAME} holds {run!r}, which is not the name of a folder")
     try:
+        run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
         return Part(
             name=name,
             place=str(facts["place"]),

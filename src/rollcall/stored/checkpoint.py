@@ -14,14 +14,15 @@ from rollcall.stored.tensors import Stored
 def open_checkpoint(checkpoint: Path) -> Stored:
     """The model of one checkpoint, whole or sharded."""
     manifest = read_manifest(checkpoint)
-    if why := missing_file(manifest, weights_only=True):
+    of_model = {name: file for name, file in manifest.files.items() if name.startswith("model/")}
+    if why := missing_file(replace(manifest, files=of_model)):  # a tokenizer belongs to it too
         raise StoredError(
             f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
         )
     facts = {key: value for key, value in manifest.fields.items() if key != "files"}
     facts["has_critic"] = any(name.startswith("critic") for name in manifest.files)
     files = list(manifest.weights.values())
-    known = {file.path: file for name, file in manifest.files.items() if name.startswith("model/")}
+    known = {file.path: file for file in of_model.values()}
     if manifest.is_sharded:
         parts = open_parts(files, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
         return replace(parts, files=known)

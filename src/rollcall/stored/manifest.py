@@ -78,10 +78,9 @@ def _file(checkpoint: Path, name: str, facts: Mapping[str, Any]) -> StoredFile:
     )
 
 
-def missing_file(manifest: Manifest, *, weights_only: bool) -> str:
+def missing_file(manifest: Manifest) -> str:
     """Which file is not here, or not of its size; empty if none. Checksums are for who reads the bytes."""
-    files = manifest.weights if weights_only else manifest.files
-    for file in files.values():
+    for file in manifest.files.values():
         if not file.path.is_file():
             return f"{file} does not exist here"
         if (size := file.path.stat().st_size) != file.size:
@@ -107,7 +106,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             warn(f"checkpoint {path} is torn ({error}) and is skipped")
             continue
         here = {name: file for name, file in manifest.files.items() if file.path.is_relative_to(path)}
-        why = missing_file(Manifest(path=path, fields=manifest.fields, files=here), weights_only=False)
+        why = missing_file(Manifest(path=path, fields=manifest.fields, files=here))
         if not why:
             return path
         warn(f"checkpoint {path} is torn ({why}) and is skipped")
