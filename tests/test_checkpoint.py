@@ -130,6 +130,14 @@ def damage_half_manifest(path: Path) -> None:
     file.write_text(file.read_text()[:40])
 
 
+def test_what_killed_saves_left_is_removed_files_and_folders(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=0)
+    (tmp_path / ".tmp-node-folder-12345678").touch()
+    (tmp_path / ".tmp-step-000001-12345678" / "model").mkdir(parents=True)
+    store.clean()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

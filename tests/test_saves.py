@@ -59,3 +59,20 @@ def test_a_save_that_fails_raises_where_it_is_waited_for_and_where_it_is_looked_
             while ask(saves) is None:
                 threading.Event().wait(0.01)
         assert saves.settle() is None, "the next save may begin"
+
+
+def test_a_failure_that_a_look_was_told_of_is_told_to_who_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    saves, disk = Saves(), Disk()
+    disk.error = OSError("No space left on device")
+    saves.begin(4, disk.save)
+    look = saves.poll
+
+    def be_second() -> None:
+        with pytest.raises(OSError, match="No space left"):
+            look()
+        return look()
+
+    monkeypatch.setattr(saves, "poll", be_second)
+    disk.go.set()
+    with pytest.raises(OSError, match="No space left"):
+        saves.settle()

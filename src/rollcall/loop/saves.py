@@ -55,4 +55,6 @@ class Saves:
             wait([save], timeout=min(word.until_word_s, LOOK_S))
             if heeded().is_interrupted:
                 raise KeyboardInterrupt
-        return self.poll()
+        saved = self.poll()
+        save.result()  # raises here too, if a look at the same moment was told of the failure
+        return saved
