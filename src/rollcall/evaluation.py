@@ -114,7 +114,9 @@ def plan_evaluation(
     values = {key: value for key, value in given.items() if value is not None}
     if _is_model_dir(target):
         if data is None:
-            raise ConfigError(f"{target} is a model directory and says nothing about data; add --data FILE")
+            raise ConfigError(
+                f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
+            )
         file, defaults = None, _model_dir_values(target, data=data)
     else:
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")

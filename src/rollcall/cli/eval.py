@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR", help="What to evaluate.")],
+    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|RUN_DIR|MODEL_DIR|CHECKPOINT", help="What to evaluate.")],
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="JSONL or Parquet file. Default: the run's data.val.")] = None,
     samples: Annotated[
@@ -37,13 +37,14 @@ def evaluate(
     """Measure accuracy, pass@k and lengths, and show samples.
 
     For a run file or a run directory, this evaluates the trained model, else the newest checkpoint, else the model that
-    the run starts from. A model directory needs --data. Its reward is the exact answer, unless you give reward=[...].
+    the run starts from. A model directory or a checkpoint needs --data. Its reward is the exact answer, unless you give reward=[...].
 
     \b
     Examples:
       rollcall eval runs/arithmetic
       rollcall eval runs/gsm8k --samples 8 --temperature 0.8 --max-prompts 200
       rollcall eval MODEL --data data/gsm8k/test.parquet 'reward=[{type: math}]'
+      rollcall eval runs/gsm8k/checkpoints/step-000040 --data data/gsm8k/test.parquet 'reward=[{type: math}]'
     """
     say("loading torch and transformers")
     with heed():

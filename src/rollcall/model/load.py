@@ -268,7 +268,9 @@ def check_model_path(path: str) -> None:
     local = Path(path)
     looks_local = local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
     if looks_local and not local.is_dir():
-        raise ModelError(f"model.path={path} is not a directory; give a transformers model directory or a hub name")
+        raise ModelError(
+            f"model.path={path} is not a directory; give a model directory, a run directory, a checkpoint or a hub name"
+        )
     if not looks_local:
         hub_options(path)
         return
