@@ -106,6 +106,8 @@ def test_a_wrong_model_never_leaves_this_machine(hub: Hub, model: Path, tmp_path
         upload(save_model(tmp_path / "base"), REPO)
     with pytest.raises(UploadError, match="is not a model directory"):
         upload(tmp_path, REPO)
+    with pytest.raises(UploadError, match="'gsm8k' does not say who owns the repository; write OWNER/NAME"):
+        upload(model, "gsm8k")
     assert hub.repos == {} and hub.requests == []
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollcall.cli import Json, answer
+from rollcall.cli import Json, answer, calm_libraries
 
 
 def upload(
@@ -27,8 +27,9 @@ def upload(
     \b
     Examples:
       rollcall upload runs/gsm8k/model me/gsm8k-model --private
-      rollcall upload merged me/gsm8k-model --revision step-200
+      rollcall upload runs/gsm8k/merged me/gsm8k-model --revision step-200
     """
+    calm_libraries()
     from rollcall.finish.upload import upload as send
 
     done = send(model_dir, repo, private=private, revision=revision)

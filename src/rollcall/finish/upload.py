@@ -47,6 +47,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     ``private``: refuse a repository that others can read. ``revision``: the branch; None is the main one. Only files that were
     verified go there.
     """
+    _refuse_no_model(model_dir)
     api = _client(repo)
     names = verified_files(model_dir)
     branch = revision or "main"
@@ -75,10 +76,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
 
 def verified_files(model_dir: Path) -> list[str]:
     """The files of a directory that is verified. One that is not, and has a probe, is verified here."""
-    if not (model_dir / "config.json").is_file():
-        raise UploadError(
-            f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
-        )
+    _refuse_no_model(model_dir)
     if why := why_not_verified(model_dir):
         if not (model_dir / PROBE).is_file():
             raise UploadError(
@@ -94,6 +92,13 @@ def verified_files(model_dir: Path) -> list[str]:
     return sorted(mark["files"])
 
 
+def _refuse_no_model(model_dir: Path) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise UploadError(
+            f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
+        )
+
+
 def _client(repo: str) -> Any:
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HFValidationError
@@ -103,6 +108,8 @@ def _client(repo: str) -> Any:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UploadError(f"{repo!r} is not the name of a repository: {error}; write OWNER/NAME") from None
+    if "/" not in repo:
+        raise UploadError(f"{repo!r} does not say who owns the repository; write OWNER/NAME")
     if constants.HF_HUB_OFFLINE:
         raise UploadError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     token = get_token()
@@ -196,4 +203,9 @@ def _advice(status: int | None, reason: str) -> str:
         return "; the account has no room for it: free some, or choose another owner"
     if status == 404:
         return "; see whether the owner's name is right and HF_ENDPOINT names the hub that is meant"
-    return ". Run the same command again: what has arrived is not sent twice"
+    again = ". Run the same command again: what has arrived is not sent twice"
+    if status is None:
+        from huggingface_hub import constants
+
+        return f"; see whether this machine reaches {constants.ENDPOINT} (HF_ENDPOINT names another hub){again}"
+    return again
