@@ -285,8 +285,9 @@ def test_numbers_that_do_not_fit_a_precision_are_refused(tmp_path: Path) -> None
         merge(folder, tmp_path / "out", dtype="fp16")
     with pytest.raises(ValueError, match="--dtype int8 is unknown"):
         merge(folder, tmp_path / "out", dtype="int8")
-    with pytest.raises(ValueError, match="--max-shard-size huge"):
-        merge(folder, tmp_path / "out", max_shard_size="huge")
+    for text in ("huge", "5"):  # five of what?
+        with pytest.raises(ValueError, match=f"--max-shard-size {text} is not a size with a unit"):
+            merge(folder, tmp_path / "out", max_shard_size=text)
 
 
 def test_a_target_that_is_no_model_directory_is_refused(tmp_path: Path) -> None:
@@ -399,8 +400,23 @@ def test_two_merges_to_one_target_do_not_meet(tmp_path: Path) -> None:
 def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:
     folder, out = shards(tmp_path / "actor"), tmp_path / "out"
     shown = CliRunner().invoke(app, ["merge", str(folder), "--out", str(out)])
-    assert shown.exit_code == 0 and "verl checkpoint" in shown.output and "GB/s" in shown.output
+    assert shown.exit_code == 0 and "verl checkpoint" in shown.output and "kB in 1 file" in shown.output
     asked = CliRunner().invoke(app, ["merge", str(folder), "--out", str(out), "--json"])
     assert json.loads(asked.stdout)["tensors"] == len(a_state())
     refused = CliRunner().invoke(app, ["merge", str(tmp_path / "nothing"), "--out", str(out)])
     assert refused.exit_code == 1 and "is not a directory; give a checkpoint" in refused.output
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    refused = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoints" / "step-000001"), "--out", str(out)])
+    assert refused.exit_code == 1 and "there are step-000002 beside it" in " ".join(refused.output.split())
+
+
+def test_what_cannot_be_verified_is_refused_before_it_is_merged(tmp_path: Path) -> None:
+    folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+    base = tmp_path / "base"
+    shutil.copytree(folder / "huggingface", base)
+    (base / "probe.json").write_text("{}")  # of another model
+    refused = CliRunner().invoke(app, ["merge", str(folder), "--out", str(out), "--base", str(base), "--verify"])
+    assert refused.exit_code == 1 and "--verify has nothing to compare with" in " ".join(refused.output.split())
+    assert not out.exists()
+    merge(folder, out, base=base)
+    assert not (out / "probe.json").exists()

@@ -31,6 +31,17 @@ def are(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
+def size(num_bytes: int) -> str:
+    """
+    >>> size(3_813_888), size(15_200_000_000), size(512)
+    ('3.81 MB', '15.20 GB', '512 bytes')
+    """
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if num_bytes >= 10**power:
+            return f"{num_bytes / 10**power:.2f} {unit}"
+    return counted(num_bytes, "byte")
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers, such as slots or ranks, in the fewest words.
 

@@ -10,6 +10,7 @@ import typer
 from rollcall.cli import Json, Overrides, answer, calm_libraries, print_table
 from rollcall.cli.gather import Hosts, split_hosts
 from rollcall.cli.merge import progress_bar
+from rollcall.wait import say
 
 if TYPE_CHECKING:
     from rollcall.finish.finish import Finished
@@ -24,8 +25,9 @@ def finish(
 ) -> None:
     """Make the model of a run's newest checkpoint: gather its parts, merge, verify, upload as the run file says.
 
-    The model is in RUN/merged. A step that is done is skipped, and done again if what it was made of has changed. What is
-    uploaded, and how it is merged, is in the section `finish` of the run file.
+    The model is in RUN/merged. A step that is done is skipped, and done again if what it was made of has changed. The
+    section `finish` of the run file says how it is merged and where it is uploaded. Without it, weights are written as they
+    are stored, and nothing is uploaded.
 
     \b
     Examples:
@@ -33,6 +35,7 @@ def finish(
       rollcall finish runs/gsm8k
       rollcall finish runs/gsm8k finish.dtype=bf16 finish.upload.repo=me/gsm8k-model
     """
+    say("loading torch and transformers")
     calm_libraries()
     from rollcall.finish.finish import finish as work
 

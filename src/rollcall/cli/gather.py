@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcall.cli import Json, answer
-from rollcall.words import counted
+from rollcall.words import counted, size
 
 if TYPE_CHECKING:
     from rollcall.finish.gather import Gathered
@@ -55,7 +55,7 @@ def split_hosts(hosts: str | None) -> list[str]:
 
 def _show(done: Gathered) -> None:
     if done.parts:
-        print(f"gathered {counted(len(done.parts), 'part')} ({done.num_bytes / 1e9:.2f} GB) in {done.checkpoint}")
+        print(f"gathered {counted(len(done.parts), 'part')} ({size(done.num_bytes)}) in {done.checkpoint}")
     else:
         print(f"all parts are in {done.checkpoint}")
     if done.removed:

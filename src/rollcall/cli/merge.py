@@ -15,7 +15,7 @@ import typer
 
 from rollcall.cli import Json, answer, calm_libraries
 from rollcall.wait import say
-from rollcall.words import counted
+from rollcall.words import counted, size
 
 if TYPE_CHECKING:
     from rollcall.merge.merge import Merged
@@ -61,16 +61,22 @@ def merge(
       rollcall merge runs/gsm8k --out models/gsm8k --verify
       rollcall merge runs/gsm8k/checkpoints/step-000040 --out models/gsm8k-40 --dtype bf16
       rollcall merge checkpoints/global_step_100/actor --out models/from-verl
-      rollcall merge dcp-folder --base Qwen3-0.6B --out models/from-dcp --max-shard-size 2GB
+      rollcall merge dcp-folder --base models/Qwen3-0.6B --out models/from-dcp --max-shard-size 2GB
     """
+    say("loading torch and transformers")
     from rollcall.merge.merge import DTYPES
     from rollcall.merge.merge import merge as merge_stored
+    from rollcall.stored.open import open_stored
 
+    stored = open_stored(checkpoint)
+    if verify:
+        _refuse_without_probe(checkpoint, stored.folder)
     with progress_bar("merge") as progress:
-        merged = merge_stored(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
+        merged = merge_stored(stored, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
     if not verify:
         answer(merged, _show, as_json=as_json)
         return
+    say(f"loading {merged.out} to verify it")
     calm_libraries()
     from rollcall.checkpoint.verify import verify as compare
 
@@ -81,6 +87,17 @@ def merge(
         return
     _show(merged)
     print(f"verified {verified.words}")
+
+
+def _refuse_without_probe(checkpoint: Path, folder: Path | None) -> None:
+    """Before a merge that may take an hour: what --verify compares with must be there."""
+    from rollcall.checkpoint.probe import PROBE
+
+    if folder is None or not (folder / PROBE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {PROBE}, so --verify has nothing to compare with; leave --verify out. Only checkpoints and models "
+            "that Rollcall saved have one"
+        )
 
 
 @contextmanager
@@ -107,21 +124,21 @@ def _lines(title: str) -> Callable[[int, int], None]:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + SAY_EVERY_S
-            say(f"{title}: {done / 1e9:.2f} of {total / 1e9:.2f} GB")
+            say(f"{title}: {size(done)} of {size(total)}")
 
     return progress
 
 
 def _show(merged: Merged) -> None:
-    rate = merged.num_bytes / max(merged.duration_s, 1e-9) / 1e9
+    rate = round(merged.num_bytes / max(merged.duration_s, 1e-9))
     print(f"from     {merged.origin} ({merged.kind})")
     if merged.facts:
         print(f"run      {', '.join(f'{key} {value}' for key, value in merged.facts.items())}")
     print(
-        f"model    {merged.out}: {counted(merged.num_tensors, 'tensor')}, {merged.num_bytes / 1e9:.2f} GB in "
-        f"{counted(merged.num_files, 'file')}, {merged.duration_s:.1f} s ({rate:.2f} GB/s)"
+        f"model    {merged.out}: {counted(merged.num_tensors, 'tensor')}, {size(merged.num_bytes)} in "
+        f"{counted(merged.num_files, 'file')}, {merged.duration_s:.1f} s ({size(rate)}/s)"
     )
     if merged.continued_bytes:
-        print(f"         {merged.continued_bytes / 1e9:.2f} GB were there from an earlier start")
+        print(f"         {size(merged.continued_bytes)} were there from an earlier start")
     for note in merged.notes:
         print(f"note     {note}")

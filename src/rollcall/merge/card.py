@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from rollcall.checkpoint.probe import PROBE
 from rollcall.config.yaml import read_small
 from rollcall.stored.files import StoredError
 from rollcall.stored.tensors import Stored
@@ -26,8 +27,12 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: torch.dtype | None) -> None:
-    """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are."""
-    for path in sorted(folder.iterdir()):
+    """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
+
+    What the model computed is known from the folder of its own weights: the probe of another model would refuse it.
+    """
+    own = () if stored.folder is None else stored.folder.glob(PROBE)
+    for path in sorted((*own, *(path for path in folder.iterdir() if path.name != PROBE))):
         if not path.is_file() or path.suffix not in BESIDE or path.name in NOT_BESIDE:
             continue
         try:

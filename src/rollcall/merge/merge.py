@@ -34,7 +34,7 @@ DTYPES = {
 }  # fmt: skip
 MAX_SHARD_SIZE = "5GB"
 READERS = 4
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +199,14 @@ def _dtype(name: str) -> torch.dtype | None:
 
 def _size(text: str) -> int:
     """
-    >>> _size("5GB"), _size("512MiB"), _size("1000")
+    >>> _size("5GB"), _size("512MiB"), _size("1000B")
     (5000000000, 536870912, 1000)
     """
     match = _SIZE.fullmatch(text.strip())
     power = "KMGT".index(match[2][0].upper()) + 1 if match and match[2] else 0
     num = int(float(match[1]) * (1024 if match[2] and "i" in match[2].lower() else 1000) ** power) if match else 0
     if num < 1:
-        raise ValueError(f"--max-shard-size {text} is not a size; give one such as 5GB or 512MiB")
+        raise ValueError(f"--max-shard-size {text} is not a size with a unit; give one such as 5GB or 512MiB")
     return num
 
 
