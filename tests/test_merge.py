@@ -167,6 +167,15 @@ def test_our_sharded_checkpoint_is_merged_with_a_card_that_tells_the_run_and_no_
     )
 
 
+def test_further_chat_templates_are_kept(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    tokenizer.save_pretrained(folder)
+    merge(folder, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
 def test_a_plain_model_directory_is_cut_anew(tmp_path: Path) -> None:
     source = save_model(tmp_path / "m", "qwen2-tied")
     result = merge(source, tmp_path / "out", max_shard_size="20KB")

@@ -103,6 +103,40 @@ def test_swapped_rounded_and_diverged_weights_are_refused(model: Path, change: C
         verify(changed(model, change))
 
 
+def edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", lambda file: edit(file, eos_token_id=5)),
+        ("generation_config.json", lambda file: edit(file, eos_token_id=5)),
+        ("tokenizer.json", lambda file: file.write_text(file.read_text().replace('"7"', '"?"'))),
+        ("chat_template.jinja", lambda file: file.write_text("{{ messages }}")),
+    ],
+)
+def test_what_no_logprob_shows_is_refused_by_the_name_of_the_file(
+    model: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    before = (model / name).read_bytes() if (model / name).exists() else b""
+    change(model / name)
+    assert (model / name).read_bytes() != before
+    with pytest.raises(VerifyError, match=rf"is not the model that was trained: {name} is not as the run saved it"):
+        verify(model)
+    assert why_not_verified(model) == "it was not verified"
+
+
+def test_what_may_differ_beside_the_weights_passes(model: Path) -> None:
+    edit(model / "generation_config.json", temperature=0.5)
+    edit(model / "config.json", _name_or_path="a/name", transformers_version="0")
+    (model / "README.md").write_text("a card")
+    verify(model)
+    edit(model / PROBE, beside={})  # as an earlier version left it
+    edit(model / "config.json", eos_token_id=5)
+    verify(model)
+
+
 def test_another_precision_passes_only_when_it_was_asked_for(trained: Path, model: Path) -> None:
     with pytest.raises(VerifyError, match=r"in bfloat16, and it was trained in float32.*--dtype bfloat16 --verify"):
         verify(trained / "bfloat16", model / PROBE)

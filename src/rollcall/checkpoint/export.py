@@ -10,12 +10,14 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollcall.checkpoint.beside import ENDS, describe_beside
 from rollcall.checkpoint.probe import PROBE, Probe
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
@@ -50,6 +52,10 @@ def export_model(
             _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
             tokenizer.save_pretrained(tmp)
             if probe is not None:
+                beside = {path.relative_to(tmp).as_posix(): path for path in tmp.rglob("*") if path.name.endswith(ENDS)}
+                probe = replace(
+                    probe, beside=describe_beside({name: path.read_bytes() for name, path in beside.items()})
+                )
                 (tmp / PROBE).write_text(probe.dump())
             fsync_tree(tmp)
             swap_in(tmp, dir)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Probe:
     dtype: str  # of the weights, in which the learner computes
     rollcall: str
     torch: str
+    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the files beside the weights (``beside.py``)
 
     def dump(self) -> str:
         return json.dumps({"format": 1, **asdict(self)}, indent=1)
@@ -104,12 +105,14 @@ def read_probe(path: Path) -> Probe:
     """A probe as ``write_probe`` left it; anything else is refused."""
     try:
         found: Any = json.loads(path.read_bytes())
+        found.setdefault("beside", {})  # earlier versions noted none
         probe = Probe(**{name: found[name] for name in Probe.__dataclass_fields__})
         pairs = zip(probe.rows, probe.logprobs, strict=True)
         sound = found["format"] == 1 and probe.rows and all(len(row) == len(own) + 1 for row, own in pairs)
         numbers = [value for own in probe.logprobs for value in own if value is not None]
         sound = sound and all(isinstance(token, int) and token >= 0 for row in probe.rows for token in row)
         sound = sound and all(isinstance(value, float | int) and math.isfinite(value) for value in numbers)
+        sound = sound and all(isinstance(one, str) for pair in probe.beside.items() for one in pair)
         sound = sound and isinstance(getattr(torch, str(probe.dtype), None), torch.dtype)
     except FileNotFoundError:
         raise CheckpointError(

@@ -8,12 +8,14 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollcall.checkpoint.beside import describe_beside
 from rollcall.checkpoint.export import export_model, model_files
 from rollcall.checkpoint.in_parts import (
     PartsOf,
@@ -49,6 +51,7 @@ class Beside:
             return {}
         if self._same is None:
             self._same = model_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
+        probe = replace(probe, beside=describe_beside(self._same))
         return {**self._same, PROBE: probe.dump().encode()}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollcall.checkpoint.beside import differing
 from rollcall.checkpoint.probe import PROBE, Probe, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.durable.atomic import write_atomic
@@ -91,6 +92,11 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
         raise VerifyError(
             f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if it stays so, take "
             "another checkpoint"
+        )
+    if other := differing(model_dir, recorded.beside):
+        raise VerifyError(
+            f"{model_dir} is not the model that was trained: {', '.join(other)} {'is' if len(other) == 1 else 'are'} not as the run saved "
+            "it. Merge the checkpoint again"
         )
     _leave_mark(model_dir, result, recorded, files=before)
     return result

@@ -19,9 +19,10 @@ from rollcall.stored.files import StoredError
 from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
 
-# What belongs to a model beside its weights, by the ends of names; folders hold no such files.
+# What belongs to a model beside its weights, by the ends of names; of folders only the one of further templates.
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_BESIDE = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md")
+TEMPLATES = "additional_chat_templates/*.jinja"
 MOST_BYTES = 1 << 28
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
@@ -32,7 +33,8 @@ def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: torch.dtype 
     What the model computed is known from the folder of its own weights: the probe of another model would refuse it.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
-    for path in sorted((*own, *(path for path in folder.iterdir() if path.name != PROBE))):
+    others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
+    for path in sorted((*own, *others)):
         if not path.is_file() or path.suffix not in BESIDE or path.name in NOT_BESIDE:
             continue
         try:
@@ -44,7 +46,19 @@ def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: torch.dtype 
             raise StoredError(f"{known} is not as it was written (the checksum differs); restore the file")
         if path.name == "config.json":
             data = _config(data, path, dtype=dtype)
-        (out / path.name).write_bytes(data)
+        if path.name == PROBE and folder != stored.folder:
+            data = _free_beside(data)
+        target = out / (path.relative_to(folder) if path.is_relative_to(folder) else path.name)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(data)
+
+
+def _free_beside(data: bytes) -> bytes:
+    """A probe for files beside the weights that were chosen on purpose: only the log-probs must be the trained model's."""
+    try:
+        return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
+    except (ValueError, TypeError, RecursionError):
+        return data  # whoever reads it says what is wrong with it
 
 
 def _config(data: bytes, path: Path, *, dtype: torch.dtype | None) -> bytes:
