@@ -429,3 +429,30 @@ def test_what_cannot_be_verified_is_refused_before_it_is_merged(tmp_path: Path) 
     assert not out.exists()
     merge(folder, out, base=base)
     assert not (out / "probe.json").exists()
+
+
+def test_what_a_checkpoint_calls_things_stays_text_in_the_card_and_on_the_terminal(tmp_path: Path) -> None:
+    step = our_checkpoint(tmp_path)
+    fields = json.loads((step / "manifest.json").read_text())
+    fields["scores"] = {"<img src=x>\n# [a](b)": 1.0, "large": 10**400}
+    (step / "manifest.json").write_text(json.dumps(fields))
+    merge(step, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| &lt;img src=x> # \\[a](b) | 1 |" in card
+    fields["scores"] = [1]
+    fields["files"] |= {"model/part-9-of-9.safetensors": {"size": 1, "blake2b": "x", "node": "\x1b[2J"}}
+    (step / "manifest.json").write_text(json.dumps(fields))
+    said = CliRunner().invoke(app, ["merge", str(step), "--out", str(tmp_path / "other")])
+    assert said.exit_code == 1 and "written on node \N{REPLACEMENT CHARACTER}[2J" in said.stderr
+    with pytest.raises(ValueError, match="is not a size"):
+        merge(step, tmp_path / "other", max_shard_size="9" * 400 + "GB")
+
+
+def test_a_folder_with_files_of_somebody_is_not_replaced(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen2-untied")
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "config.json").write_text("{}")
+    with pytest.raises(StoredError, match="holds src, which is not of a model"):
+        merge(model, project)
+    assert (project / "src").is_dir()

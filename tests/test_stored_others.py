@@ -16,6 +16,7 @@ from verl_shards import write_verl
 
 from rollcall.stored.open import open_stored
 from rollcall.stored.tensors import StoredError
+from rollcall.stored.unpickle import unpickle
 
 WHOLE = {
     "embed.weight": torch.randn(13, 6, generator=torch.Generator().manual_seed(0)),
@@ -199,4 +200,75 @@ def test_a_distributed_checkpoint_whose_files_do_not_fit_is_refused(tmp_path: Pa
 def test_what_is_not_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({}))
     with pytest.raises(StoredError, match="holds no weights that can be read; give"):
+        open_stored(tmp_path)
+
+
+def text(word: str) -> bytes:
+    return b"X" + len(word.encode()).to_bytes(4, "little") + word.encode()
+
+
+HOSTILE = {
+    "a memo that takes all memory": b"\x80\x02Nr\xff\xff\xff\x0f\x82\x01.",
+    "a key that is hashed without an end": b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s.",
+    "a set with such a member": b"\x80\x02cbuiltins\nset\n])" + b"2\x86" * 60 + b"a\x85R.",
+    "a name that is written out without an end": b"\x80\x02ctorch\ndevice\n)" + b"2\x86" * 60 + b"\x85R.",
+    "a state for one of our functions": b"\x80\x02ctorch\nSize\nN}" + text("__defaults__") + b")s\x86b.",
+    "a state for what all files share": b"\x80\x02ctorch.storage\nUntypedStorage\n]" + text("k") + b"aNab.",
+    "a code of the registry of extensions": b"\x80\x02\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_pickle_that_would_hang_or_fill_the_memory_is_refused(data: bytes) -> None:
+    with pytest.raises(StoredError, match="a.pt cannot be read"):
+        unpickle(data, what="a.pt")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model_world_size_1_rank_0.pt"], ids=["safetensors", "torch.save"]
+)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StoredError, match="not a regular file"):
+        open_stored(tmp_path)
+
+
+def test_names_of_shards_are_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "model_world_size_99999999999_rank_0.pt").touch()
+    with pytest.raises(StoredError, match="it has 1 of the 99999999999 shards"):
+        open_stored(tmp_path)
+    (tmp_path / "model_world_size_99999999999_rank_0.pt").rename(tmp_path / "model_world_size_a_rank_b.pt")
+    with pytest.raises(StoredError, match="rename them"):
+        open_stored(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,16]}}',
+        '{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"v":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+        '{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"w":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
+    ],
+    ids=["infinite", "the same bytes twice", "the same name twice"],
+)
+def test_a_header_that_safetensors_would_refuse_is_refused(tmp_path: Path, header: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(16))
+    with pytest.raises(StoredError, match="not a whole safetensors file"):
+        open_stored(tmp_path)
+
+
+def test_a_record_behind_the_end_of_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save({"w": torch.zeros(4)}, path)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\x01\x02")
+    data[at + 42 : at + 46] = b"\xf0\xff\xff\xff"
+    path.write_bytes(data)
+    with pytest.raises(StoredError, match="not a whole file of torch.save"):
+        open_stored(tmp_path)
+
+
+def test_an_infinite_number_in_a_manifest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"step": 1e999, "files": {}}')
+    with pytest.raises(StoredError, match="cannot be read"):
         open_stored(tmp_path)

@@ -224,3 +224,15 @@ def test_the_command_says_where_the_model_is(hub: Hub, model: Path) -> None:
     found = json.loads(done.stdout)
     assert found["url"].startswith(hub.url) and found["revision"] == "main" and hub.repos[REPO].private
     assert TOKEN not in done.output
+
+
+@pytest.mark.parametrize("name", [".env", "notes.txt", "thesis.docx"])
+def test_what_is_not_of_the_model_is_not_uploaded(hub: Hub, model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "key").write_text("a secret")
+    if name == "notes.txt":
+        (model / name).symlink_to(tmp_path / "key")
+    else:
+        (model / name).write_text("a secret")
+    with pytest.raises(UploadError, match=f"{name} is not a file of a model"):
+        upload(model, REPO)
+    assert not hub.requests

@@ -19,6 +19,7 @@ import typer
 from rollcall.importing import calm_transformers
 from rollcall.stop import ended_by
 from rollcall.wait import say
+from rollcall.words import visible
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Without one: the demo.")]
@@ -27,6 +28,7 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
+LONGEST_ERROR = 20_000  # characters
 FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
 
 
@@ -53,7 +55,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             if debug or not _is_for_the_user(error):
                 raise
-            say(f"error: {_explain(error)}")
+            say(f"error: {_shown(_explain(error))}")
             raise typer.Exit(FAILED) from None
 
     own = inspect.signature(command, eval_str=True)
@@ -109,6 +111,11 @@ def _explain(error: Exception) -> str:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
     return str(error) or type(error).__name__
+
+
+def _shown(text: str) -> str:
+    """Names from files of others are in it: they control no terminal, and do not fill it."""
+    return visible(text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]} ...")
 
 
 def _no_memory(error: Exception) -> bool:

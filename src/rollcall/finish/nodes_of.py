@@ -119,6 +119,8 @@ class SshNode:
 
     def present(self, parts: Sequence[Asked]) -> list[str]:
         with self._asked({"do": "present", "parts": list(parts)}) as (answer, _):
+            if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
+                raise NodeError(f"{self.host}: its answer is not a list of names")
             return answer
 
     def remove(self, parts: Sequence[Asked]) -> None:
@@ -169,17 +171,18 @@ class SshNode:
                     continue
 
     def _first_line(self, process: subprocess.Popen[bytes]) -> Any:
-        line = b""
+        line = bytearray()
+        give_up = time.monotonic() + ANSWER_S
         while not line.endswith(b"\n"):
-            line += self._read(process, 1)
-            if len(line) > LONGEST_ANSWER:
+            line += self._read(process, 1)  # no more: bytes of a part may follow
+            if len(line) > LONGEST_ANSWER or time.monotonic() >= give_up:
                 raise NodeError(f"{self.host}: its answer has no end")
         try:
             answer = json.loads(line)
             if "error" in answer:
                 raise NodeError(f"{self.host}: {visible(str(answer['error']))}")
             return answer["ok"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise NodeError(
                 f"{self.host}: its shell prints {visible(line.decode(errors='replace').strip()[:100])!r} before it runs a command; "
                 "see its .bashrc"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from rollcall.checkpoint.probe import PROBE
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
+from rollcall.merge.card import not_of_a_model
 from rollcall.redact import redact, remember
 from rollcall.wait import say
 from rollcall.words import visible
@@ -77,6 +78,11 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
 def verified_files(model_dir: Path) -> list[str]:
     """The files of a directory that is verified. One that is not, and has a probe, is verified here."""
     _refuse_no_model(model_dir)
+    if (other := not_of_a_model(model_dir)) is not None:
+        raise UploadError(
+            f"{other} is not a file of a model (it is hidden, a link, or of another kind), so nothing was uploaded; remove it from "
+            "there"
+        )
     if why := why_not_verified(model_dir):
         if not (model_dir / PROBE).is_file():
             raise UploadError(

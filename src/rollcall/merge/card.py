@@ -11,20 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from rollcall.checkpoint.probe import PROBE
-from rollcall.config.yaml import read_small
+from rollcall.config.yaml import read_small, read_yaml
 from rollcall.stored.files import StoredError
 from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
+from rollcall.words import visible
 
 # What belongs to a model beside its weights, by the ends of names; of folders only the one of further templates.
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NOT_BESIDE = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md")
 TEMPLATES = "additional_chat_templates/*.jinja"
 MOST_BYTES = 1 << 28
+LONGEST_CELL = 300  # characters
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def not_of_a_model(folder: Path) -> Path | None:
+    """A file or folder in a model directory that no model has: somebody's own, or a link to elsewhere; None: there is none."""
+    suffixes, words = (*BESIDE, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
+
+    def belongs(path: Path) -> bool:
+        if path.is_symlink() or path.name.startswith("."):
+            return False
+        if path.is_dir():
+            return path.name == "additional_chat_templates"  # of transformers
+        return path.is_file() and (path.suffix in suffixes or path.name.startswith(words))
+
+    return next((path for path in sorted(folder.rglob("*")) if not belongs(path)), None)
 
 
 def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: torch.dtype | None) -> None:
@@ -99,16 +114,23 @@ def run_facts(stored: Stored) -> dict[str, str]:
         if isinstance(facts.get(key), int):
             told[label] = str(facts[key])
     scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
-    told |= {str(key): f"{value:.4g}" for key, value in scores.items() if isinstance(value, int | float)}
+    if isinstance(scores, Mapping):
+        told |= {
+            str(key): f"{value:.4g}" for key, value in scores.items() if isinstance(value, float) or _is_small(value)
+        }
     return told
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < 10**15
 
 
 def _run_file(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint.parent.parent / "run.yaml"
     try:
-        fields = yaml.safe_load(read_small(path, most=1 << 20))
+        fields = read_yaml(path, what="run file")
         sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
     return sections
 
@@ -138,7 +160,7 @@ def card(
         "- reinforcement-learning",
     ]
     if is_hub_name(facts.get("base model", "")):
-        head.append(f"base_model: {facts['base model']}")
+        head.append(f"base_model: {json.dumps(facts['base model'])}")
     lines = [
         *head,
         "---",
@@ -159,11 +181,17 @@ def card(
 
 def _plain(note: str, stored: Stored) -> str:
     """A note without the paths of this machine."""
-    return note.replace(stored.origin, "the checkpoint")
+    return _cell(note.replace(stored.origin, "the checkpoint"))
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())
+    """Text from files of others, as text: no markup, no links, no second line.
+
+    >>> _cell("a|b <script>\\n# [x](y)")
+    'a/b &lt;script> # \\\\[x](y)'
+    """
+    shown = visible(" ".join(text.replace("|", "/").split()))[:LONGEST_CELL]
+    return re.sub(r"([\\`\[])", r"\\\1", shown).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _version(name: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rollcall.merge.card import card, run_facts, write_beside
+from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
 from rollcall.merge.copy import copy_unit
 from rollcall.merge.plan import INDEX, Plan, Unit, plan_merge, written_dtype
 from rollcall.merge.select import Selection, guess, select
@@ -34,7 +34,7 @@ DTYPES = {
 }  # fmt: skip
 MAX_SHARD_SIZE = "5GB"
 READERS = 4
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +213,11 @@ def _size(text: str) -> int:
 def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file())):
         raise StoredError(f"{out} exists and is not a model directory; choose another --out, or remove it yourself")
+    if out.is_dir() and (other := not_of_a_model(out)) is not None:
+        raise StoredError(
+            f"{out} holds {other.relative_to(out)}, which is not of a model and would be lost; choose another --out, or remove it "
+            "yourself"
+        )
     target = out.resolve()
     for path in (folder, *stored.files):
         if path.resolve().is_relative_to(target):

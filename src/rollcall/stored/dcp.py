@@ -33,12 +33,12 @@ def open_dcp(folder: Path) -> Stored:
         described: Mapping[str, Thing] = metadata.fields["state_dict_metadata"]
         names = _model_names(described, metadata.fields.get("planner_data") or {}, path=path)
         places = {
-            (index.fields["fqn"], tuple(index.fields.get("offset") or ())): info
+            (index.fields["fqn"], _whole(index.fields.get("offset") or ())): info
             for index, info in metadata.fields["storage_data"].items()
         }
         records: dict[Path, list[Record]] = {}
         tensors = [_tensor(folder, key, name, described[key], places, records) for key, name in names.items()]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, StoredError):
             raise
         raise StoredError(f"{path} is not the metadata of a checkpoint ({type(error).__name__}: {error})") from None
@@ -53,10 +53,16 @@ def open_dcp(folder: Path) -> Stored:
     )
 
 
+def _whole(numbers: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers)
+
+
 def _model_names(described: Mapping[str, Thing], paths: Mapping[str, Any], *, path: Path) -> dict[str, str]:
     """The keys of the model's tensors, with their names in the model."""
     tensors = [key for key, about in described.items() if about.kind == "TensorStorageMetadata"]
     routes = {key: tuple(paths.get(key) or (key,)) for key in tensors}
+    if not all(isinstance(step, str | int) for route in routes.values() for step in route):
+        raise ValueError("a tensor has no name")
     if all(len(route) == 1 for route in routes.values()):
         return {key: str(route[0]) for key, route in routes.items()}
     prefixes = {
@@ -91,7 +97,7 @@ def _tensor(
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{key} has no type")
     pieces = [piece for chunk in about.fields["chunks"] for piece in _piece(folder, key, chunk, dtype, places, records)]
-    return StoredTensor(name=name, dtype=dtype, shape=tuple(about.fields["size"]), pieces=tuple(pieces))
+    return StoredTensor(name=name, dtype=dtype, shape=_whole(about.fields["size"]), pieces=tuple(pieces))
 
 
 def _piece(
@@ -102,14 +108,14 @@ def _piece(
     places: Mapping[tuple[str, tuple[int, ...]], Thing],
     records: dict[Path, list[Record]],
 ) -> Iterable[Piece]:
-    start, shape = tuple(chunk.fields["offsets"]), tuple(chunk.fields["sizes"])
+    start, shape = _whole(chunk.fields["offsets"]), _whole(chunk.fields["sizes"])
     if 0 in shape:
         return
     info = places.get((key, start))
     if info is None:
         raise StoredError(f"{folder / METADATA} does not say where {key} at {list(start)} is; restore the file")
     file = folder / str(info.fields["relative_path"])
-    if file.parent != folder:
+    if file.parent != folder or file.name == "..":
         raise StoredError(f"{folder / METADATA} names {file}, which is not in its folder; restore the file")
     if info.fields.get("transform_descriptors"):
         raise StoredError(f"{file}: {key} is stored compressed or encrypted, which is not read; save it without")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 
 class StoredError(ValueError):
@@ -31,3 +34,12 @@ class StoredFile:
 
     def __str__(self) -> str:
         return f"{self.path} (written on node {self.node})" if self.node is not None else str(self.path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. A pipe, which nobody may ever write to, or a device is refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoredError(f"{path} is not a regular file; restore the file")
+    return os.fdopen(descriptor, "rb")

@@ -61,7 +61,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         int(fields["step"])
     except FileNotFoundError:
         raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; give another") from None
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise StoredError(f"{path} cannot be read ({type(error).__name__}: {error}); give another checkpoint") from None
     return Manifest(path=checkpoint, fields=fields, files=files)
 

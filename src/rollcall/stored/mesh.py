@@ -13,6 +13,9 @@ from typing import Any
 
 from rollcall.stored.unpickle import Thing, View
 
+MOST_DIMENSIONS = 16  # of a mesh
+MOST_FLATTENED = 3  # dimensions in dimensions of one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
@@ -72,7 +75,7 @@ def placed(
     ValueError: a layout that cannot be read."""
     spec = tensor.fields["_spec"]
     mesh = spec.mesh
-    shape = tuple(tensor.fields["shape"])
+    shape = tuple(int(size) for size in tensor.fields["shape"])
     if id(mesh) not in positions:
         positions[id(mesh)] = _position(mesh, rank=rank, numbers=numbers)
     sizes, coordinates = positions[id(mesh)]
@@ -98,10 +101,10 @@ def _cut(placement: Any, *, rank_of_tensor: int) -> tuple[int, int] | None:
     if kind == "Replicate":
         return None
     if kind not in ("Shard", "_StridedShard"):
-        raise ValueError(f"a placement {kind or placement!r}, which is not a share of the numbers")
+        raise ValueError(f"a placement {kind or type(placement).__name__}, which is not a share of the numbers")
     dim = placement.fields["dim"] if "dim" in placement.fields else placement.args[0]
     factor = placement.fields.get("split_factor") or 1
-    dim = dim + rank_of_tensor if dim < 0 else dim
+    dim = int(dim) + rank_of_tensor if dim < 0 else int(dim)
     if not 0 <= dim < rank_of_tensor:
         raise ValueError(f"a cut along dimension {dim} of {rank_of_tensor}")
     return dim, int(factor)
@@ -143,10 +146,14 @@ def _axes(layout: Thing) -> list[tuple[tuple[int, int], ...]]:
     return [_pairs(a, b) for a, b in zip(shape, stride, strict=True)]
 
 
-def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
+def _pairs(shape: Any, stride: Any, *, depth: int = 0) -> tuple[tuple[int, int], ...]:
     if isinstance(shape, int):
+        if shape < 1 or not isinstance(stride, int) or stride < 1:
+            raise ValueError(f"a mesh of {shape} processes")
         return ((shape, stride),)
-    return tuple(pair for a, b in zip(shape, stride, strict=True) for pair in _pairs(a, b))
+    if depth == MOST_FLATTENED or len(shape) > MOST_DIMENSIONS:
+        raise ValueError("a mesh with more dimensions than there are")
+    return tuple(pair for a, b in zip(shape, stride, strict=True) for pair in _pairs(a, b, depth=depth + 1))
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:

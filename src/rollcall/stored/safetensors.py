@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.files import StoredError, StoredFile
+from rollcall.stored.files import StoredError, StoredFile, open_regular
 from rollcall.stored.safetensors_header import STORED_NAMES
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
@@ -88,7 +88,7 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], torch.dtyp
             start, whole = (tuple(int(n) for n in about[which]) for which in ("start", "shape"))
             piece = Piece(file=file.path, offset=entry.offset, start=start, shape=entry.shape)
             yield str(about["name"]), whole, entry.dtype, piece
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StoredError(
             f"{file}: its metadata does not say which blocks it holds ({type(error).__name__}: {error}); restore the file"
         ) from None
@@ -97,14 +97,14 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], torch.dtyp
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     """The tensors of a file and its metadata; everything about them is checked but the bytes themselves."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", None) or {}
-        entries, ends = {}, [0]
+        entries, ends, ranges = {}, [0], []
         for name, about in header.items():
             dtype, shape = _DTYPES[about["dtype"]], tuple(int(n) for n in about["shape"])
             begin, end = (int(n) for n in about["data_offsets"])
@@ -112,9 +112,15 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
                 raise ValueError(f"{name} has {end - begin} bytes, which is not a {about['dtype']} of {list(shape)}")
             entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
             ends.append(8 + length + end)
+            ranges.append((begin, end))
+        ranges.sort()
+        if any(one[1] != other[0] for one, other in zip([(0, 0), *ranges], ranges, strict=False)):
+            raise ValueError("its tensors share bytes, or leave some out")
     except FileNotFoundError:
         raise StoredError(f"{path} does not exist; restore the file") from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        if isinstance(error, StoredError):
+            raise
         raise StoredError(
             f"{path} is not a whole safetensors file ({type(error).__name__}: {error}); restore the file"
         ) from None
@@ -131,7 +137,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         try:
             named: dict[str, str] = json.loads(read_small(folder / INDEX, most=MOST_INDEX_BYTES))["weight_map"]
             paths = [folder / name for name in sorted(set(named.values()))]
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
             raise StoredError(f"{folder / INDEX} is not an index of weights ({error}); restore the file") from None
         if outside := next((path for path in paths if path.parent != folder), None):
             raise StoredError(f"{folder / INDEX} names {outside}, which is not in its folder; restore the file")

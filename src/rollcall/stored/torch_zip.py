@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollcall.stored.files import Record, StoredError
+from rollcall.stored.files import Record, StoredError, open_regular
 from rollcall.stored.tensors import Piece
 from rollcall.stored.unpickle import MOST_BYTES, View, unpickle
 
@@ -65,7 +65,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     """A file of ``torch.save``, or one that lies in a range of a larger file."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = size if length is None else length
             if offset < 0 or offset + length > size:
@@ -82,7 +82,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
             data = _bytes(file.fileno(), records[f"{root}data.pkl"], what=what)
     except FileNotFoundError:
         raise StoredError(f"{path} does not exist; restore the file") from None
-    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError, EOFError) as error:
         if isinstance(error, StoredError):
             raise
         raise StoredError(
@@ -129,6 +129,8 @@ class _Window(io.RawIOBase):
         self._fd, self.offset, self.length, self._at = fd, offset, length, 0
 
     def at(self, position: int, size: int) -> bytes:
+        if not 0 <= position <= self.length:
+            raise ValueError("a position outside of the file")
         return os.pread(self._fd, min(size, self.length - position), self.offset + position)
 
     def readable(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 from rollcall.stored.files import StoredError
 
 MOST_BYTES = 1 << 29
+MOST_NESTED = 1000  # values in a tuple and the tuples in it; a mesh has a few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,8 @@ def _wrapper(cls: Any, dtype: Any, shape: Any, *_: Any) -> Any:
 
 
 def _words(*parts: Any) -> str:
+    if not all(isinstance(part, str | int) for part in parts):
+        raise ValueError("a name that is no text")
     return "/".join(str(part) for part in parts)
 
 
@@ -143,10 +146,46 @@ _STORAGES = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+# Opcodes that no writer of tensors uses; some of them reserve memory or reach registries by a number in the file.
+_NOT_USED = (
+    pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.PERSID, pickle.FROZENSET, pickle.BYTEARRAY8,
+    pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
+)  # fmt: skip
+
+
+class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """In Python, as torch's own reader for ``weights_only``: in C, a number in the file decides how much memory the memo takes,
+    and tuples that hold tuples are hashed without an end, or until the stack is full."""
+
+    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _NOT_USED}  # type: ignore[attr-defined]
+
     def __init__(self, data: bytes, *, what: str) -> None:
         super().__init__(io.BytesIO(data))
         self._what = what
+        self._nested: dict[int, tuple[Any, int]] = {}  # tuples with tuples in them, by id: how many values, written out
+
+    def _bounded(self, load: Callable[[Any], None]) -> None:
+        load(self)
+        made = self.stack[-1]
+        inner = [one for one in made if type(one) is tuple]
+        if inner:
+            total = len(made) + sum(self._nested[id(one)][1] if id(one) in self._nested else len(one) for one in inner)
+            if total > MOST_NESTED:
+                raise ValueError("tuples in tuples without an end")
+            self._nested[id(made)] = (made, total)
+
+    def load_build(self) -> None:
+        """Only stand-ins take a state; that of a state dict (``_metadata``) is not needed."""
+        state = self.stack.pop()
+        inst = self.stack[-1]
+        if isinstance(inst, Thing):
+            inst.__setstate__(state)
+        elif not isinstance(inst, OrderedDict):
+            raise ValueError(f"a state for a {type(inst).__name__}")
+
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[_code[0]] = lambda self, load=dispatch[_code[0]]: self._bounded(load)
 
     def find_class(self, module: str, name: str) -> Any:  # type: ignore[override]
         if found := _FUNCTIONS.get((module, name)):
@@ -165,7 +204,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Storage:
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, Storage):
-            raise ValueError(f"a record of kind {kind!r}")
+            raise ValueError("a record that is no storage")
+        if not isinstance(key, str | int):
+            raise ValueError("a storage without a name")
         return Storage(key=str(key), dtype=storage.dtype)
 
 

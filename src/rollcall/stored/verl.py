@@ -79,10 +79,16 @@ def _rank_files(folder: Path) -> list[Path]:
         raise StoredError(
             f"{folder} holds shards of checkpoints with {' and '.join(str(one) for one in sorted(found))} processes; keep those of one"
         )
+    if not found:
+        raise StoredError(
+            f"{folder}: its shards are not named model_world_size_W_rank_R.pt with two numbers; rename them"
+        )
     ((size, ranks),) = found.items()
-    if missing := [rank for rank in range(size) if rank not in ranks]:
-        name = f"model_world_size_{size}_rank_{missing[0]}.pt"
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    num_missing = size - sum(rank < size for rank in ranks)
+    if num_missing:
+        first = next(rank for rank in range(size) if rank not in ranks)
+        name = f"model_world_size_{size}_rank_{first}.pt"
+        more = f" and {num_missing - 1} more" if num_missing > 1 else ""
         raise StoredError(
             f"{folder} lacks {name}{more}: it has {len(ranks)} of the {size} shards; copy the others from their nodes"
         )
@@ -104,7 +110,7 @@ def _said_size(path: Path) -> int | None:
         return None
     try:
         return int(json.loads(read_small(path, most=1 << 20))["world_size"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise StoredError(
             f"{path} does not say how many processes there were ({error}); restore or remove it"
         ) from None
@@ -115,6 +121,8 @@ def _locals(file: TorchFile, *, rank: int) -> Iterable[tuple[str, _Local]]:
         raise StoredError(f"{file.path} does not hold a state dict; give the model's shards")
     positions: dict[int, Any] = {}
     for name, value in file.content.items():
+        if not isinstance(name, str):
+            raise StoredError(f"{file.path}: a tensor has no name but a {type(name).__name__}; give the model's shards")
         if isinstance(value, View):
             yield name, _Local(file=file, rank=rank, view=value, where=None)
             continue
@@ -124,7 +132,7 @@ def _locals(file: TorchFile, *, rank: int) -> Iterable[tuple[str, _Local]]:
             raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; give the model's shards")
         try:
             where = placed(value, rank=rank, numbers=file.numbers, positions=positions)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise StoredError(f"{file.path}: the layout of {name} cannot be read ({error})") from None
         if not isinstance(local := value.fields.get("_local_tensor"), View):
             raise StoredError(f"{file.path}: {name} has no numbers; restore the file")
