@@ -1,8 +1,10 @@
 """Parts of checkpoints on the nodes' own disks (``checkpoint.place: local``).
 
 All of a run's are below one folder of the node's temporary folder, whose name the run's ``checkpoints`` folder keeps: it moves
-with the run; a copy of the run gets one of its own. The process that saves knows from its manifests which files are still of use (``tidy``). Before a resume each node
-brings what others need to the run's own folder, checksums compared (``bring``).
+with the run; a copy of the run gets one of its own. The process that saves knows from its manifests which files are still of use
+(``tidy``). Before a resume each node brings what others need to the run's own folder, checksums compared (``bring``).
+
+That name and a manifest are data, which may come from elsewhere: nothing outside of the folder for parts is read or removed.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import uuid
 from collections.abc import Collection, Mapping
@@ -26,6 +27,7 @@ from rollcall.wait import warn
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
 CHUNK_BYTES = 16 << 20
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 def name_of_run(checkpoints: Path, *, run: str) -> str:
@@ -40,9 +42,7 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
             f"{checkpoints} is a copy of another run's, so its next parts go to a folder of their own on each node; those it came "
             "with are read where they are, and are not removed with it"
         )
-    word = re.sub(r"[^\w.-]+", "-", run, flags=re.ASCII).strip(".-")[
-        :64
-    ]  # run.name is any text, and this is one folder's name
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name is any text, and this is one folder's name
     names = [f"{word or 'run'}-{uuid.uuid4().hex[:12]}", *names]
     with replacing(path) as file:
         own = os.fstat(file.fileno()).st_ino  # kept by a rename, not by a copy
@@ -52,8 +52,16 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     """The names of the run's folder and of those that it was copied from, and the inode of the file that says so, if it says."""
-    lines = [line.split() for line in (checkpoints / FOLDER_NAME).read_text().splitlines() if line.strip()]
-    inode = lines[0][1] if lines and len(lines[0]) > 1 else ""
+    path = checkpoints / FOLDER_NAME
+    with plain_disk_errors(path):
+        text = path.read_bytes().decode(errors="replace")
+    lines = [line.split(" ") for line in text.splitlines()]
+    if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
+        raise CheckpointError(
+            f"{path} holds {text[:100]!r}, which is not the name of a folder; restore the file from a copy of the run, or remove it "
+            "to go on without the parts on the nodes' disks"
+        )
+    inode = lines[0][1] if len(lines[0]) > 1 else ""
     return [line[0] for line in lines], int(inode) if inode.isdecimal() else None
 
 
@@ -66,10 +74,13 @@ def folder_of(name: str) -> Path:
     root = Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}"
     with plain_disk_errors(root):
         root.mkdir(mode=0o700, exist_ok=True)
-    if root.stat().st_uid != os.getuid():
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
         raise CheckpointError(
-            f"checkpoint.place=local: {root} belongs to another user; remove it, or set TMPDIR to a folder of your own on each node"
+            f"checkpoint.place=local: {root} is a link or belongs to another user; remove it, or set TMPDIR to a folder of your own on "
+            "each node"
         )
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{name!r} is not the name of a run's folder below {root}")
     return root / "parts" / name
 
 
@@ -101,17 +112,23 @@ def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
 
 def present(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which of these files are on this node, by name and size."""
-    return [name for name, facts in files.items() if _size(Path(facts["place"])) == facts["size"]]
+    return [name for name, facts in files.items() if _size(facts["place"]) == facts["size"]]
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _size(place: str) -> int | None:
+    """None: it is not a file in this user's folder for parts."""
+    path = Path(place).resolve()  # .../rollcall-UID/parts/RUN/STEP/ROLE/FILE
+    if path.parts[-6:-4] != (f"rollcall-{os.getuid()}", "parts") or not path.is_file():
+        return None
+    return path.stat().st_size
 
 
 def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool) -> None:
     """Compare these files of this node with their checksums, and ``copy`` them to the checkpoint."""
     for name, facts in files.items():
         source, target = Path(facts["place"]), directory / name
+        if _size(facts["place"]) is None:
+            raise CheckpointError(f"{source} is not a part of a checkpoint on this node, so it is not read")
         digest = hashlib.blake2b(digest_size=16)
         with source.open("rb") as file:
             if not copy:
@@ -128,7 +145,3 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
                 f"{source} on node {facts['node']} ({facts['host']}) is not as it was written: its checksum differs; remove "
                 f"{directory} to go on from an earlier checkpoint"
             )
-
-
-def remove_all(name: str) -> None:
-    shutil.rmtree(folder_of(name), ignore_errors=True)

@@ -93,7 +93,7 @@ class PartWriter:
         def work() -> None:
             try:
                 done.set_result(self._write(folder, place))
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            except BaseException as error:  # noqa: BLE001 - the one who asks for the result gets it
                 done.set_exception(error)
 
         threading.Thread(target=work, name="write the checkpoint", daemon=True).start()

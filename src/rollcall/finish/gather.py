@@ -24,6 +24,7 @@ from typing import Any
 from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
 from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import free_bytes, plain_disk_errors
+from rollcall.errors import CheckpointError
 from rollcall.finish.node_files import PART
 from rollcall.finish.nodes_of import Node, NodeError
 from rollcall.stored.manifest import Manifest, read_manifest
@@ -100,9 +101,8 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> Part:
             f"{manifest.path.parent / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; "
             "restore it from where the run was saved"
         ) from error
-    for run in names or [""]:
-        if not run or "/" in run or run.startswith("."):
-            raise GatherError(f"{manifest.path.parent / FOLDER_NAME} holds {run!r}, which is not the name of a folder")
+    except CheckpointError as error:
+        raise GatherError(str(error)) from error
     try:
         run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
         return Part(

@@ -1,1 +1,1 @@
-"""`rollcall merge`: a checkpoint, whoever wrote it, into one directory that ``transformers`` and ``vllm`` open."""
+"""`rollcall merge`: a checkpoint of any writer, into one directory that ``transformers`` and ``vllm`` open."""
