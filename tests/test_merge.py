@@ -23,7 +23,8 @@ from verl_shards import write_verl
 from rollcall.cli.main import app
 from rollcall.merge import copy, plan, staging
 from rollcall.merge.merge import merge
-from rollcall.stored.tensors import StoredError
+from rollcall.merge.select import select
+from rollcall.stored.tensors import Stored, StoredError
 
 MANY_UNITS = 4 << 10
 
@@ -122,7 +123,7 @@ def test_config_says_in_which_type_the_weights_are(tmp_path: Path) -> None:
 def test_experts_are_merged_under_the_names_of_a_directory_and_of_a_live_model(tmp_path: Path, written: bool) -> None:
     live = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1, head_dim=8,
+            vocab_size=40, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
         )
     )  # fmt: skip
@@ -456,3 +457,10 @@ def test_a_folder_with_files_of_somebody_is_not_replaced(tmp_path: Path) -> None
     with pytest.raises(StoredError, match="holds src, which is not of a model"):
         merge(model, project)
     assert (project / "src").is_dir()
+
+
+def test_more_layers_than_any_model_has_are_refused_before_they_are_built(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 10000000}')
+    stored = Stored(origin="here", tensors={}, files={}, folder=tmp_path)
+    with pytest.raises(StoredError, match="num_hidden_layers=10000000 is not possible"):
+        select(stored, tmp_path)

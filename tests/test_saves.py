@@ -67,7 +67,7 @@ def test_a_failure_that_a_look_was_told_of_is_told_to_who_waits_too(monkeypatch:
     saves.begin(4, disk.save)
     look = saves.poll
 
-    def be_second() -> None:
+    def be_second() -> Saved | None:
         with pytest.raises(OSError, match="No space left"):
             look()
         return look()

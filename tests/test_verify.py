@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,9 @@ from test_training_checkpoint import learner_of, step
 from tiny import make_tokenizer, save_model
 
 from rollcall.checkpoint.export import export_model
-from rollcall.checkpoint.probe import PROBE
+from rollcall.checkpoint.probe import PROBE, read_probe
 from rollcall.checkpoint.training import export_learner
-from rollcall.checkpoint.verify import VERIFIED, VerifyError, verify, why_not_verified
+from rollcall.checkpoint.verify import VERIFIED, VerifyError, mark_of, verify, why_not_verified
 from rollcall.errors import CheckpointError
 from rollcall.learner.gang import Gang
 from rollcall.model.load import ModelError
@@ -187,3 +188,11 @@ def test_a_trained_model_that_computed_nan_cannot_be_verified(model: Path) -> No
     (model / PROBE).write_text(json.dumps(probe))
     with pytest.raises(VerifyError, match="not finite"):
         verify(model)
+
+
+def test_a_pipe_in_place_of_a_small_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name in (VERIFIED, PROBE):
+        os.mkfifo(tmp_path / name)
+    assert mark_of(tmp_path) is None
+    with pytest.raises(CheckpointError, match="pipe or a device"):
+        read_probe(tmp_path / PROBE)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import replacing
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
@@ -53,8 +54,11 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     """The names of the run's folder and of those that it was copied from, and the inode of the file that says so, if it says."""
     path = checkpoints / FOLDER_NAME
-    with plain_disk_errors(path):
-        text = path.read_bytes().decode(errors="replace")
+    try:
+        with plain_disk_errors(path):
+            text = read_small(path, most=1 << 20).decode(errors="replace")
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; restore it from a copy of the run") from None
     lines = [line.split(" ") for line in text.splitlines()]
     if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
         raise CheckpointError(

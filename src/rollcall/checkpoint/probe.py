@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
@@ -23,6 +24,7 @@ from rollcall.types import Completion, FinishReason, Sample, Segment
 from rollcall.version import __version__
 
 PROBE = "probe.json"
+MOST_BYTES = 1 << 28  # of a small file that Rollcall wrote itself
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 _STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples spread evenly over the vocabulary
 
@@ -104,7 +106,7 @@ def _finite(value: float) -> float | None:
 def read_probe(path: Path) -> Probe:
     """A probe as ``write_probe`` left it; anything else is refused."""
     try:
-        found: Any = json.loads(path.read_bytes())
+        found: Any = json.loads(read_small(path, most=MOST_BYTES))
         found.setdefault("beside", {})  # earlier versions noted none
         probe = Probe(**{name: found[name] for name in Probe.__dataclass_fields__})
         pairs = zip(probe.rows, probe.logprobs, strict=True)

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rollcall.checkpoint.probe import MOST_BYTES
 from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config import FinishSection, load_config
+from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.finish.gather import gather, is_here, parts_elsewhere
 from rollcall.finish.nodes_of import find_nodes
@@ -200,7 +202,7 @@ class _Work:
 def _read_notes(path: Path) -> dict[str, Any]:
     """What earlier calls have noted; nothing if it cannot be read: then the steps are done again."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_small(path, most=MOST_BYTES))
         return {key: dict(found[key]) for key in ("merge", "upload") if key in found} if found["format"] == 1 else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

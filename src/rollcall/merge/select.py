@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from rollcall.config.yaml import read_small
+from rollcall.errors import ModelFilesError
+from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
 from rollcall.stored.outline import MOST_BYTES, Outline, outline_of
 from rollcall.stored.tensors import Stored, StoredTensor
@@ -51,6 +53,10 @@ def refuse_adapters(stored: Stored) -> None:
 
 def select(stored: Stored, folder: Path) -> Selection:
     """``folder`` has the model's config.json."""
+    try:
+        read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
+    except ModelFilesError as error:
+        raise StoredError(str(error)) from None
     outline = outline_of(folder)
     if outline is None:
         note = (

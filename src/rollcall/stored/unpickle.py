@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -153,11 +153,16 @@ _NOT_USED = (
 )  # fmt: skip
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+_InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class _Unpickler(_InPython):
     """In Python, as torch's own reader for ``weights_only``: in C, a number in the file decides how much memory the memo takes,
     and tuples that hold tuples are hashed without an end, or until the stack is full."""
 
-    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _NOT_USED}  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: load for code, load in _InPython.dispatch.items() if bytes([code]) not in _NOT_USED
+    }
 
     def __init__(self, data: bytes, *, what: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -187,7 +192,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
         dispatch[_code[0]] = lambda self, load=dispatch[_code[0]]: self._bounded(load)
 
-    def find_class(self, module: str, name: str) -> Any:  # type: ignore[override]
+    def find_class(self, module: str, name: str) -> Any:
         if found := _FUNCTIONS.get((module, name)):
             return found
         if module == "torch" and name in _STORAGES:
