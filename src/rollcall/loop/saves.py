@@ -1,6 +1,7 @@
 """The checkpoint that is being written while the run goes on: at most one.
 
-``begin`` returns at once. ``settle`` waits for the checkpoint and says so; the next save calls it, and the end of the run. ``poll`` never waits. Both return a checkpoint once, when it is committed, and raise what its save raised.
+``begin`` returns at once. ``settle`` waits for the checkpoint and says so; the next save calls it, and the end of the run.
+``poll`` never waits. Both return a checkpoint once, when it is committed, and raise what its save raised.
 """
 
 from __future__ import annotations
