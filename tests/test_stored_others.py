@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from verl_shards import write_verl
 
 from rollcall.stored.open import open_stored
@@ -272,3 +273,24 @@ def test_an_infinite_number_in_a_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"step": 1e999, "files": {}}')
     with pytest.raises(StoredError, match="cannot be read"):
         open_stored(tmp_path)
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 writes the member of an enum: getattr(owner, name)."""
+
+    def __init__(self, owner: Any, name: Any) -> None:
+        self.given = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.given
+
+
+def test_a_member_of_an_enum_is_read_as_every_python_writes_it() -> None:
+    found = unpickle(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")), what="a.pt")
+    assert found.kind == "_MEM_FORMAT_ENCODING" and found.args == ("TORCH_CONTIGUOUS_FORMAT",)
+
+
+@pytest.mark.parametrize("owner", [set, torch.Size, {"a": 1}, "text"])
+def test_no_other_attribute_is_looked_up_for_a_pickle(owner: Any) -> None:
+    with pytest.raises(StoredError, match="cannot be read|wants"):
+        unpickle(pickle.dumps(Attribute(owner, "__class__")), what="a.pt")

@@ -116,6 +116,13 @@ def _wrapper(cls: Any, dtype: Any, shape: Any, *_: Any) -> Any:
     return made
 
 
+def _member(cls: Any, name: Any) -> Thing:
+    """How Python 3.11.0 to 3.11.3 writes a member of an enum: as getattr(class, name). Nothing is looked up here."""
+    if not (isinstance(cls, type) and issubclass(cls, Thing)) or not isinstance(name, str):
+        raise ValueError("an attribute of what is not a stand-in")
+    return cls(name)
+
+
 def _words(*parts: Any) -> str:
     if not all(isinstance(part, str | int) for part in parts):
         raise ValueError("a name that is no text")
@@ -125,6 +132,7 @@ def _words(*parts: Any) -> str:
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): _size,
     ("torch", "device"): _words,
     ("torch.serialization", "_get_layout"): _words,
