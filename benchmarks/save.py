@@ -1,4 +1,4 @@
-"""How long a run stands still for a checkpoint of a model that four processes share: each its part, or one file of all.
+"""How long a run waits for a checkpoint of a model that four processes share: each its part, or one file of all.
 
 python -m benchmarks.save                              shape of SmolLM2-135M: weights and two moments, 1.6 GB
 python -m benchmarks.save --model 11m --turns 3        a smaller model
@@ -10,9 +10,9 @@ Three ways, in turns, medians count:
   dcp     torch.distributed.checkpoint.async_save of the same tensors as DTensors
 
 Both of ours also record what the model computes (``probe_s``, a forward of a few rows, for which FSDP gathers each layer) and
-refuse weights that are not finite (``finite_s``) while the run stands still; ``copy_s`` is what compares with dcp, which does
+refuse weights that are not finite (``finite_s``) while the run waits; ``copy_s`` is what compares with dcp, which does
 neither and takes no checksums. ``stands_still_s`` is how long the caller waits before training could go on, ``committed_s`` how long until the checkpoint counts.
-The bar: parts stand still for at most a quarter of whole.
+The bar: parts make the run wait for at most a quarter of whole.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure(gang: Processes, folder: Path, *, ways: Sequence[str], turns: int) -
                 gang.call(gang.ranks, "end_dcp")
             if turn:  # before, memory is met for the first time
                 seconds[way].append((stood, time.perf_counter() - begun))
-            print(f"turn {turn}: {way} stands still for {stood:.3f} s", flush=True)
+            print(f"turn {turn}: {way}, the run waits for {stood:.3f} s", flush=True)
             shutil.rmtree(folder / "dcp", ignore_errors=True)
     size = gang.call(gang.ranks[:1], "size")[0]
     rows: dict[str, dict[str, float]] = {

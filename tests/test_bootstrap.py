@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sleeping import set_sleep
 from test_check import make_node, make_record
 
 from rollcall.durable.atomic import write_atomic
@@ -528,14 +529,12 @@ def test_of_two_heads_that_publish_at_one_moment_the_second_to_write_stays(
     )  # fmt: skip
     record = replace(make_record(), ports={"dashboard": 1})
     rendezvous = Rendezvous(tmp_path, "default")
-    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: rendezvous.publish(other, token="other"))
+    set_sleep(monkeypatch, bootstrap, lambda seconds: rendezvous.publish(other, token="other"))
     with pytest.raises(ClusterError, match=r"rank 0 is taken by node9 \(10.0.0.9:1\)"):
         bootstrap._publish(request, start, record, deadline=math.inf)
     rendezvous.head_file.unlink()
     tokens = iter(["mixed", "mine"])
-    monkeypatch.setattr(
-        bootstrap.time, "sleep", lambda seconds: write_atomic(rendezvous.token_file, next(tokens), private=True)
-    )
+    set_sleep(monkeypatch, bootstrap, lambda seconds: write_atomic(rendezvous.token_file, next(tokens), private=True))
     bootstrap._publish(request, start, record, deadline=math.inf)
     assert rendezvous.read_token() == "mine"
 
@@ -545,7 +544,7 @@ def test_a_rendezvous_that_loses_what_is_written_to_it_is_not_waited_for_without
 ) -> None:
     request = NodeRequest(cluster="default", rank=0, num_nodes=1, rendezvous=tmp_path)
     rendezvous = Rendezvous(tmp_path, "default")
-    monkeypatch.setattr(bootstrap.time, "sleep", lambda seconds: rendezvous.head_file.unlink())
+    set_sleep(monkeypatch, bootstrap, lambda seconds: rendezvous.head_file.unlink())
     record = replace(make_record(), ports={"dashboard": 1})
     with pytest.raises(ClusterError, match="does not show what this node writes there"):
         bootstrap._publish(request, SOME_START, record, deadline=0.0)

@@ -25,7 +25,7 @@ from rollcall.cli.main import app
 from rollcall.config import dump_config, load_config
 from rollcall.errors import ConfigError
 from rollcall.finish import finish as module
-from rollcall.finish.finish import Finished, finish
+from rollcall.finish.finish import FinishedRun, finish
 from rollcall.finish.upload import UploadError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
@@ -92,7 +92,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     return trained
 
 
-def states(done: Finished) -> list[str]:
+def states(done: FinishedRun) -> list[str]:
     return [step.state for step in done.steps]
 
 

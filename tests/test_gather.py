@@ -245,7 +245,7 @@ def test_parts_that_a_copied_run_came_with_are_gathered_too(tmp_path: Path) -> N
 def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
     monkeypatch.setattr(module, "free_bytes", lambda path: 1000)
-    with pytest.raises(GatherError, match="4 parts need 0.00 GB .* free space there"):
+    with pytest.raises(GatherError, match="4 parts need .* free space there"):
         gather(checkpoint, lambda: disks)
     assert disks[0].sent == disks[1].sent == 0
 

@@ -23,6 +23,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from sleeping import set_sleep
 from tiny import save_model
 
 from rollcall import redact
@@ -298,7 +299,7 @@ def test_the_address_of_a_dashboard_in_rays_own_variable_is_enough(monkeypatch: 
 
 
 def answering(raw: bytes, *, more: bytes = b"") -> tuple[str, list[bytes]]:
-    """The address of a server that says this to everyone, then ``more`` again and again; and what it has heard."""
+    """The address of a server that says this to everyone, then ``more`` for some seconds; and what it has heard."""
     server, heard = socket.create_server(("127.0.0.1", 0)), []
 
     def serve() -> None:
@@ -307,7 +308,7 @@ def answering(raw: bytes, *, more: bytes = b"") -> tuple[str, list[bytes]]:
             with connection, contextlib.suppress(OSError):
                 heard.append(connection.recv(65536))
                 connection.sendall(raw)
-                while more:
+                for _ in range(100 if more else 0):
                     connection.sendall(more)
                     time.sleep(0.05)
 
@@ -421,7 +422,7 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
         return ""
 
     monkeypatch.setattr(HttpChannel, "tail", tail)
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    set_sleep(monkeypatch, module, lambda _: None)
     written: list[str] = []
     with speaking(told.append):
         job = jobs_of(head).follow("rollcall-a", write=written.append)
@@ -439,7 +440,7 @@ def test_a_connection_that_stays_lost_is_told_once(monkeypatch: pytest.MonkeyPat
         return lost
 
     monkeypatch.setattr(HttpChannel, "tail", tail)
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    set_sleep(monkeypatch, module, lambda _: None)
     told: list[str] = []
     with speaking(told.append):
         jobs_of(head).follow("rollcall-a", write=lambda text: None)

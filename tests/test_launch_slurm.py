@@ -21,7 +21,7 @@ from rollcall.launch.launch import make_request, start, stop
 from rollcall.launch.record import LaunchRecord, find_record, new_record
 from rollcall.launch.rendered import Rendered
 from rollcall.launch.slurm import Slurm
-from rollcall.launch.target import Request
+from rollcall.launch.target import LaunchRequest
 
 HOSTILE = "a b'c\"d$HOME`date` ü✓*;#%j"
 
@@ -35,7 +35,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request_for(
     tmp_path: Path, *, cluster: dict[str, Any] | None = None, launch: dict[str, Any] | None = None, **section: Any
-) -> Request:
+) -> LaunchRequest:
     nodes = {"num_nodes": 3, "num_gpus_per_node": 2, **(cluster or {})}
     raw = {"cluster": nodes, "launch": {**(launch or {}), "slurm": section}}
     return make_request(load_config(raw), target="slurm", name="one", cwd=tmp_path)
@@ -162,7 +162,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tools]:
     yield made
 
 
-def launched(tmp_path: Path, **section: Any) -> tuple[LaunchRecord, Request, Rendered]:
+def launched(tmp_path: Path, **section: Any) -> tuple[LaunchRecord, LaunchRequest, Rendered]:
     request = request_for(tmp_path, cluster={"accelerator": "cpu"}, **section)
     made = Slurm().render(request)
     return start(Slurm(), request, made), request, made

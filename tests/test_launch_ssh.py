@@ -18,6 +18,7 @@ import yaml
 from fake_ssh import make_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sleeping import set_sleep
 
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
@@ -31,7 +32,7 @@ from rollcall.launch.ssh import shell as remote_shell
 from rollcall.launch.ssh.jobs import open_tunnel
 from rollcall.launch.ssh.run_there import run_there
 from rollcall.launch.ssh.tunnel import TunnelChannel
-from rollcall.launch.target import Request
+from rollcall.launch.target import LaunchRequest
 from rollcall.launch.targets import get_target
 from rollcall.nodes.address import free_ports, listens
 from rollcall.version import __version__
@@ -103,7 +104,9 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Pa
     return found
 
 
-def request_on(folder: Path, *, name: str = "one", hosts: Any = None, steps: int = 300, **section: Any) -> Request:
+def request_on(
+    folder: Path, *, name: str = "one", hosts: Any = None, steps: int = 300, **section: Any
+) -> LaunchRequest:
     raw = {
         "run": {"name": name, "dir": f"/shared/{name}"},
         "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu"},
@@ -113,7 +116,7 @@ def request_on(folder: Path, *, name: str = "one", hosts: Any = None, steps: int
     return make_request(load_config(raw), target="ssh", name=name, cwd=folder)
 
 
-def start(request: Request) -> LaunchRecord:
+def start(request: LaunchRequest) -> LaunchRecord:
     return verbs.start(TARGET, request, TARGET.render(request))
 
 
@@ -259,15 +262,14 @@ def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Pa
 
 def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> None:
     """In the launcher's next wait for a host that finds it so."""
-    real = remote_shell.time.sleep
 
     def sleep(seconds: float) -> None:
-        real(seconds)
+        time.sleep(seconds)
         if when():
-            monkeypatch.setattr(remote_shell.time, "sleep", real)
+            set_sleep(monkeypatch, remote_shell, time.sleep)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(remote_shell.time, "sleep", sleep)
+    set_sleep(monkeypatch, remote_shell, sleep)
 
 
 def test_ctrl_c_while_nodes_start_takes_them_down(
@@ -285,7 +287,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing of the launcher runs after it."""
 
 
-def kill_at_write(when: int, monkeypatch: pytest.MonkeyPatch, request: Request) -> None:
+def kill_at_write(when: int, monkeypatch: pytest.MonkeyPatch, request: LaunchRequest) -> None:
     """Start it, killed right after one of the writes of its record."""
     left = when
     save = LaunchRecord.save
@@ -525,7 +527,7 @@ esac
 """
 
 
-def in_containers(folder: Path, **container: Any) -> Request:
+def in_containers(folder: Path, **container: Any) -> LaunchRequest:
     raw = {
         "run": {"name": "one", "dir": "/shared/one"},
         "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from lab.cluster import leftovers, rollcall
 from lab.command import Command
 from lab.lab import CHECKOUT, Host, Lab, missing_for_lab
-from lab.sshd import missing_for_ssh, serve_ssh
+from lab.sshd import missing_for_ssh, serve_ssh, start_sshd
 from test_jobs_lab import write_run
 
 pytestmark = pytest.mark.slow
@@ -250,4 +251,56 @@ def test_a_launcher_that_is_killed_is_finished_or_cleaned_up_by_the_next(lab: La
         assert steps_of(run) == 2
     down = launch(lab, "down", name)
     assert down.returncode == 0, down.stderr
+    assert left(lab, lab.hosts[:2]) == {}
+
+
+def reboot(host: Host, *, keep: Path) -> None:
+    """All its processes are gone at once; its sshd is up again with the same key."""
+    folder = Path("/run/lab-sshd")
+    shutil.copytree(inside(host, folder), keep)
+    host.kill()
+    host.restart()
+    shutil.copytree(keep, inside(host, folder))
+    inside(host, Path("/run/sshd")).mkdir(mode=0o755, exist_ok=True)
+    start_sshd(host)
+    write_activate(host)
+
+
+def steps_so_far(run: Path) -> int:
+    path = run.parent / "run/metrics.jsonl"
+    return path.read_text().count('"time/step_s"') if path.exists() else 0
+
+
+def wait_for_steps(run: Path, count: int, *, said: str) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while steps_so_far(run) < count:
+        assert time.monotonic() < give_up, said
+        time.sleep(0.2)
+
+
+def test_a_head_that_was_rebooted_is_started_again_and_its_run_goes_on(lab: Lab, tmp_path: Path) -> None:
+    run = make_run(lab, "reboot", ["node0", "node1"], num_nodes=2, steps=1_000_000, save_every=5)
+    assert launch(lab, "ssh", str(run)).returncode == 0
+    wait_for_steps(run, 6, said="the first steps")
+    reboot(lab.hosts[0], keep=tmp_path / "sshd")
+    status = launch(lab, "status", "reboot")
+    assert "node0: failed with status 1" in status.stdout and "not part of a cluster 'reboot'" in status.stdout, status
+    before = steps_so_far(run)
+    again = launch(lab, "ssh", str(run))
+    assert again.returncode == 0, again.stdout + again.stderr
+    wait_for_steps(run, before + 3, said=launch(lab, "logs", "reboot").stdout)
+    down = launch(lab, "down", "reboot")
+    assert down.returncode == 0, down.stderr
+    assert left(lab, lab.hosts[:2]) == {}
+
+
+def test_a_host_whose_disk_is_full_is_named_and_nothing_is_left(lab: Lab) -> None:
+    full = lab.hosts[1]
+    run = make_run(lab, "full", ["node0", "node1"], num_nodes=2)
+    assert full.run(["mount", "-o", "remount,size=4k", "/tmp"]).returncode == 0
+    try:
+        ended = launch(lab, "ssh", str(run))
+    finally:
+        full.run(["mount", "-o", "remount,size=50%", "/tmp"])
+    assert ended.returncode == 1 and re.search(r"node1: .*(\n.*)*No space left on device", ended.stderr), ended.stderr
     assert left(lab, lab.hosts[:2]) == {}

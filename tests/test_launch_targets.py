@@ -26,7 +26,7 @@ from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.launch import make_request, start, stop
 from rollcall.launch.record import find_record
 from rollcall.launch.rendered import Rendered
-from rollcall.launch.target import RUN_FILE, Request
+from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.targets import get_target, target_names
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
@@ -40,7 +40,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "launches"
 
 
-def request_for(target: str, tmp_path: Path, *, env: dict[str, str] | None = None, **changes: Any) -> Request:
+def request_for(target: str, tmp_path: Path, *, env: dict[str, str] | None = None, **changes: Any) -> LaunchRequest:
     raw: dict[str, Any] = {
         "run": {"name": HOSTILE, "dir": f"/shared/{HOSTILE}"},
         "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "env": {"GREETING": HOSTILE}},
@@ -233,7 +233,7 @@ def fake_tool(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Fak
     return FakeTool(folder=folder)
 
 
-def start_in_child(target: str, request: Request) -> int:
+def start_in_child(target: str, request: LaunchRequest) -> int:
     """As a command of its own; returns how it ended, negative for a signal."""
     pid = os.fork()
     if pid == 0:

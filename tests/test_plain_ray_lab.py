@@ -205,7 +205,7 @@ def test_a_run_is_submitted_to_it(plain: Plain, where: str) -> None:
     assert json.loads(listed.stdout)["jobs"][0]["status"] == "SUCCEEDED", listed.stderr
 
 
-@pytest.mark.parametrize("mode", ["gang", "elastic", "rollout"])
+@pytest.mark.parametrize("mode", ["gang", "power", "elastic", "rollout"])
 def test_a_node_that_is_killed_in_a_run_is_recovered_from(plain: Plain, mode: str) -> None:
     """It has an actor, and the next attempt waits for it or goes without; or it only samples, and is replaced in the attempt."""
     elastic = {"elastic": {"min_nodes": 2, "wait_s": 5.0}} if mode == "elastic" else {}
@@ -216,7 +216,10 @@ def test_a_node_that_is_killed_in_a_run_is_recovered_from(plain: Plain, mode: st
     lost, run_dir = plain.workers[0], path.parent / "run"
     run = plain.head.start([sys.executable, "-m", "rollcall", "train", str(path)], env={**ENV, **plain.here})
     wait_for_step(run, run_dir, 3)
-    lost.kill()
+    if mode == "power":
+        lost.power_off()  # nobody is told
+    else:
+        lost.kill()
     lost.restart()
     if mode == "elastic":
         wait_for_step(run, run_dir, 6)

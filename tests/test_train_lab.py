@@ -40,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
         "data": {"prompts_per_step": 256},
         "rollout": {"samples_per_prompt": 1},
         "algorithm": {"name": "ppo", "gamma": 1.0, "lam": 0.95, "value_clip": 0.2},
-        "actor": {"lr": 2.0e-4, "minibatches": 2, "warmup_steps": 0, "decay": "constant"},
+        "actor": {"lr": 2.0e-4, "minibatches": 2, "warmup_steps": 0},
         "critic": {"lr": 1.0e-3, "minibatches": 2},
         "trainer": {"steps": 200},
     },

@@ -120,7 +120,7 @@ def test_what_works_beside_rank_0_hears_no_signal_and_ends_with_its_commands(
 
 def test_a_run_that_was_stopped_leaves_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
-    (run_dir / "checkpoints/step-7").mkdir(parents=True)
+    (run_dir / "checkpoints/step-000007").mkdir(parents=True)
     (run_dir / "journal").mkdir()
     (run_dir / "journal/000008.groups").write_bytes(b"12345")
     path = run_file(tmp_path)

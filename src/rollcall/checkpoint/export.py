@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollcall.checkpoint.beside import ENDS, describe_beside
-from rollcall.checkpoint.probe import PROBE, Probe
+from rollcall.checkpoint.probe import PROBE, TrainedProbe
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
@@ -32,7 +32,7 @@ def export_model(
     *,
     dtype: str | None = None,
     stops: Sequence[int] = (),
-    probe: Probe | None = None,
+    probe: TrainedProbe | None = None,
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
 

@@ -9,7 +9,6 @@ That name and a manifest are data, which may come from elsewhere: nothing outsid
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import tempfile
@@ -23,6 +22,7 @@ from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import replacing
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
+from rollcall.stored.files import file_checksum, new_checksum
 from rollcall.stored.manifest import Manifest, read_manifest
 from rollcall.wait import warn
 
@@ -133,19 +133,23 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
         source, target = Path(facts["place"]), directory / name
         if _size(facts["place"]) is None:
             raise CheckpointError(f"{source} is not a part of a checkpoint on this node, so it is not read")
-        digest = hashlib.blake2b(digest_size=16)
-        with source.open("rb") as file:
-            if not copy:
-                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with plain_disk_errors(target), replacing(target) as out:
-                    while chunk := file.read(CHUNK_BYTES):
-                        digest.update(chunk)
-                        out.write(chunk)
-        if digest.hexdigest() != facts["blake2b"]:
-            target.unlink(missing_ok=True) if copy else None
+        found = _copy(source, target) if copy else file_checksum(source)
+        if found != facts["blake2b"]:
+            if copy:
+                target.unlink()
             raise CheckpointError(
                 f"{source} on node {facts['node']} ({facts['host']}) is not as it was written: its checksum differs; remove "
                 f"{directory} to go on from an earlier checkpoint"
             )
+
+
+def _copy(source: Path, target: Path) -> str:
+    """Returns the checksum of what was copied."""
+    checksum = new_checksum()
+    with plain_disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as file, replacing(target) as out:
+            while chunk := file.read(CHUNK_BYTES):
+                checksum.update(chunk)
+                out.write(chunk)
+    return checksum.hexdigest()

@@ -1,20 +1,18 @@
-"""One process's parts of a checkpoint: copied to host memory while the run stands still, written while it goes on.
+"""One process's parts of a checkpoint: copied to host memory while the run waits, written while it goes on.
 
 ``PartWriter.copy`` puts the image of each file together in host memory, straight from the process's own shards, and returns.
 ``start`` writes the images in a thread: bytes, checksum, fsync. ``written`` says what is on the disk, once all of it is. A write
 that failed can be started again, from the same memory. The memory is kept for the next save.
 
 A part is plain safetensors. The key ``parts`` of its metadata says for each block which tensor it is of, where it begins there,
-and the tensor's whole shape. PyTorch's own sharded format (torch.distributed.checkpoint) was measured beside it
-(``benchmarks/save.py``, 1.6 GB over four processes on two busy cores): its asynchronous save let the run stand still for 2.3 s, this
-one for 4.2 s with the probe and the look for weights that are not finite, which the other does without; one whole file took 17.8 s.
-What decides is what is left on the disk: blocks under the names of transformers, whose byte ranges any reader of safetensors finds, with a checksum of each file, and
-no pickle.
+and the tensor's whole shape. PyTorch's own sharded format (torch.distributed.checkpoint) makes the run wait for less time
+(``benchmarks/save.py`` compares them), because it looks neither for weights that are not finite nor at what the model computes. What
+decides is what is left on the disk: blocks under the names of transformers, whose byte ranges any reader of safetensors finds, a
+checksum of each file, and no pickle.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -34,11 +32,11 @@ from rollcall.checkpoint.manifest import Written
 from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import NodeDiskError, plain_disk_errors
 from rollcall.learner.layout import Block
+from rollcall.stored.files import new_checksum
 from rollcall.stored.safetensors_header import write_header
 from rollcall.wait import warn
 
 CHUNK_BYTES = 16 << 20  # written and added to the checksum at once
-DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +151,7 @@ class HostMemory:
         if status := int(runtime.cudaHostRegister(self._all.data_ptr(), len(self._all), 0)):
             warn(
                 f"{len(self._all):,} bytes of host memory for the copy of a checkpoint cannot be pinned (CUDA error {status}), so "
-                "the run stands still for longer at every save"
+                "the run waits longer at every save"
             )
         return status == 0
 
@@ -205,7 +203,7 @@ def _keys(tensors: Sequence[PartTensor]) -> list[str]:
 
 def write_image(image: Tensor, path: Path) -> str:
     """Write the bytes to the disk; returns their checksum."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = new_checksum()
     data: memoryview = image.numpy().data
     with path.open("wb") as file:
         for begin in range(0, len(data), CHUNK_BYTES):

@@ -30,7 +30,7 @@ _STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples sprea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class TrainedProbe:
     """``logprobs[r][t]`` is the log-prob of ``rows[r][t + 1]`` after the tokens before it, at temperature 1."""
 
     rows: Sequence[Sequence[int]]
@@ -51,7 +51,7 @@ def write_probe(learner: Learner, folder: Path) -> None:
             write_atomic(folder / PROBE, probe.dump())
 
 
-def probe_of(learner: Learner) -> Probe | None:
+def probe_of(learner: Learner) -> TrainedProbe | None:
     """On the gang's first rank; None on the others, which take part where the model is in parts."""
     body = learner.body
     if not body.in_parts and learner.gang.rank != 0:
@@ -63,7 +63,7 @@ def probe_of(learner: Learner) -> Probe | None:
     )
     if learner.gang.rank != 0:
         return None
-    return Probe(
+    return TrainedProbe(
         rows=rows,
         logprobs=[[_finite(value) for value in score.logprobs.tolist()] for score in scores],
         dtype=str(learner.model.dtype).removeprefix("torch."),
@@ -103,12 +103,12 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_probe(path: Path) -> Probe:
+def read_probe(path: Path) -> TrainedProbe:
     """A probe as ``write_probe`` left it; anything else is refused."""
     try:
         found: Any = json.loads(read_small(path, most=MOST_BYTES))
         found.setdefault("beside", {})  # earlier versions noted none
-        probe = Probe(**{name: found[name] for name in Probe.__dataclass_fields__})
+        probe = TrainedProbe(**{name: found[name] for name in TrainedProbe.__dataclass_fields__})
         pairs = zip(probe.rows, probe.logprobs, strict=True)
         sound = found["format"] == 1 and probe.rows and all(len(row) == len(own) + 1 for row, own in pairs)
         numbers = [value for own in probe.logprobs for value in own if value is not None]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
 from rollcall.errors import ConfigError
+from rollcall.stored.manifest import checkpoints_of
 from rollcall.wait import warn
 
 RUN_FILE = "run.yaml"  # what the run was last started with
@@ -43,8 +44,8 @@ def has_begun(run_dir: Path) -> bool:
 
 def newest_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint, by its name alone; None if there is none."""
-    steps = (path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*"))
-    return max((int(step) for step in steps if step.isdecimal()), default=None)
+    found = checkpoints_of(run_dir / "checkpoints")
+    return int(found[0].name.removeprefix("step-")) if found else None
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:

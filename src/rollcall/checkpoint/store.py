@@ -12,10 +12,8 @@ nodes, outside the folder: the manifest says on which node and where. A reader h
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
 import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping
@@ -29,10 +27,11 @@ from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
+from rollcall.stored.files import file_checksum
+from rollcall.stored.manifest import MANIFEST, STEP_NAME
 from rollcall.wait import warn
 
-MANIFEST, STATE = "manifest.json", "state.json"
-_STEP = re.compile(r"step-(\d{6,})")
+STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,7 @@ class CheckpointStore:
         # A kill between the two renames of a replacement leaves only .old-step-N.
         for prefix in (".old-", ""):
             for path in self.dir.iterdir():
-                match = _STEP.fullmatch(path.name.removeprefix(prefix)) if path.name.startswith(prefix) else None
+                match = STEP_NAME.fullmatch(path.name.removeprefix(prefix)) if path.name.startswith(prefix) else None
                 if match and path.is_dir():
                     found[int(match.group(1))] = path
         return [_read_entry(found[step], step=step) for step in sorted(found)]
@@ -249,12 +248,7 @@ def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
 def _digests(paths: list[Path]) -> list[str]:
     # hashlib lets go of the interpreter lock, so threads help.
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return list(pool.map(_digest, paths))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return list(pool.map(file_checksum, paths))
 
 
 def _read_entry(path: Path, *, step: int) -> CheckpointEntry:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rollcall.checkpoint.beside import differing
-from rollcall.checkpoint.probe import MOST_BYTES, PROBE, Probe, read_probe
+from rollcall.checkpoint.probe import MOST_BYTES, PROBE, TrainedProbe, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
@@ -125,7 +125,7 @@ def mark_of(model_dir: Path) -> dict[str, Any] | None:
         return None
 
 
-def _leave_mark(model_dir: Path, result: Verified, probe: Probe, *, files: Mapping[str, Any]) -> None:
+def _leave_mark(model_dir: Path, result: Verified, probe: TrainedProbe, *, files: Mapping[str, Any]) -> None:
     with plain_disk_errors(model_dir):
         write_atomic(model_dir / PROBE, probe.dump())
         write_atomic(model_dir / VERIFIED, json.dumps({"format": 1, **asdict(result), "files": files}, indent=1))
@@ -186,7 +186,7 @@ def _free_memory() -> int:
 
 
 @torch.no_grad()
-def _logprobs(model: Any, probe: Probe, *, model_dir: Path) -> np.ndarray:
+def _logprobs(model: Any, probe: TrainedProbe, *, model_dir: Path) -> np.ndarray:
     largest = max(token for row in probe.rows for token in row)
     if largest >= model.config.vocab_size:
         raise VerifyError(

@@ -13,7 +13,7 @@ from rollcall.cli.merge import progress_bar
 from rollcall.wait import say
 
 if TYPE_CHECKING:
-    from rollcall.finish.finish import Finished
+    from rollcall.finish.finish import FinishedRun
 
 
 def finish(
@@ -44,7 +44,7 @@ def finish(
     answer(done, _show, as_json=as_json)
 
 
-def _show(done: Finished) -> None:
+def _show(done: FinishedRun) -> None:
     print_table([(step.name, step.state, step.words) for step in done.steps])
     if done.uploaded is not None:
         print(f"uploaded {done.uploaded.num_files} files: {done.uploaded.url}")

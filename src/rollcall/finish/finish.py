@@ -36,18 +36,18 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class FinishStep:
     name: str
     state: State
     words: str  # what was done, or why not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedRun:
     run_dir: Path
     checkpoint: Path
     model: Path
-    steps: tuple[Step, ...]
+    steps: tuple[FinishStep, ...]
     uploaded: Uploaded | None  # None: in no repository, or by an earlier call
 
     def as_json(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def finish(
     hosts: Sequence[str] = (),
     dry_run: bool = False,
     progress: Progress = lambda done, total: None,
-) -> Finished:
+) -> FinishedRun:
     """``run``: a run directory or a run file. ``hosts``: those to ask for parts over ssh, as in ``find_nodes``."""
     file, values = run_file_of(run)
     config = load_config(file, list(overrides), defaults=dict(values))
@@ -93,7 +93,9 @@ def finish(
     )
     # In this order: each looks at what the one before it has left.
     steps = (work.gather(), work.merge(), work.verify(), work.upload())
-    return Finished(run_dir=run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded)
+    return FinishedRun(
+        run_dir=run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded
+    )
 
 
 class _Work:
@@ -114,11 +116,11 @@ class _Work:
         self._begun = False  # whether a step was done, or would be: then those after it are too
         self._notes = _read_notes(run_dir / NOTES)
 
-    def gather(self) -> Step:
+    def gather(self) -> FinishStep:
         parts = parts_elsewhere(self.checkpoint, kinds=("weights",))
         missing = [part for part in parts if not is_here(self.checkpoint, part)]
         if not missing:
-            return Step(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
+            return FinishStep(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
         nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))
         size = sum(part.size for part in missing)
         words = f"{counted(len(missing), 'part')} ({size / 1e9:.2f} GB) from node {nodes}"
@@ -133,7 +135,7 @@ class _Work:
             ),
         )
 
-    def merge(self) -> Step:
+    def merge(self) -> FinishStep:
         wanted = {
             "checkpoint": self.checkpoint.name,
             "manifest": _digest(self.checkpoint / "manifest.json"),
@@ -143,7 +145,7 @@ class _Work:
         noted = self._notes.get("merge", {})
         same = not self._begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
         if same and noted.get("weights") == _weights(self.model):  # another merge may have put its own there
-            return Step(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
+            return FinishStep(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
 
         def work() -> None:
             merge(
@@ -157,24 +159,24 @@ class _Work:
 
         return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self._section.dtype}", work)
 
-    def verify(self) -> Step:
+    def verify(self) -> FinishStep:
         wanted = DTYPES.get(self._section.dtype)
         dtype = None if wanted is None else str(wanted).removeprefix("torch.")
         if not self._begun and not why_not_verified(self.model):
-            return Step(name="verify", state="was done", words=f"{self.model} is as it was verified")
+            return FinishStep(name="verify", state="was done", words=f"{self.model} is as it was verified")
         if self._dry_run:
             return self._step("verify", f"{self.model} against the log-probs of the trained model", lambda: None)
         self._begun = True
-        return Step(name="verify", state="done", words=verify(self.model, dtype=dtype).words)
+        return FinishStep(name="verify", state="done", words=verify(self.model, dtype=dtype).words)
 
-    def upload(self) -> Step:
+    def upload(self) -> FinishStep:
         section = self._section.upload
         if section is None:
-            return Step(name="upload", state="not asked for", words="the run file has no finish.upload")
+            return FinishStep(name="upload", state="not asked for", words="the run file has no finish.upload")
         wanted = {**section.model_dump(), "endpoint": _endpoint(), "files": self._files()}
         where = f"{section.repo} ({section.revision or 'main'})"
         if not self._begun and self._notes.get("upload", {}).get("of") == wanted:
-            return Step(name="upload", state="was done", words=f"{self._notes['upload'].get('url')}")
+            return FinishStep(name="upload", state="was done", words=f"{self._notes['upload'].get('url')}")
 
         def work() -> None:
             self.uploaded = upload(self.model, section.repo, private=section.private, revision=section.revision)
@@ -182,12 +184,12 @@ class _Work:
 
         return self._step("upload", f"{self.model} to {where}", work)
 
-    def _step(self, name: str, words: str, work: Callable[[], object]) -> Step:
+    def _step(self, name: str, words: str, work: Callable[[], object]) -> FinishStep:
         self._begun = True
         if self._dry_run:
-            return Step(name=name, state="would be done", words=words)
+            return FinishStep(name=name, state="would be done", words=words)
         work()
-        return Step(name=name, state="done", words=words)
+        return FinishStep(name=name, state="done", words=words)
 
     def _files(self) -> str | None:
         """The files of the verified model, in one checksum."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
 import threading
@@ -27,15 +26,16 @@ from rollcall.durable.patience import free_bytes, plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.finish.node_files import PART
 from rollcall.finish.nodes_of import Node, NodeError
+from rollcall.stored.files import new_checksum
 from rollcall.stored.manifest import Manifest, read_manifest
 from rollcall.wait import Wait, say
-from rollcall.words import counted
+from rollcall.words import counted, size
 
 FOLDER = ".gather"  # in the checkpoint
 NODES_AT_ONCE = 8
 WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer goes on
 _READ_BYTES = 16 << 20
-Progress = Callable[[int, int], None]  # bytes that are here, and of how many
+OnBytes = Callable[[int, int], None]  # is told the bytes that are here, and of how many
 
 
 class GatherError(RuntimeError, ValueError):
@@ -47,7 +47,7 @@ class _Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class NodePart:
     name: str  # in the checkpoint
     place: str  # on its node
     run: str  # the name of the run's folder there
@@ -77,19 +77,19 @@ class Gathered:
         return asdict(self)
 
 
-def parts_elsewhere(checkpoint: Path, *, kinds: Collection[str] | None = None) -> list[Part]:
+def parts_elsewhere(checkpoint: Path, *, kinds: Collection[str] | None = None) -> list[NodePart]:
     """The parts of a checkpoint that its manifest places on nodes, whether they were gathered or not."""
     manifest = read_manifest(checkpoint)
     parts = [_part(manifest, name, facts) for name, facts in manifest.fields["files"].items() if "place" in facts]
     return [part for part in parts if kinds is None or part.kind in kinds]
 
 
-def is_here(checkpoint: Path, part: Part) -> bool:
+def is_here(checkpoint: Path, part: NodePart) -> bool:
     path = checkpoint / part.name
     return path.is_file() and path.stat().st_size == part.size
 
 
-def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> Part:
+def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
     """Everything in a manifest is data: names that are not those of parts are refused."""
     source = manifest.path / "manifest.json"
     if not PART.fullmatch(name):
@@ -105,7 +105,7 @@ def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> Part:
         raise GatherError(str(error)) from error
     try:
         run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
-        return Part(
+        return NodePart(
             name=name,
             place=str(facts["place"]),
             run=run,
@@ -125,7 +125,7 @@ def gather(
     *,
     kinds: Collection[str] | None = None,
     delete: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: OnBytes = lambda done, total: None,
 ) -> Gathered:
     """Bring parts (of these ``kinds``) to the checkpoint's folder. ``find`` gives the nodes to ask; it is called only if a part is
     missing here, or has to be removed there."""
@@ -166,7 +166,7 @@ def _alone(checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def _holders(nodes: Sequence[Node], parts: Sequence[Part]) -> tuple[dict[str, Node], list[str]]:
+def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
     """Which node has each part, and why others could not say."""
     asked = [part.asked for part in parts]
     holders: dict[str, Node] = {}
@@ -186,7 +186,7 @@ def _holders(nodes: Sequence[Node], parts: Sequence[Part]) -> tuple[dict[str, No
     return holders, faults
 
 
-def _refuse_absent(missing: Sequence[Part], holders: dict[str, Node], faults: Sequence[str]) -> None:
+def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults: Sequence[str]) -> None:
     absent = [part for part in missing if part.name not in holders]
     if absent:
         lines = [f"no node has {part}, whole and in the run's folder" for part in absent[:5]]
@@ -197,12 +197,12 @@ def _refuse_absent(missing: Sequence[Part], holders: dict[str, Node], faults: Se
         )
 
 
-def _refuse_too_large(checkpoint: Path, missing: Sequence[Part]) -> None:
+def _refuse_too_large(checkpoint: Path, missing: Sequence[NodePart]) -> None:
     begun = sum(path.stat().st_size for path in (checkpoint / FOLDER).rglob("part-*") if path.is_file())
     needed, free = sum(part.size for part in missing) - begun, free_bytes(checkpoint)
     if free is not None and needed > free:
         raise GatherError(
-            f"{counted(len(missing), 'part')} need {needed / 1e9:.2f} GB in {checkpoint}, and its disk has {free / 1e9:.2f} GB free; "
+            f"{counted(len(missing), 'part')} need {size(needed)} in {checkpoint}, and its disk has {size(free)} free; "
             "free space there"
         )
 
@@ -210,14 +210,14 @@ def _refuse_too_large(checkpoint: Path, missing: Sequence[Part]) -> None:
 class _Work:
     """The transfers of one call."""
 
-    def __init__(self, checkpoint: Path, *, total: int, progress: Progress) -> None:
+    def __init__(self, checkpoint: Path, *, total: int, progress: OnBytes) -> None:
         self._checkpoint, self._total, self._progress = checkpoint, total, progress
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._here = self.num_received = 0
         self._wait = Wait(first_s=10.0)
 
-    def run(self, parts: dict[Part, Node]) -> None:
-        shares: dict[int, list[Part]] = {}
+    def run(self, parts: dict[NodePart, Node]) -> None:
+        shares: dict[int, list[NodePart]] = {}
         for part, node in parts.items():
             shares.setdefault(id(node), []).append(part)
         holders = {id(node): node for node in parts.values()}
@@ -235,7 +235,7 @@ class _Work:
                 + "\nwhat has arrived is kept: the same command goes on from there"
             )
 
-    def _of_node(self, node: Node, parts: Sequence[Part]) -> list[str]:
+    def _of_node(self, node: Node, parts: Sequence[NodePart]) -> list[str]:
         """Why some of a node's parts did not come; the others did."""
         faults: list[str] = []
         for part in parts:
@@ -247,7 +247,7 @@ class _Work:
                 break
         return faults
 
-    def _fetch(self, node: Node, part: Part) -> None:
+    def _fetch(self, node: Node, part: NodePart) -> None:
         begun = self._checkpoint / FOLDER / part.name
         with plain_disk_errors(begun):
             begun.parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +274,7 @@ class _Work:
             continued = False
         raise GatherError("it is not as it was written: its size or checksum differs")
 
-    def _receive(self, node: Node, part: Part, begun: Path, digest: Any, *, offset: int) -> int:
+    def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> int:
         with plain_disk_errors(begun), begun.open("ab") as file:
             for data in node.chunks(part.asked, offset=offset):
                 if self._stop.is_set():
@@ -289,7 +289,7 @@ class _Work:
             os.fsync(file.fileno())
         return offset
 
-    def _keep(self, begun: Path, part: Part) -> None:
+    def _keep(self, begun: Path, part: NodePart) -> None:
         target = self._checkpoint / part.name
         with plain_disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -305,16 +305,16 @@ class _Work:
             self._here += num_bytes
             self.num_received += received
             self._progress(self._here, self._total)
-            self._wait.tell(f"gathered {self._here / 1e9:.2f} of {self._total / 1e9:.2f} GB")
+            self._wait.tell(f"gathered {size(self._here)} of {size(self._total)}")
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _begun(path: Path, part: Part) -> tuple[int, Any]:
+def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
     """How much of a part an earlier try has left, and the checksum so far."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = new_checksum()
     if _size(path) > part.size:
         path.unlink()
     if not path.exists():
@@ -326,7 +326,7 @@ def _begun(path: Path, part: Part) -> tuple[int, Any]:
 
 
 def _remove(
-    checkpoint: Path, parts: Sequence[Part], holders: dict[str, Node], *, gathered: Collection[str]
+    checkpoint: Path, parts: Sequence[NodePart], holders: dict[str, Node], *, gathered: Collection[str]
 ) -> list[str]:
     """Remove parts from their nodes, if all of them are here. Those that an earlier call brought are compared again."""
     for part in parts:

@@ -17,7 +17,7 @@ from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
-from rollcall.launch.target import RUN_FILE, Request
+from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import (
     ask_json,
@@ -42,10 +42,10 @@ INSTALL = "install it with `pip install dstack`"
 class Dstack:
     name = "dstack"
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         check_for_tool(request, target=self.name, image_key="launch.dstack.image")
 
-    def render(self, request: Request) -> Rendered:
+    def render(self, request: LaunchRequest) -> Rendered:
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, _section(request))))),
@@ -62,7 +62,7 @@ class Dstack:
         own = found is not None and is_own(record.parts[0], name=_name(record.name), id=found.id)
         return names if found is not None and own and found.is_active else ()
 
-    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         found = _run(record)
         active = found is not None and found.is_active
         if found is not None and active:
@@ -104,7 +104,7 @@ def _runs_on(record: LaunchRecord, *, id: str) -> bool:
     return found is not None and found.is_active and found.id == id
 
 
-def _section(request: Request) -> DstackSection:
+def _section(request: LaunchRequest) -> DstackSection:
     assert request.launch.dstack is not None  # make_request refuses a run file without it
     return request.launch.dstack
 
@@ -119,7 +119,7 @@ def _name(name: str) -> str:
     return text if text[0].isalpha() and len(text) > 1 else f"run-{text}"
 
 
-def _task(request: Request, section: DstackSection) -> dict[str, Any]:
+def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
     lines = node_lines(
         run_file=shlex.quote(THERE),
         cluster=request.name,
@@ -147,7 +147,7 @@ def _task(request: Request, section: DstackSection) -> dict[str, Any]:
     return {key: value for key, value in task.items() if value not in (None, {}, [])}
 
 
-def _notes(request: Request, section: DstackSection) -> tuple[str, ...]:
+def _notes(request: LaunchRequest, section: DstackSection) -> tuple[str, ...]:
     wrong = unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu")
     if section.volumes:
         return wrong

@@ -21,7 +21,7 @@ from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.from_variable import VARIABLE
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.target import Request
+from rollcall.launch.target import LaunchRequest
 from rollcall.launch.tool import (
     ask,
     ask_json,
@@ -52,10 +52,10 @@ INSTALL = "install Kubernetes' command line"
 class Kuberay:
     name = "kuberay"
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         check_for_tool(request, target=self.name, image_key="launch.kuberay.image")
 
-    def render(self, request: Request) -> Rendered:
+    def render(self, request: LaunchRequest) -> Rendered:
         section = _section(request)
         words = ("kubectl", "apply", "--namespace", section.namespace, "-f", str(request.folder / MANIFEST))
         return Rendered(
@@ -76,7 +76,7 @@ class Kuberay:
         own = found is not None and is_own(record.parts[-1], name=name, id=found.metadata.uid)
         return names if found is not None and own and found.state not in ENDED else ()
 
-    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         namespace, name = _section(request).namespace, _name(request.name)
         if found := _get(namespace, name):
             refuse_others(name, tool="Kubernetes", record=record, where=namespace, id=found.metadata.uid)
@@ -144,14 +144,14 @@ class Kuberay:
             wait.sleep(LOOK_EVERY_S)
 
 
-def _notes(request: Request, section: KuberaySection) -> tuple[str, ...]:
+def _notes(request: LaunchRequest, section: KuberaySection) -> tuple[str, ...]:
     if section.claims or section.ray_cluster:
         return ()
     lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
     return (f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it",)
 
 
-def _section(request: Request) -> KuberaySection:
+def _section(request: LaunchRequest) -> KuberaySection:
     assert request.launch.kuberay is not None  # make_request refuses a run file without it
     return request.launch.kuberay
 
@@ -242,7 +242,7 @@ def _delete(namespace: str, name: str) -> None:
     run(Command(words=words, what="delete the RayJob"))
 
 
-def _job(request: Request, section: KuberaySection) -> dict[str, Any]:
+def _job(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
     run_file = request.run_file.text.encode()
     if len(run_file) > MOST_BYTES:
         raise LaunchError(
@@ -271,7 +271,7 @@ def _job(request: Request, section: KuberaySection) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
-def _cluster(request: Request, section: KuberaySection) -> dict[str, Any]:
+def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
     sizes = sorted(set(request.cluster.slots_per_node))
     if len(sizes) > 1:
         raise LaunchError(
@@ -315,7 +315,7 @@ def _submitter(section: KuberaySection) -> dict[str, Any] | None:
     return {"spec": {**given, "restartPolicy": "Never", "containers": [container]}}
 
 
-def _pod(request: Request, section: KuberaySection, *, name: str) -> dict[str, Any]:
+def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[str, Any]:
     gpus = {} if request.cluster.accelerator == "cpu" else {section.gpu_resource: request.cluster.num_gpus_per_node}
     resources = {"cpu": section.cpus, "memory": section.memory, **gpus}
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": section.shm}}]

@@ -13,14 +13,14 @@ from rollcall.launch.profile import read_profile
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record, writing
 from rollcall.launch.rendered import Rendered
 from rollcall.launch.ssh.hosts import choose_hosts
-from rollcall.launch.target import Request, Target
+from rollcall.launch.target import LaunchRequest, Target
 from rollcall.launch.targets import get_target
 from rollcall.plan.judge import workable_plan
 from rollcall.redact import hides, secrets_of_run, shell_hides
 from rollcall.wait import say
 
 
-def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Request:
+def make_request(config: Config, *, target: str, name: str, cwd: Path) -> LaunchRequest:
     """What a target renders from; refuses what cannot work before anything is started."""
     if config.cluster is None:
         raise LaunchError(
@@ -45,7 +45,7 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Reques
     hosts: tuple[str, ...] = ()
     if target == "ssh" and launch.ssh is not None:
         hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
-    request = Request(
+    request = LaunchRequest(
         name=name,
         config=config,
         cluster=cluster,
@@ -93,7 +93,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _texts(each, f"{key}.{name}")
 
 
-def start(target: Target, request: Request, rendered: Rendered) -> LaunchRecord:
+def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchRecord:
     """Start it, or finish what an earlier command of the same name began."""
     with held(request.name):
         record = find_record(request.name)

@@ -26,7 +26,7 @@ from rollcall.wait import Wait, say
 # For all nodes of a run to be there: each prepares itself before it joins, and one may have a model to download that another has;
 # a cluster of Kubernetes may still be getting its machines.
 JOIN_S = 1800.0
-FETCH_S = 86_400.0  # for the models; a download that stands still is given up by itself
+FETCH_S = 86_400.0  # for the models; a download without a new byte is given up by itself
 LAST_LINES = 15
 
 

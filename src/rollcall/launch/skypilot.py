@@ -19,7 +19,7 @@ from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
-from rollcall.launch.target import RUN_FILE, Request
+from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import (
     ask,
@@ -47,7 +47,7 @@ HEAD = '$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)'
 class Skypilot:
     name = "skypilot"
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         check_for_tool(request, target=self.name, image_key="launch.skypilot.resources.image_id")
         run_dir = request.config.run.dir
         for path, source in _section(request).file_mounts.items():
@@ -57,7 +57,7 @@ class Skypilot:
                     f"run.dir={run_dir} would be lost with the machines; write `{path}: {{source: {source}, mode: MOUNT_CACHED}}`"
                 )
 
-    def render(self, request: Request) -> Rendered:
+    def render(self, request: LaunchRequest) -> Rendered:
         section = _section(request)
         secrets = [TOKEN, *section.secrets]
         options = [word for name in secrets for word in ("--secret", name)]
@@ -79,7 +79,7 @@ class Skypilot:
         own = [id for id in thing.find() if is_own(record.parts[-1], name=thing.name, id=id)]
         return names if thing.is_busy(own) else ()
 
-    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         thing = _thing(managed=_section(request).managed, name=record.name)
         found = thing.find()
         for id in found:
@@ -109,7 +109,7 @@ class Skypilot:
                 leave_others(thing.name, tool="SkyPilot")
 
 
-def _end(thing: ManagedJob | Cluster, ids: list[str]) -> None:
+def _end(thing: ManagedJob | SkyCluster, ids: list[str]) -> None:
     words = (*thing.end, *_waiting_for_uploads(thing.end), *thing.named(ids))
     run(Command(words=words, what="end the task"))
     wait_until_ended(thing.name, tool="SkyPilot", runs=lambda: not set(ids).isdisjoint(thing.find()), look=thing.look)
@@ -190,7 +190,7 @@ class ManagedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SkyCluster:
     """It stays until it is taken down."""
 
     name: str
@@ -240,9 +240,9 @@ class Cluster:
         return [each for each in clusters or [] if each.name == self.name]
 
 
-def _thing(*, managed: bool, name: str) -> ManagedJob | Cluster:
+def _thing(*, managed: bool, name: str) -> ManagedJob | SkyCluster:
     """SkyPilot's names begin with a letter."""
-    return (ManagedJob if managed else Cluster)(name if name[0].isalpha() else f"run-{name}")
+    return (ManagedJob if managed else SkyCluster)(name if name[0].isalpha() else f"run-{name}")
 
 
 def _waiting_for_uploads(verb: Sequence[str]) -> tuple[str, ...]:
@@ -251,19 +251,19 @@ def _waiting_for_uploads(verb: Sequence[str]) -> tuple[str, ...]:
     return ("--graceful",) if "--graceful " in told else ()
 
 
-def _of(record: LaunchRecord) -> ManagedJob | Cluster:
+def _of(record: LaunchRecord) -> ManagedJob | SkyCluster:
     """What was started last."""
     if not record.parts:
         raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
     return _thing(managed=record.parts[-1].kind == ManagedJob.kind, name=record.name)
 
 
-def _section(request: Request) -> SkypilotSection:
+def _section(request: LaunchRequest) -> SkypilotSection:
     assert request.launch.skypilot is not None  # make_request refuses a run file without it
     return request.launch.skypilot
 
 
-def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
+def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
     lines = node_lines(
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
@@ -286,7 +286,7 @@ def _task(request: Request, section: SkypilotSection) -> dict[str, Any]:
     return {key: value for key, value in task.items() if value not in (None, {})}
 
 
-def _notes(request: Request, section: SkypilotSection) -> tuple[str, ...]:
+def _notes(request: LaunchRequest, section: SkypilotSection) -> tuple[str, ...]:
     asked = section.resources.get("accelerators")
     wrong = unlike_slots(asked, request.cluster, key="launch.skypilot.resources.accelerators")
     if not section.managed:

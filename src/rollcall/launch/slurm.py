@@ -21,7 +21,7 @@ from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, shell_path
 from rollcall.launch.script import node_lines
 from rollcall.launch.slurm_queue import JOB, LOG, NODE, REQUEUED, STATUS, job_name
-from rollcall.launch.target import RUN_FILE, Request
+from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.tool import need_tool
 from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.stop import STOPPED
@@ -52,10 +52,10 @@ MODULE_FILES = (
 class Slurm:
     name = "slurm"
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """A job of Slurm runs in the folder of this command, so it finds relative paths too."""
 
-    def render(self, request: Request) -> Rendered:
+    def render(self, request: LaunchRequest) -> Rendered:
         section = _section(request)
         node = RenderedFile(name=NODE, text=_text(_node(request, section)), executable=True)
         job = RenderedFile(name=JOB, text=_text(_job(request, section)), executable=True)
@@ -81,7 +81,7 @@ class Slurm:
         slurm_queue.refuse_other_cluster(record)
         return names if slurm_queue.find(record) else ()
 
-    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         attach = _section(request).attach
         slurm_queue.refuse_other_cluster(record)
         record = replace(record, facts={**record.facts, slurm_queue.CLUSTER: slurm_queue.cluster_here()})
@@ -112,7 +112,7 @@ class Slurm:
         slurm_queue.stop(record)
 
 
-def _section(request: Request) -> SlurmSection:
+def _section(request: LaunchRequest) -> SlurmSection:
     assert request.launch.slurm is not None  # make_request refuses a run file without it
     return request.launch.slurm
 
@@ -120,7 +120,7 @@ def _section(request: Request) -> SlurmSection:
 # job.sh
 
 
-def _job(request: Request, section: SlurmSection) -> list[str]:
+def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
     lines = ["#!/bin/bash"]
     if section.attach is None:
         lines += [f"#SBATCH {option}" for option in _options(request, section)]
@@ -161,7 +161,7 @@ def _job(request: Request, section: SlurmSection) -> list[str]:
     return [*lines, f'echo "$status" > "$folder/{STATUS}"', 'exit "$status"']
 
 
-def _options(request: Request, section: SlurmSection) -> list[str]:
+def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
     """Of sbatch, as its lines in the script. What could hold a space is an option of the command instead (``_places``)."""
     given = {
         "job-name": job_name(request.name),
@@ -207,7 +207,7 @@ def _plain(value: str, *, key: str) -> str:
     return value
 
 
-def _places(request: Request) -> tuple[str, str]:
+def _places(request: LaunchRequest) -> tuple[str, str]:
     log = str(request.folder / LOG)
     if "\\" in log or not log.isprintable():
         raise LaunchError(
@@ -216,7 +216,7 @@ def _places(request: Request) -> tuple[str, str]:
     return f"--output={log.replace('%', '%%')}", f"--chdir={request.cwd}"
 
 
-def _gpus(request: Request, section: SlurmSection) -> str | None:
+def _gpus(request: LaunchRequest, section: SlurmSection) -> str | None:
     if section.gpus_per_node is not None:
         return section.gpus_per_node
     if request.cluster.accelerator == "cpu" or any(map(GPU_OPTION.match, section.options)):
@@ -237,7 +237,7 @@ def _modules(modules: list[str]) -> list[str]:
     return [find, *(f"module load {shlex.quote(module)} || exit 1" for module in modules)]
 
 
-def _srun(request: Request, section: SlurmSection) -> str:
+def _srun(request: LaunchRequest, section: SlurmSection) -> str:
     count = request.cluster.num_nodes
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     if section.cpus_per_task is not None:
@@ -250,11 +250,11 @@ def _srun(request: Request, section: SlurmSection) -> str:
     return shlex.join([*(word for word in words if word), *_pyxis(request)])
 
 
-def _has_pyxis(request: Request) -> bool:
+def _has_pyxis(request: LaunchRequest) -> bool:
     return request.launch.container is not None and request.launch.container.runtime == "enroot"
 
 
-def _pyxis(request: Request) -> list[str]:
+def _pyxis(request: LaunchRequest) -> list[str]:
     """Options of srun where pyxis is installed: the task runs in the container, with the job's variables."""
     section = request.launch.container
     if section is None or not _has_pyxis(request):
@@ -271,19 +271,19 @@ def _pyxis(request: Request) -> list[str]:
     ]
 
 
-def _folders(request: Request) -> list[Path]:
+def _folders(request: LaunchRequest) -> list[Path]:
     """What a node needs of the launch itself."""
     return [request.folder, _rendezvous(request), request.cwd]
 
 
-def _rendezvous(request: Request) -> Path:
+def _rendezvous(request: LaunchRequest) -> Path:
     return request.launch.rendezvous or request.folder / "rendezvous"
 
 
 # node.sh
 
 
-def _node(request: Request, section: SlurmSection) -> list[str]:
+def _node(request: LaunchRequest, section: SlurmSection) -> list[str]:
     container = None
     if not _has_pyxis(request):
         container = container_of(
@@ -306,7 +306,7 @@ def _node(request: Request, section: SlurmSection) -> list[str]:
     return ["#!/bin/bash", *lines]
 
 
-def _notes(request: Request, section: SlurmSection) -> tuple[str, ...]:
+def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:
     notes = [f"all nodes read {request.folder}: it has to be in a folder that they share (set ROLLCALL_LAUNCHES)"]
     if section.cpus_per_task is None and section.attach is None and "--exclusive" not in section.options:
         notes.append(

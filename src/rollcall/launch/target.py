@@ -21,7 +21,7 @@ RUN_FILE = "run.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class LaunchRequest:
     """All that a rendering depends on."""
 
     name: str  # of the launch, and of its cluster
@@ -52,11 +52,11 @@ class Request:
 class Target(Protocol):
     name: str
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Refuse what this target would not heed, or its nodes could not find. Before rendering, so also in a dry run."""
         ...
 
-    def render(self, request: Request) -> Rendered:
+    def render(self, request: LaunchRequest) -> Rendered:
         """Files and commands. Pure: the same request gives the same text, and nothing is read or started."""
         ...
 
@@ -69,7 +69,7 @@ class Target(Protocol):
         """Those of the rendered files with which something runs now, or waits to run: they cannot change under it."""
         ...
 
-    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         """Start it, or finish a start that was cut off: what runs already is taken as it is. Saves the record before and
         after each thing it starts."""
         ...

@@ -22,7 +22,7 @@ from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
-from rollcall.launch.target import Request
+from rollcall.launch.target import LaunchRequest
 from rollcall.redact import redact_end
 from rollcall.wait import Wait, say
 from rollcall.words import visible
@@ -40,7 +40,7 @@ MOST_BYTES = 64 << 20  # of what a tool answers
 LOOK_EVERY_S = 0.2
 
 
-def check_for_tool(request: Request, *, target: str, image_key: str) -> None:
+def check_for_tool(request: LaunchRequest, *, target: str, image_key: str) -> None:
     """What every target refuses whose tool gets the machines, and whose section names the image."""
     if request.launch.container is not None:
         raise LaunchError(f"launch.container is for ssh and slurm; for {target} name the image in {image_key}")

@@ -37,7 +37,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class WeightSplit:
     """One weight, as one rank of a gang holds it."""
 
     name: str  # of Decoder.named_tensors, or a critic's head

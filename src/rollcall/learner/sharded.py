@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
 from rollcall.learner.gang import Gang
-from rollcall.learner.layout import Layout, fused_rows
+from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats
 from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
@@ -44,7 +44,7 @@ class Home:
 
     module: nn.Module
     field: str
-    layout: Layout
+    layout: WeightSplit
 
     @property
     def parameter(self) -> Any:
@@ -152,9 +152,9 @@ class Sharded:
         self._shard(module, self.meshes.data, is_root=False)
         return module
 
-    def _layout(self, decoder: Decoder, name: str, shape: torch.Size, **how: Any) -> Layout:
+    def _layout(self, decoder: Decoder, name: str, shape: torch.Size, **how: Any) -> WeightSplit:
         rows = fused_rows(name, shape[0], heads=decoder.num_heads, kv_heads=decoder.num_kv_heads)
-        return Layout(name=name, shape=shape, rows=rows, split=self.split, **how)
+        return WeightSplit(name=name, shape=shape, rows=rows, split=self.split, **how)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """A weight of the decoder, with its values."""
@@ -279,7 +279,7 @@ class Sharded:
         self.gang.sum_over(total)
         return total.sqrt()
 
-    def _num_copies(self, layout: Layout) -> int:
+    def _num_copies(self, layout: WeightSplit) -> int:
         return self.split.replicate * (1 if layout.is_root or layout.dim is not None else self.split.tensor)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class Sharded:
 
     # Whole weights, and other tensors of the same shapes
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> WeightSplit:
         return self.homes[name].layout
 
     def gather(self, name: str, local: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollcall.learner.gang import Gang
-from rollcall.learner.layout import Layout, fused_rows
+from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.optimizer import Optimizer, norm_of
 from rollcall.model.decoder import Decoder
@@ -78,10 +78,10 @@ class Whole:
     def sum_gradients(self, optimizer: Optimizer) -> None:
         optimizer.sum_over(self.gang)
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> WeightSplit:
         shape = self.named[name].shape
         heads = dict(heads=self.decoder.num_heads, kv_heads=self.decoder.num_kv_heads)
-        return Layout(name=name, shape=shape, rows=fused_rows(name, shape[0], **heads))
+        return WeightSplit(name=name, shape=shape, rows=fused_rows(name, shape[0], **heads))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -73,7 +73,7 @@ def _free_beside(data: bytes) -> bytes:
     try:
         return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
     except (ValueError, TypeError, RecursionError):
-        return data  # whoever reads it says what is wrong with it
+        return data  # its reader says what is wrong with it
 
 
 def _config(data: bytes, path: Path, *, dtype: torch.dtype | None) -> bytes:

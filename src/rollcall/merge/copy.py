@@ -9,7 +9,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from rollcall.merge.plan import Copy, Unit
-from rollcall.stored.files import StoredError, StoredFile
+from rollcall.stored.files import StoredError, StoredFile, new_checksum
 
 CHUNK = 8 << 20  # a multiple of every element's size
 
@@ -88,7 +87,7 @@ class _Checks:
 
     def __init__(self, unit: Unit) -> None:
         self._file = unit.file
-        self._whole = blake2b(digest_size=16) if unit.file.blake2b is not None else None
+        self._whole = new_checksum() if unit.file.blake2b is not None else None
         self._records = list(unit.records)[::-1]
         self._crc = 0
 

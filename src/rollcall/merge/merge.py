@@ -21,7 +21,7 @@ import torch
 
 from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
 from rollcall.merge.copy import copy_unit
-from rollcall.merge.plan import INDEX, Plan, Unit, plan_merge, written_dtype
+from rollcall.merge.plan import INDEX, MergePlan, Unit, plan_merge, written_dtype
 from rollcall.merge.select import Selection, guess, select
 from rollcall.merge.staging import Staging, begin
 from rollcall.stored.files import StoredError
@@ -145,7 +145,7 @@ class _Job:
             notes=notes,
         )
 
-    def _copy_all(self, plan: Plan, staging: Staging) -> None:
+    def _copy_all(self, plan: MergePlan, staging: Staging) -> None:
         total = sum(unit.num_bytes for unit in plan.units)
         copied = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
         counting, stop = threading.Lock(), threading.Event()
@@ -175,7 +175,7 @@ class _Job:
                 future.result()
 
     def _write_rest(
-        self, names: tuple[str, ...], model: Path, plan: Plan, *, facts: dict[str, str], notes: tuple[str, ...]
+        self, names: tuple[str, ...], model: Path, plan: MergePlan, *, facts: dict[str, str], notes: tuple[str, ...]
     ) -> None:
         tensors = [self.stored.tensors[name] for name in names]
         dtypes = {written_dtype(one, self.dtype) for one in tensors}
@@ -224,7 +224,7 @@ def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
             raise StoredError(f"{out} holds {path}, which the merge reads; choose another --out")
 
 
-def _notes(stored: Stored, plan: Plan) -> list[str]:
+def _notes(stored: Stored, plan: MergePlan) -> list[str]:
     notes = []
     if not all(unit.file.blake2b or unit.records for unit in plan.units):
         notes.append(

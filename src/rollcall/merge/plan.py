@@ -1,7 +1,7 @@
 """The plan of a merge: what the written files look like, byte by byte, and which ranges of which stored files go where.
 
 A unit is a range of a stored file that is read once, in order, and checked while it is read. It is also the step of progress: a
-merge that was interrupted goes on with the units that are missing.
+merge that was interrupted continues with the units that are missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from rollcall.stored.files import Record, StoredFile
+from rollcall.stored.files import CheckedRange, StoredFile
 from rollcall.stored.safetensors_header import write_header
 from rollcall.stored.tensors import Piece, Stored, StoredTensor
 
@@ -55,7 +55,7 @@ class Copy:
 class Unit:
     file: StoredFile
     copies: tuple[Copy, ...]
-    records: tuple[Record, ...]  # to check; empty where the whole file has a checksum, or nothing has
+    records: tuple[CheckedRange, ...]  # to check; empty where the whole file has a checksum, or nothing has
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MergePlan:
     files: tuple[OutFile, ...]
     units: tuple[Unit, ...]
     weight_map: Mapping[str, str]
@@ -83,7 +83,7 @@ class Plan:
         return json.dumps({"metadata": metadata, "weight_map": dict(sorted(self.weight_map.items()))}, indent=2) + "\n"
 
 
-def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | None, max_shard_size: int) -> Plan:
+def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | None, max_shard_size: int) -> MergePlan:
     """``names``: the tensors to write, in this order. ``dtype`` is for those that are floating-point; None keeps each one's."""
     written = {name: written_dtype(stored.tensors[name], dtype) for name in names}
     sizes = {name: prod(stored.tensors[name].shape) * written[name].itemsize for name in names}
@@ -108,7 +108,7 @@ def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | Non
             weight_map[one] = name
         files.append(OutFile(name=name, header=header.getvalue(), size=offset))
     units = tuple(unit for path in sorted(copies) for unit in _units(stored.files[path], copies[path]))
-    return Plan(
+    return MergePlan(
         files=tuple(files),
         units=units,
         weight_map=weight_map,
@@ -141,7 +141,7 @@ def _units(file: StoredFile, copies: Iterable[Copy]) -> list[Unit]:
         return [Unit(file=file, copies=tuple(ordered), records=())]
     records = sorted((one for one in file.records if one.crc32 and one.size), key=lambda one: one.offset)
     groups: list[list[Copy]] = []
-    held: list[list[Record]] = []
+    held: list[list[CheckedRange]] = []
     filled, reached, at = 0, 0, 0
     for copy in ordered:
         if not groups or (filled >= UNIT_BYTES and copy.begin >= reached):

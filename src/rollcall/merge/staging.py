@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollcall.durable.atomic import fsync, fsync_tree, swap_in, write_atomic
 from rollcall.durable.patience import free_bytes
-from rollcall.merge.plan import Plan, Unit
+from rollcall.merge.plan import MergePlan, Unit
 from rollcall.stored.files import StoredError
 
 SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
@@ -30,7 +30,7 @@ class FullDiskError(StoredError):
 class Staging:
     """Made by ``begin``, which holds the lock. ``done`` are the names of the units that are written."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: MergePlan) -> None:
         self.model = folder / "model"
         self._folder, self._plan = folder, plan
         self._progress = folder / "done.jsonl"
@@ -99,7 +99,7 @@ class Staging:
 
 
 @contextmanager
-def begin(out: Path, plan: Plan) -> Iterator[Staging]:
+def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
     """The staging folder of a target, held by this process alone. It stays if the block is interrupted, so that the next can go
     on; not if the stored files are refused."""
     folder = out.with_name(f".merging-{out.name}")

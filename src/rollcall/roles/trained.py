@@ -1,7 +1,7 @@
 """What one process trains, on disk.
 
 Where every process of a gang has the whole model, a checkpoint is one call: the first process writes. Where a model is in parts,
-it is three: ``copy_parts``, for which the run stands still and which all processes of the gang make together; ``write_parts``,
+it is three: ``copy_parts``, for which the run waits and which all processes of the gang make together; ``write_parts``,
 which begins to write in a thread; ``parts_written``, until it answers.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.files import Record, StoredError, StoredFile
+from rollcall.stored.files import CheckedRange, StoredError, StoredFile
 from rollcall.stored.find import METADATA
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 from rollcall.stored.torch_zip import open_torch_file
@@ -36,7 +36,7 @@ def open_dcp(folder: Path) -> Stored:
             (index.fields["fqn"], _whole(index.fields.get("offset") or ())): info
             for index, info in metadata.fields["storage_data"].items()
         }
-        records: dict[Path, list[Record]] = {}
+        records: dict[Path, list[CheckedRange]] = {}
         tensors = [_tensor(folder, key, name, described[key], places, records) for key, name in names.items()]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, StoredError):
@@ -90,7 +90,7 @@ def _tensor(
     name: str,
     about: Thing,
     places: Mapping[tuple[str, tuple[int, ...]], Thing],
-    records: dict[Path, list[Record]],
+    records: dict[Path, list[CheckedRange]],
 ) -> StoredTensor:
     properties = about.fields["properties"]
     dtype = properties.args[0] if properties.args else properties.fields["dtype"]
@@ -106,7 +106,7 @@ def _piece(
     chunk: Thing,
     dtype: torch.dtype,
     places: Mapping[tuple[str, tuple[int, ...]], Thing],
-    records: dict[Path, list[Record]],
+    records: dict[Path, list[CheckedRange]],
 ) -> Iterable[Piece]:
     start, shape = _whole(chunk.fields["offsets"]), _whole(chunk.fields["sizes"])
     if 0 in shape:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 class StoredError(ValueError):
@@ -14,7 +15,7 @@ class StoredError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class CheckedRange:
     """A range of a file with a CRC-32 of its own, as in a zip archive."""
 
     offset: int
@@ -30,10 +31,20 @@ class StoredFile:
     size: int
     blake2b: str | None = None  # of the whole file, 16 bytes in hex; None: its writer noted none
     node: str | None = None  # where it was written; None: its writer noted none
-    records: tuple[Record, ...] = ()
+    records: tuple[CheckedRange, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path} (written on node {self.node})" if self.node is not None else str(self.path)
+
+
+def new_checksum() -> Any:
+    """Of a file in a checkpoint, as its manifest has it; it takes the bytes in order."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def file_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_checksum).hexdigest()
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -19,7 +19,7 @@ from rollcall.wait import warn
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 28
-_STEP = re.compile(r"step-(\d{6,})")
+STEP_NAME = re.compile(r"step-(\d{6,})")
 _PART = re.compile(r"model/part-\d+-of-\d+\.safetensors")
 
 
@@ -90,7 +90,7 @@ def missing_file(manifest: Manifest) -> str:
 
 def checkpoints_of(folder: Path) -> list[Path]:
     """The checkpoints in a ``checkpoints/`` folder, newest first, by their names."""
-    steps = {path: match for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+    steps = {path: match for path in folder.glob("step-*") if (match := STEP_NAME.fullmatch(path.name))}
     return sorted(steps, key=lambda path: int(steps[path].group(1)), reverse=True)
 
 

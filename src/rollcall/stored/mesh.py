@@ -18,21 +18,14 @@ MOST_FLATTENED = 3  # dimensions in dimensions of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """Where a process stands in the mesh of a tensor and how the tensor is cut there."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     coordinates: tuple[int, ...]
-    cuts: tuple[
-        tuple[int, int] | None, ...
-    ]  # dimension and split factor (1: none) for each of the mesh's; None: the same in all
+    # For each dimension of the mesh, the tensor's dimension and the split factor (1: none); None: the same in all.
+    cuts: tuple[tuple[int, int] | None, ...]
     shape: tuple[int, ...]  # of the whole tensor
 
     def is_copy_of(self, other: Placed) -> bool:
@@ -45,9 +38,10 @@ class Placed:
         """What all processes must agree on."""
         return self.names, self.sizes, self.cuts, self.shape
 
-    def block(self) -> Block:
-        """A dimension may be cut by several of the mesh's: the outer first, but one with a split factor after those behind it.
+    def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where the process's block begins, and its shape.
 
+        A dimension may be cut by several of the mesh's: the outer first, but one with a split factor after those behind it.
         Six rows over a mesh of 2 x 3, cut by both: process (1, 0) has row 3. With a split factor of 3 at the first (as FSDP
         puts it over tensor parallel), it has row 1.
         """
@@ -61,7 +55,7 @@ class Placed:
                 begin = min(at * each, shape[dim])
                 start[dim] += begin
                 shape[dim] = min(each, shape[dim] - begin)
-        return Block(start=tuple(start), shape=tuple(shape))
+        return tuple(start), tuple(shape)
 
 
 def placed(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollcall.stored.files import Record, StoredError, open_regular
+from rollcall.stored.files import CheckedRange, StoredError, open_regular
 from rollcall.stored.tensors import Piece
 from rollcall.stored.unpickle import MOST_BYTES, View, unpickle
 
@@ -31,7 +31,7 @@ class TorchFile:
     path: Path
     what: str  # for messages
     content: Any
-    records: dict[str, Record]
+    records: dict[str, CheckedRange]
 
     def piece(self, view: View, *, start: tuple[int, ...], name: str) -> Piece:
         """Where the bytes of a tensor are; ``start``: where it lies in the whole one."""
@@ -95,7 +95,7 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     return TorchFile(path=path, what=what, content=unpickle(data, what=what), records=keys)
 
 
-def _record(window: _Window, info: zipfile.ZipInfo, *, what: str) -> Record:
+def _record(window: _Window, info: zipfile.ZipInfo, *, what: str) -> CheckedRange:
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise StoredError(
             f"{what}: its record {info.filename} is compressed, which torch.save never does; restore the file"
@@ -106,10 +106,10 @@ def _record(window: _Window, info: zipfile.ZipInfo, *, what: str) -> Record:
     begin = info.header_offset + _LOCAL.size + name_length + extra_length
     if begin + info.file_size > window.length:
         raise StoredError(f"{what}: its record {info.filename} ends behind the file: it was cut off; restore the file")
-    return Record(offset=window.offset + begin, size=info.file_size, crc32=info.CRC)
+    return CheckedRange(offset=window.offset + begin, size=info.file_size, crc32=info.CRC)
 
 
-def _bytes(fd: int, record: Record | None, *, what: str) -> bytes:
+def _bytes(fd: int, record: CheckedRange | None, *, what: str) -> bytes:
     if record is None:
         return b""
     if record.size > MOST_BYTES:

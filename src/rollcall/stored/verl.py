@@ -148,12 +148,11 @@ def _cut(name: str, locals_: list[_Local]) -> StoredTensor:
             raise _strangers(name, first, one)
         start = (0,) * len(shape)
         if one.where is not None:
-            block = one.where.block()
-            start = block.start
-            if block.shape != one.view.shape:
+            start, wanted = one.where.block()
+            if wanted != one.view.shape:
                 raise StoredError(
                     f"{one.file.path}: its share of {name} is {list(one.view.shape)}, and rank {one.rank} of its mesh "
-                    f"{list(one.where.sizes)} has {list(block.shape)}: the file belongs to another checkpoint"
+                    f"{list(one.where.sizes)} has {list(wanted)}: the file belongs to another checkpoint"
                 )
         if 0 in one.view.shape:
             continue

@@ -22,7 +22,7 @@ from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import exports, shell_path
 from rollcall.launch.ssh.hosts import hosts_of
 from rollcall.launch.ssh.shell import Login, Outcome, Tell, run_on_all
-from rollcall.launch.target import Request
+from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
 
 FACT = "ssh"
@@ -41,7 +41,7 @@ class Site:
     container: str | None = None  # a line of shell that ends the container with all in it; None: there is none to end
 
     @classmethod
-    def of_request(cls, request: Request) -> Site:
+    def of_request(cls, request: LaunchRequest) -> Site:
         section = request.launch.ssh
         assert section is not None
         container = container_of(request.launch, request.cluster, name=request.container_name)

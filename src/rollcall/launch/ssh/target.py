@@ -31,7 +31,7 @@ from rollcall.launch.ssh.hosts import claim
 from rollcall.launch.ssh.jobs import DASHBOARD, JOB, find_job, is_running, job_id_of, jobs_of, stop_job, submitted
 from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.ssh.site import Site
-from rollcall.launch.target import RUN_FILE, Request
+from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.token import launch_token
 from rollcall.launch.tool import need_tool
 from rollcall.nodes.here import Here
@@ -57,10 +57,10 @@ HEAD = "head"  # the fact that says where the head listens
 class Ssh:
     name = "ssh"
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         resolve_paths(request.config, folder=request.cwd, shared=None)
 
-    def render(self, request: Request) -> Rendered:
+    def render(self, request: LaunchRequest) -> Rendered:
         site = Site.of_request(request)
         section = request.launch.ssh
         assert section is not None
@@ -117,7 +117,7 @@ class Ssh:
         run = [RUN_FILE] if RUN_FILE in names and is_running(record) else []
         return [*(nodes if has_nodes else []), *run]
 
-    def start(self, request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         _refuse_what_cannot_be_sent(request)
         site = Site.of_request(request)
         record = claim(site.kept_in(record), site.hosts)
@@ -184,7 +184,7 @@ def node_file(rank: int) -> str:
     return f"node-{rank}.sh"
 
 
-def _node_line(request: Request, rank: int) -> str:
+def _node_line(request: LaunchRequest, rank: int) -> str:
     """`rollcall node` as a line of shell. ``$head`` and the token come before the script."""
     section, cluster = request.launch.ssh, request.cluster
     assert section is not None
@@ -202,13 +202,13 @@ def _node_line(request: Request, rank: int) -> str:
     return f'{line} --head-address "$head"'
 
 
-def _refuse_what_cannot_be_sent(request: Request) -> None:
+def _refuse_what_cannot_be_sent(request: LaunchRequest) -> None:
     """Before anything is started: variables and modules of rewards that are not here."""
     passed(request.cluster, environ=os.environ)
     build_package(request.config, run_file="", folder=request.cwd)
 
 
-def _container_lines(request: Request) -> list[str] | None:
+def _container_lines(request: LaunchRequest) -> list[str] | None:
     """Lines of shell that leave a container on the host for the node; None: there is none to start."""
     container = container_of(request.launch, request.cluster, name=request.container_name)
     if container is None:
@@ -295,7 +295,7 @@ def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRe
     return None
 
 
-def _with_run_file(request: Request, command: str) -> str:
+def _with_run_file(request: LaunchRequest, command: str) -> str:
     """A script that runs the command with the run file at ``$run``, which is there only meanwhile."""
     return Site.of_request(request).script(
         "folder=$(mktemp -d) || exit 1",
@@ -310,7 +310,7 @@ def _prepare_file(rank: int) -> str:
     return PREPARE if rank else PREPARE_ONCE
 
 
-def _prepare(request: Request, site: Site, rendered: Rendered, record: LaunchRecord) -> None:
+def _prepare(request: LaunchRequest, site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     """On all hosts at once, the first one also what one node does for all. Hosts that have a run are not prepared again."""
     if record.state == "started" or job_id_of(record):
         return
@@ -360,7 +360,7 @@ def _errors_only(site: Site) -> Tell:
     return lambda host, line: None if line.startswith("{") else tell(host, line)
 
 
-def _submit(request: Request, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+def _submit(request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     with jobs_of(record) as jobs:
         known = find_job(jobs, job_id_of(record)) if job_id_of(record) else None
         if known is not None and (record.state == "starting" or not known.is_over):
