@@ -30,6 +30,7 @@ from rollcall.loop.controller import Controller
 from rollcall.loop.record import Record
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
+from rollcall.observe.live import Look
 from rollcall.observe.progress import Progress
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
@@ -97,6 +98,9 @@ class StandInWorkers:
 
     def export(self, directory: Path) -> None:
         return None
+
+    def look(self) -> Look:
+        return Look()
 
     def close(self) -> None:
         self.scorer.close()

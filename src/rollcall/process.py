@@ -7,8 +7,10 @@ of day, which moves when somebody sets the clock; records on disk need one that 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 STOPPED = ("T", "t")  # states of a process that SIGSTOP or a debugger holds
 _DEAD = ("Z", "X")
@@ -69,6 +71,23 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that it holds; 0: there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def device_bytes() -> int:
+    """What torch has taken of the accelerators of this process. It neither imports torch nor starts CUDA."""
+    torch: Any = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return 0
+    return sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
 
 
 def process_ids() -> list[int]:

@@ -20,7 +20,7 @@ from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError, SizesUnknown
 from rollcall.groups.backend import Backend
-from rollcall.loop.attempts import Budget, closing, headline, loss_of, run_attempts
+from rollcall.loop.attempts import Budget, Regrow, closing, headline, loss_of, run_attempts
 from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
@@ -28,11 +28,14 @@ from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, notes_on
 from rollcall.model.load import resolve_device, resolve_dtype
+from rollcall.observe.calls import Busy
 from rollcall.observe.console import Console, make_console
-from rollcall.observe.events import Events
+from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
+from rollcall.observe.live import REWARDS
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.progress import Progress
+from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
 from rollcall.plan.memory import element_size, read_sizes
@@ -103,9 +106,10 @@ class _Training:
         progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
         with make_console(progress, quiet=quiet) as console, speaking(in_silence if quiet else console.note):
             controller, number = run_attempts(
-                lambda number: (self._attempt(store, console), number),
+                lambda number: (self._attempt(store, console, number=number), number),
                 budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
                 reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
+                note=partial(_mark_end, run_dir),
             )
             summary = build_summary(
                 run_dir / "metrics.jsonl",
@@ -125,7 +129,7 @@ class _Training:
             _say_result(run_dir, summary, curve)
         return summary
 
-    def _attempt(self, store: CheckpointStore, console: Console) -> Controller:
+    def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         """Build the workers and train from where the run directory stands to the end."""
         heeded().check()
         config, run_dir, resume = self.config, self.config.run.dir, store.latest()
@@ -149,6 +153,10 @@ class _Training:
             journal = opened.enter_context(Journal(run_dir / "journal", guard=self.lease.check))
             events = Events(run_dir, show=console.phase)
             opened.callback(events.close)
+            rewards = Busy(REWARDS)
+            opened.callback(Recorder(run_dir, events=events, look=workers.look, rewards=rewards).close)
+            kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
+            events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
             _say_changes(events, changes, config, step=start_step)
             if resume:
                 console.phase(f"reading the checkpoint of step {start_step}")
@@ -166,9 +174,20 @@ class _Training:
                 bounds=self.bounds,
                 lease=self.lease,
                 stop=heeded(),
+                rewards=rewards,
             )
             _drive(controller, grace_s=config.trainer.stop_grace_s)
         return controller
+
+
+def _mark_end(run_dir: Path, reason: Exception) -> None:
+    """Another attempt follows, for this reason."""
+    if not run_dir.is_dir():
+        return
+    name, kind = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else ("attempt lost", MarkKind.FAULT)
+    events = Events(run_dir)
+    events.mark(Mark(time.time(), name, kind, None, headline(loss_of(reason) or reason)))
+    events.close()
 
 
 def _write_result(config: Config, summary: dict[str, Any]) -> Path | None:

@@ -27,6 +27,7 @@ from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
 from rollcall.cli.ssh import ssh, tunnel
+from rollcall.cli.trace import trace
 from rollcall.cli.train import train
 from rollcall.cli.upload import upload
 from rollcall.redact import guard_streams
@@ -115,6 +116,7 @@ app.command("eval")(reported(evaluate))
 for command in (
     recover,
     compare,
+    trace,
     merge,
     init,
     config,

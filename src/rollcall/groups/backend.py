@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollcall.groups.dispatch import Drop
+from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait
 
 STOP_DEADLINE_S = 30.0
@@ -144,6 +145,10 @@ class Crew(Protocol):
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
         """Put a new process into the seat of a lost worker; returns where it is now."""
+        ...
+
+    def sightings(self) -> Sightings:
+        """What its workers do and did since it was last asked. It asks nobody."""
         ...
 
     def stop(self, *, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from rollcall.groups.backend import STOP_DEADLINE_S, Crew, Recipe, Seat, WorkerS
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
 from rollcall.groups.sharding import NamedSharding
+from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait, say
 from rollcall.worker_env.declared import GROUP_VARIABLES
 
@@ -284,6 +285,11 @@ class WorkerGroup:
         """Put a new process into the seat of a lost worker; waits for its node if that is lost too."""
         self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
+
+    def sightings(self) -> Sightings:
+        """What the workers do, and did since the last time; nothing once the group is shut down. It asks nobody."""
+        crew = self._crew
+        return Sightings() if crew is None else crew.sightings()
 
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False

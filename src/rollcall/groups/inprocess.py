@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerS
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import failure_of
 from rollcall.groups.host import call_method, lease_port, load_class
+from rollcall.groups.pulse import DoneCall
+from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.wait import Wait
 from rollcall.worker_env.declared import environment
 
@@ -52,6 +55,7 @@ class InProcessCrew:
         self._specs = list(specs)
         self._workers: list[Any] = []
         self._recipe = recipe
+        self._lookout = Lookout()
 
     def start(self, *, timeout_s: float) -> None:
         self._workers = self.gather([self._make(spec) for spec in self._specs], wait=Wait(timeout_s))
@@ -63,8 +67,10 @@ class InProcessCrew:
         spec = self._specs[rank]
         if not self.is_alive(rank):
             return Done(spec=spec, result=None, error=WorkerDiedError("shut down", **whom([spec])))
-        worker = self._workers[rank]
-        return self._run(spec, lambda: trim(call_method(worker, method, args, kwargs, loop=self._loop), drop))
+        worker, began_s = self._workers[rank], time.time()
+        done = self._run(spec, lambda: trim(call_method(worker, method, args, kwargs, loop=self._loop), drop))
+        self._lookout.add(rank, DoneCall(method, began_s, time.time()))
+        return done
 
     def _make(self, spec: WorkerSpec) -> Done:
         recipe = self._recipe
@@ -95,6 +101,9 @@ class InProcessCrew:
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
         (self._workers[rank],) = self.gather([self._make(self._specs[rank])], wait=Wait(timeout_s))
         return self._specs[rank]
+
+    def sightings(self) -> Sightings:
+        return self._lookout.take(self.pids[: len(self._workers)])
 
     def stop(self, *, timeout_s: float) -> None:
         self._workers = []

@@ -1,8 +1,8 @@
-"""A worker's pulse: what it does, since when, how often it did something; and the look that its node takes at it.
+"""A worker's pulse: what it does, since when, what it did before; and the look that its node takes at it.
 
 The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
-interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. ``look`` reads pulses and
-``/proc``. ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that works even if Python
+interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
+reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses and ``/proc``. ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that works even if Python
 code is stuck. Both files are in memory and in no folder: others open them through ``/proc``, and they end with the process.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import mmap
 import os
 import signal
@@ -19,17 +20,35 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
-from rollcall.process import process_state
+from rollcall.process import Process, device_bytes, process_state, resident_bytes
 
 PULSE, STACKS = "rollcall-pulse", "rollcall-stacks"
 STACKS_SIGNAL = signal.SIGUSR2
 PAGE = 4096  # bytes of a pulse
 METHOD_BYTES = 64
 BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, since when, calls done, since when again: the last to be written
+HEAD = struct.Struct("<qq")  # calls that the ring has got, bytes of accelerators
+CALL = struct.Struct("<48sddq")  # method, start, end, how often
+NUM_CALLS = 256  # that the ring holds
+RING = PAGE + HEAD.size
+SIZE = RING + NUM_CALLS * CALL.size
+JOIN_S = 0.05  # calls of one method with a shorter pause between them are one entry
+LONGEST_JOIN_S = 30.0  # of one entry
+DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
 WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
 STACKS_WAIT_S = 3.0
 SETTLED_S = 0.2  # stacks that have not grown for this long are complete
+
+
+class DoneCall(NamedTuple):
+    """A call that has ended, or several short ones of one method. A pulse has the host's monotonic time."""
+
+    method: str
+    start_s: float
+    end_s: float
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +61,12 @@ class Seen:
     busy_s: float = 0.0  # since it began with that
     num_done: int = 0  # calls
     longest_s: Mapping[str, float] | None = None  # by method, of those it has ended
+    since_s: float | None = (
+        None  # monotonic: when it began with that, or with the first of several short calls; or ended the last
+    )
+    calls: tuple[DoneCall, ...] = ()  # that have ended since the last look
+    memory_bytes: int = 0
+    device_bytes: int = 0  # that torch has taken
 
 
 class Pulse:
@@ -49,10 +74,14 @@ class Pulse:
 
     def __init__(self, rank: int) -> None:
         self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open: others find it so
-        self._file.truncate(PAGE)
-        self._memory = mmap.mmap(self._file.fileno(), PAGE)
+        self._file.truncate(SIZE)
+        self._memory = mmap.mmap(self._file.fileno(), SIZE)
         self._num_done = 0
         self._longest_s: dict[str, float] = {}
+        self._last: DoneCall | None = None
+        self._num_kept = 0
+        self._device_bytes = 0
+        self._device_s = 0.0
         self._write("", 0.0)
 
     @contextlib.contextmanager
@@ -62,8 +91,10 @@ class Pulse:
         try:
             yield
         finally:
+            ended = time.monotonic()
             self._num_done += 1
-            self._note(method, time.monotonic() - started)
+            self._note(method, ended - started)
+            self._keep(method, started, ended)
             self._write("", 0.0)
 
     def _write(self, method: str, since_s: float) -> None:
@@ -75,7 +106,102 @@ class Pulse:
             return
         self._longest_s[method] = round(took_s, 3)
         text = json.dumps(self._longest_s).encode()
-        self._memory[BEAT.size :] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
+        self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
+
+    def _keep(self, method: str, started: float, ended: float) -> None:
+        """Into the ring, or into its last entry."""
+        last = self._last
+        if last is not None and _goes_on(last, method, started) and ended - last.start_s < LONGEST_JOIN_S:
+            call = DoneCall(method, last.start_s, ended, last.count + 1)
+        else:
+            call = DoneCall(method, started, ended)
+            self._num_kept += 1
+        place = RING + (self._num_kept - 1) % NUM_CALLS * CALL.size
+        CALL.pack_into(self._memory, place, method.encode()[:48], call.start_s, call.end_s, call.count)
+        if ended - self._device_s > DEVICE_EVERY_S:
+            self._device_s, self._device_bytes = ended, device_bytes()
+        HEAD.pack_into(self._memory, PAGE, self._num_kept, self._device_bytes)
+        self._last = call
+
+
+def _goes_on(last: DoneCall, method: str, start_s: float) -> bool:
+    return last.method == method[:48] and start_s - last.end_s < JOIN_S
+
+
+class Reader:
+    """Looks at one process again and again; each call is told once."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._process = Process.of(pid)
+        self._file: BinaryIO | None = None
+        self._told = 0  # calls
+        self._last: DoneCall | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def look(self) -> Seen:
+        """The process and its pulse, now."""
+        state = process_state(self._pid)
+        is_alive = state not in ("", "Z", "X") and Process.of(self._pid) == self._process
+        now = time.monotonic()
+        data = self._read()
+        try:
+            method, since_s, num_done, again = BEAT.unpack_from(data)
+            longest_s = json.loads(data[BEAT.size : PAGE].rstrip(b"\0") or b"{}")
+        except (ValueError, struct.error):  # not made yet, or being written
+            return Seen(is_alive=is_alive, state=state)
+        if int(since_s * 1e6) != again:
+            return Seen(is_alive=is_alive, state=state)
+        doing = method.rstrip(b"\0").decode(errors="replace")
+        calls = self._calls(data, doing=doing, since_s=since_s, now=now if is_alive else math.inf)
+        last = self._last
+        if last is not None and (doing == "" or _goes_on(last, doing, since_s)):
+            since = last.start_s if doing or now - last.end_s < JOIN_S else last.end_s
+        else:
+            since = since_s if doing else None
+        return Seen(
+            is_alive=is_alive,
+            state=state,
+            doing=doing,
+            busy_s=now - since_s if doing else 0.0,
+            num_done=num_done,
+            longest_s=longest_s,
+            since_s=since,
+            calls=calls,
+            memory_bytes=resident_bytes(self._pid),
+            device_bytes=HEAD.unpack_from(data, PAGE)[1],
+        )
+
+    def _read(self) -> bytes:
+        """Empty: it has no pulse yet."""
+        try:
+            if self._file is None:
+                path = _open_file(self._pid, PULSE)
+                if path is None:
+                    return b""
+                self._file = path.open("rb", buffering=0)
+            return os.pread(self._file.fileno(), SIZE, 0)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+            return b""
+
+    def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
+        """Those that are new, without the last one if that may still go on."""
+        kept, _ = HEAD.unpack_from(data, PAGE)
+        found: list[DoneCall] = []
+        for number in range(max(self._told, kept - NUM_CALLS), kept):
+            name, start_s, end_s, count = CALL.unpack_from(data, RING + number % NUM_CALLS * CALL.size)
+            found.append(DoneCall(name.rstrip(b"\0").decode(errors="replace"), start_s, end_s, count))
+        self._told = kept
+        if found:
+            last = self._last = found[-1]
+            if now < math.inf and (_goes_on(last, doing, since_s) if doing else now - last.end_s < JOIN_S):
+                self._told = kept - 1
+                found.pop()
+        return tuple(found)
 
 
 def write_stacks_on_signal() -> None:
@@ -85,30 +211,12 @@ def write_stacks_on_signal() -> None:
 
 
 def look(pid: int) -> Seen:
-    """The process and its pulse, now."""
-    state = process_state(pid)
-    if state in ("", "Z", "X"):
-        return Seen(is_alive=False, state=state)
-    pulse = _open_file(pid, PULSE)
-    if pulse is None:  # not made yet
-        return Seen(is_alive=True, state=state)
+    """The process and its pulse, once."""
+    reader = Reader(pid)
     try:
-        data = pulse.read_bytes()
-        method, since_s, num_done, again = BEAT.unpack_from(data)
-        longest_s = json.loads(data[BEAT.size :].rstrip(b"\0") or b"{}")
-    except (FileNotFoundError, ProcessLookupError, ValueError, struct.error):  # it has just ended, or is being written
-        return Seen(is_alive=True, state=state)
-    if int(since_s * 1e6) != again:
-        return Seen(is_alive=True, state=state)
-    doing = method.rstrip(b"\0").decode(errors="replace")
-    return Seen(
-        is_alive=True,
-        state=state,
-        doing=doing,
-        busy_s=time.monotonic() - since_s if doing else 0.0,
-        num_done=num_done,
-        longest_s=longest_s,
-    )
+        return reader.look()
+    finally:
+        reader.close()
 
 
 def _open_file(pid: int, name: str) -> Path | None:

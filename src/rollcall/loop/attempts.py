@@ -69,18 +69,22 @@ def run_attempts(
     *,
     budget: Budget,
     reached: Callable[[], object] = lambda: None,
+    note: Callable[[Exception], None] = lambda reason: None,
 ) -> T:
-    """Returns the result of the first attempt that ends well. Each attempt gets its number, from 1."""
+    """Returns the result of the first attempt that ends well. Each attempt gets its number, from 1; ``note`` gets why another
+    one follows: a loss, or ``Regrow``."""
     number = 1
     while True:
         try:
             return attempt(number)
         except Regrow as news:
+            note(news)
             say(f"{news}; going on with it from the checkpoint just made")
         except Exception as error:
             loss = loss_of(error)
             if loss is None or (number == 1 and isinstance(loss, NoRoomError)):
                 raise
+            note(error)
             budget.spend(loss, reached=reached())
             say(f"{headline(loss)}; attempt {number + 1} goes on from the newest checkpoint")
         number += 1

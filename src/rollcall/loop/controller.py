@@ -46,6 +46,7 @@ from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rollouts
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
+from rollcall.observe.calls import Busy
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.summary import sample_rows
@@ -74,6 +75,7 @@ class Controller:
         bounds: Bounds = Bounds(),  # noqa: B008 - frozen
         lease: Lease | None = None,
         stop: Stop | None = None,
+        rewards: Busy | None = None,
     ):
         self.config = config
         self.workers = workers
@@ -84,6 +86,7 @@ class Controller:
         self.bounds = bounds
         self.lease = lease
         self.stop = stop or Stop()
+        self._rewards = rewards
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
         self.cursor = Cursor.of(state, where=str(resume.path if resume else config.run.dir))
@@ -103,7 +106,7 @@ class Controller:
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
-        self.rollouts = Rollouts(self.workers.engine)
+        self.rollouts = Rollouts(self.workers.engine, rewards=self._rewards)
         self.maker = GroupMaker(
             self.config,
             self.workers,

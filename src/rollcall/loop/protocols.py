@@ -11,6 +11,7 @@ from rollcall.checkpoint.manifest import Written
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
 from rollcall.loop.samples import ScoreSamples
+from rollcall.observe.live import Look
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Floats, Sample
 
@@ -111,4 +112,8 @@ class Workers(Protocol):
     @property
     def saving(self) -> Saving: ...
     def export(self, directory: Path) -> None: ...
+    def look(self) -> Look:
+        """What their processes do, without asking them."""
+        ...
+
     def close(self) -> None: ...

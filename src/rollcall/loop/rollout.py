@@ -18,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollcall.engine.protocol import Engine, Request, Sampling
 from rollcall.loop.aside import in_thread
+from rollcall.observe.calls import Busy
+from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Prompt, Score
 
@@ -68,8 +70,10 @@ class _Waiting:
 
 
 class Rollouts:
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, *, rewards: Busy | None = None):
+        """``rewards`` is told when reward functions are busy."""
         self.engine = engine
+        self._rewards = rewards or Busy(REWARDS)
         self.clock = Clock()
         self._elsewhere = engine if isinstance(engine, Elsewhere) else None
         self._waiting: dict[int, _Waiting] = {}
@@ -200,6 +204,7 @@ class Rollouts:
         if self._elsewhere is not None and waiting.scorer.asks_models:
             self._asking.add(asyncio.create_task(self._ask(key, waiting)))
         else:
+            self._rewards.note(True)
             waiting.scorer.submit(key, waiting.prompt, waiting.completions)
 
     async def _ask(self, key: int, waiting: _Waiting) -> None:
@@ -214,6 +219,7 @@ class Rollouts:
             idle = self._elsewhere is None and not self.engine.num_unfinished
             for key, scores in scorer.poll(REWARD_WAIT_S if idle else 0.0) if scorer.num_unfinished else []:
                 self._finish(key, scores)
+        self._rewards.note(any(scorer.num_unfinished for scorer in self._scorers))
         self.clock.reward_s += time.perf_counter() - started
 
     def _finish(self, key: int, scores: tuple[Score, ...]) -> None:

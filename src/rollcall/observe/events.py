@@ -1,13 +1,14 @@
-"""What a run does and did: the phases of its steps, in ``run_dir/events.jsonl``.
+"""What a run does and did: the phases of its steps, and marks, in ``run_dir/events.jsonl``.
 
 A phase is a line when it begins and a line when it ends; the second repeats the first and adds end, duration and who was
-waited for. Times are this host's wall clock, durations are not. Lines are appended by the controller and read by anyone;
+waited for. A mark is one line: something was lost, or is back. Times are this host's wall clock, durations are not. Lines are appended by the controller and read by anyone;
 a last line that was cut by a kill is left out by readers and set aside by the next controller.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import deque
@@ -18,13 +19,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.durable.append_file import LARGEST_COUNT, AppendFile, is_count, lines_end, parse_row
 from rollcall.durable.patience import disk_fault, persist
 from rollcall.wait import warn
 from rollcall.words import are, counted
 
 EVENTS = "events.jsonl"
 LATEST_S = 1e11  # unix time; no clock shows a later one
+_STEP = re.compile(rb'"step": (\d{1,15})\b')
 
 
 class StepPhase(StrEnum):
@@ -60,11 +62,29 @@ class PhaseEvent:
     result: str | None
 
 
+class MarkKind(StrEnum):
+    FAULT = "fault"  # something is lost
+    RECOVERY = "recovery"  # something is back
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment in a run."""
+
+    at_s: float  # unix time
+    name: str
+    kind: str  # a MarkKind
+    lane: str | None  # of the timeline; None: it is about the whole run
+    note: str
+
+
 class Events:
     """The controller's side. Any thread may write. ``show`` gets the name of a phase when it begins, and None when it ends."""
 
     def __init__(self, run_dir: Path, *, show: Callable[[str | None], None] = lambda text: None) -> None:
         self.path = Path(run_dir) / EVENTS
+        self.current: tuple[str, int, float] | None = None  # the phase that runs, its step, and since when (unix time)
         self._show = show
         self._lock = threading.Lock()
         self._file: AppendFile | None = None
@@ -78,6 +98,7 @@ class Events:
         begun = {"phase": phase.value, "step": step, "start_s": round(time.time(), 3)}
         started, outcome = time.perf_counter(), PhaseOutcome()
         self.write(begun)
+        self.current = phase.value, step, begun["start_s"]
         self._show(f"{phase.value} of step {step}")
         try:
             yield outcome
@@ -86,8 +107,13 @@ class Events:
             raise
         finally:
             self._show(None)
+            self.current = None
             end = {"end_s": round(time.time(), 3), "duration_s": round(time.perf_counter() - started, 6)}
             self.write(begun | end | {"waited_for": outcome.waited_for, "result": outcome.result})
+
+    def mark(self, mark: Mark) -> None:
+        row = {"mark": mark.name, "at_s": round(mark.at_s, 3), "kind": mark.kind, "lane": mark.lane, "note": mark.note}
+        self.write(row)
 
     def write(self, event: dict[str, Any]) -> None:
         """Returns at once: on a full disk the event is kept, and a thread writes it later."""
@@ -130,33 +156,64 @@ class Events:
                 self._file = None
 
 
-def read_phases(run_dir: Path) -> list[PhaseEvent]:
-    """All phases in the order in which they began, each once; other lines are left out."""
+def read_phases(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> list[PhaseEvent]:
+    """All phases of these steps in the order in which they began, each once; other lines are left out."""
     phases: dict[tuple[str, int, float], PhaseEvent] = {}
-    for row in read_events(run_dir):
+    for row in _rows(run_dir, first_step=first_step, last_step=last_step):
         event = _phase_event(row)
         if event is not None:
             phases[event.phase, event.step, event.start_s] = event
     return list(phases.values())
 
 
+def read_marks(run_dir: Path) -> list[Mark]:
+    """In the order in which they were written."""
+    rows = (row for row in (parse_row(line) for line in _lines(run_dir) if b'"mark"' in line) if row is not None)
+    return [
+        Mark(
+            float(row["at_s"]), row["mark"], str(row.get("kind")), _text(row.get("lane")), _text(row.get("note")) or ""
+        )
+        for row in rows
+        if isinstance(row.get("mark"), str) and is_time(row.get("at_s"))
+    ]
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
     """None: a line of another kind, or one that no controller wrote."""
-    if not isinstance(row.get("phase"), str) or not is_count(row.get("step")) or not _is_time(row.get("start_s")):
+    if not isinstance(row.get("phase"), str) or not is_count(row.get("step")) or not is_time(row.get("start_s")):
         return None
-    rest: dict[str, Any] = {key: row[key] if _is_time(row.get(key)) else None for key in ("end_s", "duration_s")}
+    rest: dict[str, Any] = {key: row[key] if is_time(row.get(key)) else None for key in ("end_s", "duration_s")}
     rest |= {key: str(row[key]) if row.get(key) is not None else None for key in ("waited_for", "result")}
     return PhaseEvent(phase=row["phase"], step=row["step"], start_s=row["start_s"], **rest)
 
 
-def _is_time(value: Any) -> bool:
+def is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LATEST_S
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    return list(_rows(run_dir))
+
+
+def _rows(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Iterator[dict[str, Any]]:
+    bounded = first_step is not None or last_step is not None
+    first, last = first_step or 0, LARGEST_COUNT if last_step is None else last_step
+    for line in _lines(run_dir):
+        if bounded:  # long runs: most lines are not parsed
+            step = _STEP.search(line)
+            if step is not None and not first <= int(step[1]) <= last:
+                continue
+        row = parse_row(line)
+        if row is not None:  # one may be cut by a kill
+            yield row
+
+
+def _lines(run_dir: Path) -> list[bytes]:
     try:
-        data = (Path(run_dir) / EVENTS).read_bytes()
+        return (Path(run_dir) / EVENTS).read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    rows = (parse_row(line) for line in data.splitlines())
-    return [row for row in rows if row is not None]  # one may be cut by a kill

@@ -27,6 +27,7 @@ from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
 from rollcall.groups.failures import RemoteFailureError, died, is_about_a_peer, listed, unanswered, waits_words
 from rollcall.groups.host import GROUP_MARK, Host, end_group
+from rollcall.groups.sightings import Sightings
 from rollcall.groups.watch import SILENT_S
 from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
@@ -125,6 +126,7 @@ class RayCrew:
     def _lose(self, losses: Mapping[int, str]) -> None:
         """The watch has seen these losses; called in its thread."""
         self._lost.update(losses)
+        self._supervisor.lose(losses)
         fatal = [rank for rank in losses if rank not in self._tolerated]
         if fatal and self._end is None:
             self._end = self._died(fatal)
@@ -245,6 +247,7 @@ class RayCrew:
         if dead:
             # Ray knows that it ended, the watch knows why.
             why = self._lost.get(spec.rank) or f"{_death(found)}{self._supervisor.slow_links([spec])}"
+            self._supervisor.lose({each.rank: why for each, _ in dead})
             raise died([spec, *others], f"{why}{self._waits()}{also}") from found
         named = whom([spec, *others])
         cause = getattr(found, "cause", None)  # of what the worker's own code raised
@@ -273,6 +276,9 @@ class RayCrew:
 
     def _actor(self, rank: int) -> dict[str, Any]:
         return ray_state.actors(self._hosts[rank]._actor_id.hex())
+
+    def sightings(self) -> Sightings:
+        return self._supervisor.sightings(self.pids)
 
     def stop(self, *, timeout_s: float) -> None:
         """End the workers on all nodes at once; lost nodes are not waited for."""

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.links import Links
-from rollcall.groups.pulse import Seen, dump_stacks, look
+from rollcall.groups.logs import LogTail
+from rollcall.groups.pulse import Reader, Seen, dump_stacks
+from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.groups.slow import SlowCalls
 from rollcall.groups.sockets import FlowCounter, Flows, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
@@ -44,6 +46,8 @@ class NodeLook:
 
     workers: Mapping[int, Seen]  # by rank
     flows: Flows
+    now_s: float  # its monotonic time
+    logs: Mapping[int, tuple[str, bytes]]  # where each worker prints to, and what is new there
 
 
 class Eyes:
@@ -53,15 +57,30 @@ class Eyes:
         self._mark = mark
         self._asked_s: float | None = None
         self._counter = FlowCounter()
+        self._readers: dict[int, Reader] = {}  # by process; of one that has ended too, for its last calls
+        self._tails: dict[int, LogTail] = {}
 
     def look(self, pids: Mapping[int, int], peers: Collection[str] = ()) -> NodeLook:
         """``peers`` are addresses of all nodes."""
         if self._asked_s is None:
             threading.Thread(target=self._end_when_alone, name="waits for questions", daemon=True).start()
         self._asked_s = time.monotonic()
+        for pid in set(pids.values()) - self._readers.keys():
+            self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
+        return self._answer(pids, self._counter.count(read_connections(), peers=peers))
+
+    def look_once(self, rank: int, pid: int) -> NodeLook:
+        """The last look at a worker that is lost."""
+        known = {rank: pid} if pid in self._readers else {}
+        return self._answer(known, Flows())
+
+    def _answer(self, pids: Mapping[int, int], flows: Flows) -> NodeLook:
+        now_s = time.monotonic()
         return NodeLook(
-            workers={rank: look(pid) for rank, pid in pids.items()},
-            flows=self._counter.count(read_connections(), peers=peers),
+            workers={rank: self._readers[pid].look() for rank, pid in pids.items()},
+            flows=flows,
+            now_s=now_s,
+            logs={rank: (self._tails[pid].path, self._tails[pid].read()) for rank, pid in pids.items()},
         )
 
     def _end_when_alone(self) -> None:
@@ -84,10 +103,11 @@ class Supervisor:
         self._mark = mark
         self._on_loss = on_loss
         self._watch = Watch()
+        self._lookout = Lookout()
         self._links = Links()
         self._slow = SlowCalls(self._links)
         self._eyes: dict[str, Any] = {}  # by node
-        self._asked: dict[str, Any] = {}
+        self._asked: dict[str, tuple[Any, float]] = {}  # the open question to each node, and when it was asked
         self._seats: dict[int, tuple[WorkerSpec, int]] = {}  # worker and process id, by rank
         self._silent_nodes: set[str] = set()
         self._lock = threading.Lock()
@@ -107,11 +127,19 @@ class Supervisor:
                 self._open(spec.node.node_id)
             self._watch.forgive(spec.rank)
             self._seats[spec.rank] = (spec, pid)
+        self._lookout.regain(spec.rank, f"process {pid} on node {spec.node.node_rank}")
 
     def remove(self, rank: int) -> None:
-        """The worker of this rank is known to be lost."""
+        """The worker of this rank is known to be lost. Its node is asked once more what it did."""
         with self._lock:
-            self._seats.pop(rank, None)
+            spec, pid = self._seats.pop(rank, (None, 0))
+            if spec is None or spec.node.node_id in self._silent_nodes:
+                return
+        asked_s = time.time()
+        with suppress(RayError):  # the node may be gone with it
+            call = self._eyes[spec.node.node_id].look_once.remote(rank, pid)
+            answer: NodeLook = ray.get(call, timeout=ANSWER_S)
+            self._keep(spec.node.node_id, answer, ranks={rank}, asked_s=asked_s)
 
     @property
     def answering(self) -> set[int]:
@@ -127,6 +155,16 @@ class Supervisor:
             nodes = {spec.node.node_rank for spec in specs}
             words = self._links.words(nodes, now_s=time.monotonic(), if_slow=not silent)
         return f"; {words}" if words else ""
+
+    def lose(self, losses: Mapping[int, str]) -> None:
+        """For those who ask what the workers do."""
+        for rank, why in losses.items():
+            self._lookout.lose(rank, why)
+
+    def sightings(self, pids: Sequence[int]) -> Sightings:
+        with self._lock:
+            silent = {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id in self._silent_nodes}
+        return self._lookout.take(pids, silent=silent)
 
     def stop(self) -> None:
         self._ended.set()
@@ -184,7 +222,7 @@ class Supervisor:
             peers = self._links.addresses
         for node_id, pids in by_node.items():
             if node_id not in self._asked:
-                self._asked[node_id] = self._eyes[node_id].look.remote(pids, peers)
+                self._asked[node_id] = self._eyes[node_id].look.remote(pids, peers), time.time()
         looks = self._answers(list(by_node))
         ranks = {spec.node.node_id: spec.node.node_rank for spec, _ in seats.values()}
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} & set(by_node)
@@ -205,7 +243,7 @@ class Supervisor:
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """The answers within the time of a look; the other questions stay open until the next look."""
-        asked = [self._asked[node_id] for node_id in nodes]
+        asked = [self._asked[node_id][0] for node_id in nodes]
         ready: list[Any] = []
         if asked:
             started = time.monotonic()
@@ -215,13 +253,29 @@ class Supervisor:
                 self._ended.wait(max(ANSWER_S - (time.monotonic() - started), 0))
         found: dict[str, NodeLook | None] = {}
         for node_id in nodes:
-            if self._asked[node_id] not in ready:
+            if self._asked[node_id][0] not in ready:
                 continue
+            call, asked_s = self._asked.pop(node_id)
             try:
-                found[node_id] = ray.get(self._asked.pop(node_id))
+                answer: NodeLook = ray.get(call)
             except RayError:
                 found[node_id] = None
+                continue
+            found[node_id] = answer
+            self._note(node_id, answer, asked_s=asked_s)
         return found
+
+    def _note(self, node_id: str, answer: NodeLook, *, asked_s: float) -> None:
+        with self._lock:  # a process that has taken a rank meanwhile is not what was looked at
+            ours = {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id == node_id}
+        self._keep(node_id, answer, ranks=ours, asked_s=asked_s)
+
+    def _keep(self, node_id: str, answer: NodeLook, *, ranks: Collection[int], asked_s: float) -> None:
+        seen = {rank: one for rank, one in answer.workers.items() if rank in ranks}
+        self._lookout.note(node_id, seen, there_s=answer.now_s, asked_s=asked_s, answered_s=time.time())
+        for rank, (path, added) in answer.logs.items():
+            if rank in ranks:
+                self._lookout.note_log(rank, path, added)
 
     def _tell_stacks(self, spec: WorkerSpec, pid: int, *, why: str) -> None:
         try:

@@ -14,6 +14,7 @@ from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.observe.live import Look
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
     Held,
@@ -51,6 +52,9 @@ class LocalWorkers(Trained, Held[LocalEngine]):
     @property
     def max_positions(self) -> int:
         return self.engine.max_positions
+
+    def look(self) -> Look:
+        return Look()  # there is only this process, which the controller knows
 
     def close(self) -> None:
         self.engine.close()

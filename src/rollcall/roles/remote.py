@@ -27,6 +27,7 @@ from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.attempts import Budget, headline
 from rollcall.net.door import new_secret
 from rollcall.net.meeting import Place
+from rollcall.observe.live import Look
 from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
@@ -34,6 +35,7 @@ from rollcall.plan.memory import read_sizes
 from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts
 from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
+from rollcall.roles.lookout import look_at
 from rollcall.roles.saving import Saving, saving_of
 from rollcall.roles.team import Team
 from rollcall.roles.worker import PURPOSES, Facts
@@ -83,6 +85,7 @@ class RemoteWorkers(Held[RemoteEngine]):
     max_positions: int
     team: Team
     cluster: VirtualCluster
+    processes: Sequence[PlannedProcess]  # by rank in the group
     saving: Saving
     missing_nodes: frozenset[int]  # ranks that this attempt goes without
     is_remote: bool = field(default=True, init=False)
@@ -111,6 +114,9 @@ class RemoteWorkers(Held[RemoteEngine]):
     @property
     def shares_policy(self) -> bool:
         return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
+
+    def look(self) -> Look:
+        return look_at(self.team.group, self.processes, missing_nodes=self.missing_nodes)
 
     def export(self, directory: Path) -> None:
         self.team.call_role(Role.ACTOR, "export", directory.resolve())
@@ -171,6 +177,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
         max_positions=facts.max_positions,
         team=team,
         cluster=cluster,
+        processes=processes,
         saving=saving_of(
             config,
             team.call,

@@ -169,13 +169,21 @@ def read_name(name: str) -> tuple[str, int] | None:
 class Presence:
     """This process as the others see it: its incarnation, facts about it, and a counter that a thread advances.
 
-    ``beside`` runs in that thread each time.
+    ``beside`` runs in that thread each time. ``changing`` are facts that are new each time.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], *, beside: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        *,
+        beside: Callable[[], None] | None = None,
+        changing: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         self._path = folder / PRESENCE
         self._facts = {**facts, "incarnation": new_id()}
         self._beside = beside
+        self._changing = changing
         self._counter = 0
         self._one_writes = threading.Lock()
         self._ended = threading.Event()
@@ -206,7 +214,8 @@ class Presence:
     def _write(self, *, durable: bool) -> None:
         with self._one_writes:
             self._counter += 1
-            put(self._path, json.dumps({**self._facts, "counter": self._counter}).encode(), durable=durable)
+            facts = {**self._facts, **self._changing(), "counter": self._counter}
+            put(self._path, json.dumps(facts).encode(), durable=durable)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):

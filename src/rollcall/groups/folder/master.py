@@ -6,6 +6,7 @@ Who waits for whom: ``reserve`` for a worker on every node; ``start`` for every 
 from __future__ import annotations
 
 import pickle
+import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,9 @@ from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerS
 from rollcall.groups.dispatch import Drop
 from rollcall.groups.failures import died, failure_of, listed, unanswered
 from rollcall.groups.folder.post import Call, Post
+from rollcall.groups.folder.told import read_told
 from rollcall.groups.host import GROUP_MARK, end_group
+from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.wait import Wait
 
 STUMBLE_S = 0.5  # when one worker dies, others may fail because of it, a moment before its death is known
@@ -46,6 +49,8 @@ class FolderCrew:
         self._mark = uuid.uuid4().hex
         self._members = [post.members[spec.node.node_rank] for spec in specs]
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
+        self._lookout = Lookout()
+        self._heard = [0] * len(specs)  # calls that each worker has told
 
     def start(self, *, timeout_s: float) -> None:
         self._post.begin_epoch()
@@ -70,6 +75,8 @@ class FolderCrew:
         self._specs[rank] = replace(spec, node=replace(spec.node, node_id=member.host))
         new = self.gather([self._start(rank)], wait=wait)
         self.pids = [*self.pids[:rank], *new, *self.pids[rank + 1 :]]
+        self._heard[rank] = 0
+        self._lookout.regain(rank, f"process {new[0]} on {member.host}")
         return self._specs[rank]
 
     def share(self, value: Any) -> Any:
@@ -116,6 +123,19 @@ class FolderCrew:
 
     def is_alive(self, rank: int) -> bool:
         return self._members[rank].death is None
+
+    def sightings(self) -> Sightings:
+        for rank, member in enumerate(self._members):
+            facts, age_s = self._post.facts_of(member)
+            answered_s = time.time() - age_s
+            heard = read_told(facts, mark=self._mark, after=self._heard[rank])
+            if heard is not None:
+                self._heard[rank] = heard.num_calls
+                node, there_s = member.incarnation, heard.now_s
+                self._lookout.note(node, {rank: heard.seen}, there_s=there_s, asked_s=answered_s, answered_s=answered_s)
+            if member.death is not None:
+                self._lookout.lose(rank, member.death)
+        return self._lookout.take(self.pids)
 
     def stop(self, *, timeout_s: float) -> None:
         """Workers drop their work when they see the next epoch; the process of node 0 is ended."""

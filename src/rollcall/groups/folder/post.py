@@ -165,6 +165,11 @@ class Post:
             self.members[rank] = Member(rank, facts=facts)
             return True
 
+    def facts_of(self, member: Member) -> tuple[Mapping[str, Any], float]:
+        """What this worker last said of itself, and how many seconds ago that was seen."""
+        peer = self._peers[member.rank]
+        return (peer.facts, peer.silent_s) if peer.incarnation == member.incarnation else ({}, 0.0)
+
     def start_child(self) -> None:
         """Start node 0's worker. It ends when its standard input ends, so with this process."""
         if self._child is not None and self._child.poll() is None:

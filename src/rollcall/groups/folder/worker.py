@@ -40,6 +40,7 @@ from rollcall.groups.folder.mailbox import (
     remove,
     sweep,
 )
+from rollcall.groups.folder.told import Told
 from rollcall.groups.host import GROUP_MARK, Host, end_group
 from rollcall.stop import heeded_signals
 from rollcall.wait import Wait, say
@@ -70,8 +71,12 @@ class FolderWorker:
         self._own = self._messages.node(rank)
         self._calls = self._messages.inbox(rank)
         self._master = Peer(self._messages.master)
+        self._told = Told()
         self._presence = Presence(
-            self._own, {**about_this_process(), "state": State.HERE, "why": "", "rank": rank}, beside=self._look
+            self._own,
+            {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
+            beside=self._look,
+            changing=self._told.facts,
         )
         self._label = ""  # of the current conversation; empty: there is none
         self._served: set[str] = set()  # masters
@@ -211,6 +216,7 @@ class FolderWorker:
         """End the worker and the processes that it started."""
         if self._mark:
             end_group(self._mark, timeout_s=END_S)
+        self._told.end()
         self._mark, self._host, self._inbox = "", None, None
         gc.collect()
         torch: Any = sys.modules.get("torch")
@@ -243,7 +249,9 @@ class FolderWorker:
         if kind == "start":
             env, target, args, kwargs = rest
             self._host, self._mark = Host(f"worker {self.rank}"), env[GROUP_MARK]
-            return self._host.start(env, target, *args, **kwargs)
+            pid = self._host.start(env, target, *args, **kwargs)
+            self._told.begin(pid, self._mark)
+            return pid
         method, drop, args, kwargs = rest
         if self._host is None:
             raise ClusterError(f"worker {self.rank} was called before it was started")

@@ -1,0 +1,182 @@
+"""What each worker did, call by call: ``run_dir/calls.jsonl``.
+
+The controller appends a line every few seconds: a time, and by lane the calls that have ended since the line before. A lane
+is a worker as the timeline names it. Short calls of one method that follow each other are one entry with a count. Lines are in
+the order of their times, so a reader of some steps looks for the first line by halving, and does not read the others.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from json import dumps
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.durable.patience import disk_fault
+from rollcall.observe.events import is_time
+
+CALLS = "calls.jsonl"
+JOIN_S = 0.02  # calls of one method with a shorter pause between them are one entry
+LONGEST_JOIN_S = 30.0  # of one entry
+MOST_WAITING = 4096  # lines that wait for the disk
+MOST_AFTER = 8 << 20  # bytes read after the end of a window, for calls that began in it
+
+
+class Call(NamedTuple):
+    """One call, or several short ones of the same method. Times are unix time, by the clock of the controller's host."""
+
+    name: str
+    start_s: float
+    end_s: float
+    count: int = 1
+
+
+class CallFile:
+    """The controller's side."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = Path(run_dir) / CALLS
+        self._file: AppendFile | None = None
+        self._waiting: list[bytes] = []
+
+    def append(self, calls: Mapping[str, Sequence[Call]], *, time_s: float) -> None:
+        """On a full disk the line is kept, and written with a later one."""
+        rows = {
+            lane: [
+                [one.name, round(one.start_s - time_s, 3), round(one.end_s - one.start_s, 4), one.count] for one in own
+            ]
+            for lane, own in calls.items()
+            if own
+        }
+        if rows:
+            self._waiting.append((dumps({"time": round(time_s, 3), "calls": rows}) + "\n").encode())
+            del self._waiting[:-MOST_WAITING]
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._waiting:
+                if self._file is None:
+                    self._file = AppendFile(self.path, good_end=lines_end)
+                self._file.append(self._waiting[0])
+                self._file.forget_unsynced()
+                del self._waiting[0]
+        except OSError as error:
+            if disk_fault(error, near=self.path) is None:
+                raise
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Busy:
+    """When something in this process was busy. Any thread may ask; one thread notes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._since: float | None = None
+        self._ended: list[Call] = []
+        self._lock = threading.Lock()
+
+    def note(self, is_busy: bool) -> None:
+        """It is busy from now on, or is not. To say the same again costs nothing."""
+        if is_busy == (self._since is not None):
+            return
+        now = time.time()
+        with self._lock:
+            if self._since is None:
+                self._since = now
+                return
+            since, self._since = self._since, None
+            last = self._ended[-1] if self._ended else None
+            if last is not None and since - last.end_s < JOIN_S and now - last.start_s < LONGEST_JOIN_S:
+                self._ended[-1] = last._replace(end_s=now, count=last.count + 1)
+            else:
+                self._ended.append(Call(self._name, since, now))
+
+    def take(self) -> list[Call]:
+        """What has ended since it was last asked."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def since_s(self) -> float | None:
+        """None: it is not busy."""
+        return self._since
+
+
+def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = math.inf) -> dict[str, list[Call]]:
+    """The calls that overlap a window of time, by lane; lines that no controller wrote are left out."""
+    found: dict[str, list[Call]] = {}
+    try:
+        file = (Path(run_dir) / CALLS).open("rb")
+    except FileNotFoundError:
+        return {}
+    with file:
+        if first_s > -math.inf:
+            _seek(file, first_s)
+        past: set[str] = set()  # lanes that were seen after the window
+        until: int | None = None
+        for line in file:
+            row = parse_row(line)
+            if row is None or not is_time(row.get("time")):
+                continue
+            for lane, call in _calls_of(row):
+                if call.start_s > last_s:
+                    past.add(lane)
+                elif call.end_s > first_s:
+                    found.setdefault(lane, []).append(call)
+            if row["time"] > last_s:
+                # A call is written when it has ended, which may be long after the window.
+                until = file.tell() + MOST_AFTER if until is None else until
+                if past >= found.keys() or file.tell() > until:
+                    break
+    return found
+
+
+def _seek(file: BinaryIO, first_s: float) -> None:
+    """To a line before which all lines are older."""
+    low, high = 0, file.seek(0, 2)
+    while high - low > 1 << 16:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()
+        time_s = next((row["time"] for row in map(parse_row, _some(file)) if row and is_time(row.get("time"))), None)
+        if time_s is None or time_s >= first_s:
+            high = middle
+        else:
+            low = middle
+    file.seek(low)
+    if low:
+        file.readline()
+
+
+def _some(file: BinaryIO) -> list[bytes]:
+    return [line for line in (file.readline() for _ in range(3)) if line]
+
+
+def _calls_of(row: dict[str, Any]) -> list[tuple[str, Call]]:
+    lanes = row.get("calls")
+    if not isinstance(lanes, dict):
+        return []
+    found = []
+    for lane, entries in lanes.items():
+        for entry in entries if isinstance(entries, list) else []:
+            if not isinstance(entry, list) or len(entry) != 4:
+                continue
+            name, offset_s, took_s, count = entry
+            if not isinstance(name, str) or not is_count(count) or not is_time(took_s):
+                continue
+            if not isinstance(offset_s, int | float) or not is_time(row["time"] + offset_s):
+                continue
+            start_s = row["time"] + offset_s
+            found.append((lane, Call(name, start_s, start_s + took_s, count)))
+    return found

@@ -1,0 +1,117 @@
+"""What every process of a run does now: ``run_dir/live.json``, replaced by the controller every couple of seconds.
+
+It is small and holds nothing that matters after the run: who is where, busy with what, since when, with how much memory. Times are
+unix time by the clock of the controller's host. A file that is older than ``STALE_S`` tells of a controller that has ended or is
+stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rollcall.observe.calls import Call
+from rollcall.observe.events import Mark
+
+LIVE = "live.json"
+CONTROLLER = "controller"  # its lane
+REWARDS = "rewards"  # the lane of the processes that run reward functions
+STALE_S = 15.0
+LARGEST = 16 << 20  # bytes of such a file that are read
+
+
+class State(StrEnum):
+    BUSY = "busy"
+    IDLE = "idle"  # waits to be called
+    STOPPED = "stopped"  # by a signal, or held by a debugger
+    SILENT = "silent"  # its node does not answer
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    lane: str  # as in the timeline
+    roles: Mapping[str, int] = field(default_factory=dict)  # its rank in each role; none: it is not a worker
+    node: int = 0  # its rank
+    address: str = ""  # of its node
+    slots: tuple[int, ...] = ()  # on its node
+    pid: int = 0
+    state: str = State.IDLE
+    doing: str = ""  # a method, or a phase of the controller; empty: nothing
+    since_s: float | None = None  # when it began with that; idle: when it ended the last call. None: not known
+    num_calls: int = 0
+    memory_bytes: int = 0  # resident
+    device_bytes: int = 0  # that torch has taken of its accelerators
+    why: str = ""  # it is lost or silent
+    log: str = ""  # where its output goes, on its node; empty: not to a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    time_s: float  # when this was written
+    host: str  # of the controller
+    is_over: bool  # the controller has ended, or is between two attempts
+    processes: tuple[ProcessState, ...]  # the controller and its reward functions first
+    missing_nodes: tuple[int, ...] = ()  # that the run goes without
+
+    @property
+    def is_stale(self) -> bool:
+        return time.time() - self.time_s > STALE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the roles of a run tell about their processes: how they are now, and what has happened since the last look."""
+
+    processes: Sequence[ProcessState] = ()
+    calls: Mapping[str, Sequence[Call]] = field(default_factory=dict)  # that have ended, by lane
+    marks: Sequence[Mark] = ()
+    logs: Mapping[str, bytes] = field(default_factory=dict)  # what was added to their logs, by lane
+    missing_nodes: Sequence[int] = ()
+
+
+def write_live(run_dir: Path, live: Live) -> None:
+    """Under one temporary name: only one controller writes a run directory, and a killed one leaves one file behind."""
+    path = Path(run_dir) / LIVE
+    temporary = path.with_name(f".tmp-{LIVE}")
+    temporary.write_text(json.dumps(asdict(live)))
+    os.replace(temporary, path)
+
+
+def read_live(run_dir: Path) -> Live | None:
+    """None: there is none, or something else has written it."""
+    try:
+        with (Path(run_dir) / LIVE).open("rb") as file:
+            found = json.loads(file.read(LARGEST))
+        processes = tuple(_process(one) for one in found["processes"])
+        missing = tuple(node for node in found.get("missing_nodes", ()) if isinstance(node, int))
+        return Live(
+            time_s=float(found["time_s"]),
+            host=str(found["host"]),
+            is_over=bool(found["is_over"]),
+            processes=processes,
+            missing_nodes=missing,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _process(row: dict[str, Any]) -> ProcessState:
+    since = row.get("since_s")
+    fields: dict[str, Any] = {
+        **{name: int(row.get(name, 0)) for name in ("node", "pid", "num_calls", "memory_bytes", "device_bytes")},
+        **{name: str(row.get(name, "")) for name in ("address", "state", "doing", "why", "log")},
+    }
+    return ProcessState(
+        lane=str(row["lane"]),
+        roles={str(role): int(rank) for role, rank in row["roles"].items()},
+        slots=tuple(map(int, row["slots"])),
+        since_s=None if since is None else float(since),
+        **fields,
+    )

@@ -1,0 +1,56 @@
+"""The last lines that each worker of a run has printed: ``run_dir/logs/``, one short file for each lane of the timeline.
+
+On a cluster the whole output of a worker is in a file on its own node (``ProcessState.log``); the newest lines come to the
+controller with what it asks about the worker anyway. They are redacted where they are read, and again here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollcall.redact import redact, redact_end
+
+LOGS = "logs"
+MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that grows past the first is cut to the second
+LINES, LONGEST_LINE = 50, 2000  # that are shown, and characters of one
+
+
+def log_path(run_dir: Path, lane: str) -> Path:
+    return Path(run_dir) / LOGS / f"{re.sub('[^a-z0-9]+', '-', lane.lower()).strip('-')[:100] or 'worker'}.log"
+
+
+def keep_logs(run_dir: Path, added: Mapping[str, bytes]) -> None:
+    """Append what workers have printed, whole lines, by lane."""
+    for lane, data in added.items():
+        if not data:
+            continue
+        path = log_path(run_dir, lane)
+        path.parent.mkdir(exist_ok=True)
+        text = redact(data.decode(errors="replace")).encode()
+        with path.open("ab") as file:
+            file.write(text)
+            size = file.tell()
+        if size > MOST_BYTES:
+            temporary = path.with_name(f".tmp-{path.name}")
+            temporary.write_bytes(_end(path, KEPT_BYTES).partition(b"\n")[2])
+            os.replace(temporary, path)
+
+
+def read_log(run_dir: Path, lane: str, *, lines: int = LINES) -> list[str]:
+    """The last lines of a worker's output, without secrets; none: it has printed nothing, or is not on a cluster."""
+    try:
+        data = _end(log_path(run_dir, lane), KEPT_BYTES)
+    except FileNotFoundError:
+        return []
+    text = redact_end(data.decode(errors="replace"), KEPT_BYTES)
+    return [line[:LONGEST_LINE] for line in text.splitlines()[-lines:]]
+
+
+def _end(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - count, 0))
+        return file.read(count)

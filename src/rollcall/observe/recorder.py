@@ -1,0 +1,112 @@
+"""The thread of the controller that writes down what every process does: ``live.json``, ``calls.jsonl``, marks, logs.
+
+It asks the roles for a ``Look`` every ``EVERY_S``. They answer from what they know already, so a look sends no messages and no
+step waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollcall.observe.calls import Busy, Call, CallFile
+from rollcall.observe.events import Events, Mark, MarkKind
+from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, State, read_live, write_live
+from rollcall.observe.logs import keep_logs
+from rollcall.observe.timeline import CONTROLLER_ENDED
+from rollcall.process import device_bytes, resident_bytes
+from rollcall.wait import warn
+
+EVERY_S = 2.0
+
+
+class Recorder:
+    """Begins when it is made. ``rewards`` tells when the reward functions of this process are busy."""
+
+    def __init__(self, run_dir: Path, *, events: Events, look: Callable[[], Look], rewards: Busy) -> None:
+        self._run_dir = Path(run_dir)
+        self._events = events
+        self._look = look
+        self._rewards = rewards
+        self._calls = CallFile(run_dir)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._has_warned = False
+        self._finish_the_last()
+        self._record(is_over=False)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The last look, while the workers are still there."""
+        self._ended.set()
+        self._thread.join()
+        self._record(is_over=True)
+        self._calls.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            self._record(is_over=False)
+
+    def _finish_the_last(self) -> None:
+        """A controller that was killed left its last look behind: the calls of that moment ended with it."""
+        last = read_live(self._run_dir)
+        if last is None or last.is_over:
+            return
+        calls: dict[str, list[Call]] = {}
+        for one in last.processes:
+            if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != State.LOST:
+                calls.setdefault(one.lane, []).append(Call(one.doing, one.since_s, max(last.time_s, one.since_s)))
+        with self._noting_faults():
+            self._calls.append(calls, time_s=last.time_s)
+        doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
+        note = f"in {doing}" if doing else ""
+        self._events.mark(Mark(last.time_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
+
+    def _record(self, *, is_over: bool) -> None:
+        now, look = time.time(), self._look()
+        calls = {**look.calls, REWARDS: self._rewards.take()}
+        live = Live(
+            time_s=round(now, 3),
+            host=socket.gethostname(),
+            is_over=is_over,
+            processes=(self._controller(), self._reward_functions(), *look.processes),
+            missing_nodes=tuple(look.missing_nodes),
+        )
+        with self._noting_faults():
+            for mark in look.marks:
+                self._events.mark(mark)
+            self._calls.append(calls, time_s=now)
+            write_live(self._run_dir, live)
+            keep_logs(self._run_dir, look.logs)
+
+    def _reward_functions(self) -> ProcessState:
+        since_s = self._rewards.since_s
+        state, doing = (State.IDLE, "") if since_s is None else (State.BUSY, REWARDS)
+        return ProcessState(lane=REWARDS, state=state, doing=doing, since_s=since_s)
+
+    def _controller(self) -> ProcessState:
+        current = self._events.current
+        return ProcessState(
+            lane=CONTROLLER,
+            pid=os.getpid(),
+            state=State.BUSY if current else State.IDLE,
+            doing=f"{current[0]} of step {current[1]}" if current else "",
+            since_s=current[2] if current else None,
+            memory_bytes=resident_bytes(os.getpid()),
+            device_bytes=device_bytes(),
+        )
+
+    @contextmanager
+    def _noting_faults(self) -> Iterator[None]:
+        """A disk that is full or gone does not end a run because of this: it is said once, and the next look tries again."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"{self._run_dir}: what the processes do cannot be written: {error.strerror}; the run goes on")

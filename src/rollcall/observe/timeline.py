@@ -1,0 +1,280 @@
+"""What the controller and every worker of a run did, over time, read from its directory.
+
+The controller's lane has the phases of its steps (``events.jsonl``). A worker's lane has its calls (``calls.jsonl``), and between
+them its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``. A directory without these
+files, such as one of an older version, has only the controller's lane.
+
+All times are unix time by the clock of the controller's host: the controller turns the times of other nodes into its own when
+it gets them, whatever their clocks show (``groups/sightings.py``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollcall.observe.calls import Call, read_calls
+from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
+from rollcall.observe.live import CONTROLLER, REWARDS, Live, State, read_live
+from rollcall.words import counted
+
+__all__ = ["CONTROLLER", "Mark", "Span", "Timeline", "idle_shares", "read_timeline"]
+
+SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
+SAME_S = 0.02
+HERE = "local"  # what events name the controller's own process
+CONTROLLER_ENDED = "controller ended"  # a mark
+WORKER_LOST, WORKER_BACK = "worker lost", "worker back"  # marks with a lane
+_PHASE_KINDS = {
+    StepPhase.SYNC: "sync",
+    StepPhase.FINAL_SYNC: "sync",
+    StepPhase.ENGINE_RESTORE: "sync",
+    StepPhase.ROLLOUT: "rollout",
+    StepPhase.EVALUATION: "evaluate",
+    StepPhase.ENGINE_RELEASE: "wait",
+    StepPhase.UPDATE: "update",
+    StepPhase.CHECKPOINT: "save",
+    StepPhase.EXPORT: "save",
+}
+_CALL_KINDS = {
+    **dict.fromkeys(("advance",), "rollout"),
+    **dict.fromkeys(("reward", REWARDS), "reward"),
+    **dict.fromkeys(("update", "update_critic", "score", "score_reference", "values"), "update"),
+    **dict.fromkeys(("invite", "send_weights", "use_weights"), "sync"),
+    **dict.fromkeys(("copy_parts", "write_parts", "parts_written", "write_whole", "export"), "save"),
+    **dict.fromkeys(("parts_here", "bring_parts", "tidy_parts"), "save"),
+}
+
+
+_WORKER = re.compile(r"waited for (\w+)-(\d+) on node (\d+)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``kind``: rollout, reward, update, sync, save, evaluate, wait or other. ``step``: where the controller was."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    kind: str
+    step: int | None
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans by start within each lane, the lanes one after the other; marks by time."""
+
+    lanes: tuple[str, ...]
+    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+
+
+def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Timeline:
+    """``first_step`` and ``last_step`` bound it to the time from the first phase of these steps to the last."""
+    live, marks = read_live(run_dir), read_marks(run_dir)
+    events = read_phases(run_dir, first_step=first_step, last_step=last_step)
+    phases = _phases(events, ends=_ends(marks, live))
+    first_s, last_s = -math.inf, math.inf
+    if first_step is not None or last_step is not None:
+        if not phases:
+            return Timeline((CONTROLLER,), (), ())
+        first_s = min(span.start_s for span in phases) if first_step is not None else first_s
+        last_s = max(span.end_s for span in phases) if last_step is not None else last_s
+    calls = read_calls(run_dir, first_s=first_s, last_s=last_s)
+    for lane, call in _under_way(live):
+        if call.start_s <= last_s and call.end_s > first_s:
+            calls.setdefault(lane, []).append(call)
+    marks += _killed(phases, marks)
+    marks = sorted((mark for mark in marks if first_s <= mark.at_s <= last_s), key=lambda mark: mark.at_s)
+    places = _Places(phases)
+    own = {lane: _spans(lane, found, places) for lane, found in calls.items()}
+    workers = {lane: spans for lane, spans in own.items() if lane != REWARDS}
+    lanes = sorted(own, key=_order)
+    phases = _name_the_last([_with_lane(span, lanes) for span in phases], workers.values())
+    places = _Places(phases)
+    spans = [*phases]
+    for lane in lanes:
+        waits = _waits(lane, own[lane], places, marks=marks) if lane in workers else []
+        spans += sorted([*own[lane], *waits], key=lambda span: span.start_s)
+    return Timeline((CONTROLLER, *lanes), tuple(spans), tuple(marks))
+
+
+def idle_shares(timeline: Timeline) -> dict[str, float]:
+    """The part of the time in which each worker did nothing, from the first span of the timeline to the last."""
+    if not timeline.spans:
+        return {}
+    first = min(span.start_s for span in timeline.spans)
+    last = max(span.end_s for span in timeline.spans)
+    busy: dict[str, float] = defaultdict(float)
+    reached: dict[str, float] = {}
+    for span in timeline.spans:  # by start within a lane
+        if span.kind != "wait":
+            busy[span.lane] += max(span.end_s - max(span.start_s, reached.get(span.lane, first)), 0.0)
+            reached[span.lane] = max(reached.get(span.lane, first), span.end_s)
+    whole = max(last - first, 1e-9)
+    return {lane: max(1.0 - busy[lane] / whole, 0.0) for lane in timeline.lanes if lane != CONTROLLER}
+
+
+def _ends(marks: Sequence[Mark], live: Live | None) -> list[float]:
+    """When a controller was last known to live."""
+    known = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
+    return sorted([*known, *([live.time_s] if live is not None else [])])
+
+
+def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Span]:
+    """The controller's lane. A phase without an end runs still, or ended with its controller."""
+    events = sorted(events, key=lambda event: event.start_s)
+    spans: list[Span] = []
+    for index, event in enumerate(events):
+        if event.phase == StepPhase.EVALUATION_DECISION:
+            continue
+        is_elsewhere = event.waited_for not in (None, HERE)
+        end_s, notes = event.end_s, [f"waited for {event.waited_for}"] if is_elsewhere else []
+        notes += [event.result] if event.result else []
+        if end_s is None:
+            place = bisect.bisect_left(ends, event.start_s)
+            following = events[index + 1].start_s if index + 1 < len(events) else math.inf
+            end_s = min(ends[place] if place < len(ends) else math.inf, following)
+            end_s = event.start_s if end_s == math.inf else end_s
+            notes.append("not ended")
+        kind = _PHASE_KINDS.get(event.phase, "other")  # type: ignore[arg-type]
+        end_s = max(end_s, event.start_s)
+        spans.append(Span(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes)))
+    return spans
+
+
+def _under_way(live: Live | None) -> list[tuple[str, Call]]:
+    """Calls that had not ended when the controller last looked."""
+    if live is None or live.is_over:
+        return []
+    return [
+        (one.lane, Call(one.doing, one.since_s, max(live.time_s, one.since_s)))
+        for one in live.processes
+        if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != State.LOST
+    ]
+
+
+def _killed(phases: Sequence[Span], marks: Sequence[Mark]) -> list[Mark]:
+    """A mark where a controller ended inside a phase and another went on, and none says so yet."""
+    known = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
+    found = []
+    for span, following in zip(phases, phases[1:], strict=False):
+        if not span.note.endswith("not ended"):
+            continue
+        if not any(span.start_s <= at_s <= following.start_s for at_s in known):
+            note = f"in {span.name} of step {span.step}"
+            found.append(Mark(span.end_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
+    return found
+
+
+class _Places:
+    """The controller's phases by time."""
+
+    def __init__(self, phases: Sequence[Span]) -> None:
+        self.phases = [span for span in phases if span.end_s > span.start_s] or list(phases)
+        self._starts = [span.start_s for span in self.phases]
+
+    def at(self, time_s: float) -> Span | None:
+        """The phase that had begun last."""
+        index = bisect.bisect_right(self._starts, time_s) - 1
+        return self.phases[index] if index >= 0 else None
+
+    def longest(self, start_s: float, end_s: float) -> Span | None:
+        """The phase that fills most of this time."""
+        index = max(bisect.bisect_right(self._starts, start_s) - 1, 0)
+        best, most = None, 0.0
+        for span in self.phases[index:]:
+            if span.start_s >= end_s:
+                break
+            shared = min(span.end_s, end_s) - max(span.start_s, start_s)
+            if shared > most:
+                best, most = span, shared
+        return best
+
+
+def _spans(lane: str, calls: Sequence[Call], places: _Places) -> list[Span]:
+    spans: list[Span] = []
+    for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
+        if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
+            continue  # the end of a lost worker may be told twice
+        phase = places.at(call.start_s)
+        kind = _CALL_KINDS.get(call.name, "other")
+        if kind in ("rollout", "reward") and phase is not None and phase.kind == "evaluate":
+            kind = "evaluate"
+        note = counted(call.count, "call") if call.count > 1 else ""
+        step = None if phase is None else phase.step
+        spans.append(Span(lane, call.name, call.start_s, max(call.end_s, call.start_s), kind, step, note))
+    return spans
+
+
+def _with_lane(phase: Span, lanes: Sequence[str]) -> Span:
+    """Events and journal name a worker in other words than the timeline."""
+    match = _WORKER.match(phase.note)
+    if match is None:
+        return phase
+    role, node = f"{match[1]} {match[2]}", f"@ node {match[3]}"
+    lane = next((lane for lane in lanes if lane.endswith(node) and role in re.split(r" [+@] ", lane)), None)
+    return phase if lane is None else replace(phase, note=f"waited for {lane}{phase.note[match.end() :]}")
+
+
+def _name_the_last(phases: Sequence[Span], lanes: Iterable[Sequence[Span]]) -> list[Span]:
+    """The controller's phases with the worker that ended last, where the phase itself does not say whom it waited for."""
+    starts = [span.start_s for span in phases]
+    last: dict[int, Span] = {}
+    for span in (span for own in lanes for span in own):
+        middle_s = (span.start_s + span.end_s) / 2  # its end may seem to be in the next phase, by the error of a clock
+        index = bisect.bisect_right(starts, middle_s) - 1
+        if index < 0 or phases[index].kind != span.kind:
+            continue
+        if index not in last or span.end_s > last[index].end_s:
+            last[index] = span
+    return [
+        replace(span, note=f"waited for {last[index].lane}{'; ' if span.note else ''}{span.note}")
+        if index in last and "waited for" not in span.note
+        else span
+        for index, span in enumerate(phases)
+    ]
+
+
+def _waits(lane: str, spans: Sequence[Span], places: _Places, *, marks: Sequence[Mark]) -> list[Span]:
+    """The pauses of a worker. While it is lost, its seat is empty."""
+    lost = [mark.at_s for mark in marks if mark.lane == lane and mark.name == WORKER_LOST]
+    found = []
+    reached = spans[0].end_s if spans else 0.0
+    for span in spans[1:]:
+        start_s, end_s = reached, span.start_s
+        reached = max(reached, span.end_s)
+        if end_s - start_s < SHORTEST_WAIT_S:
+            continue
+        phase = places.longest(start_s, end_s)
+        step = None if phase is None else phase.step
+        if any(start_s - SHORTEST_WAIT_S <= at_s <= end_s for at_s in lost):
+            found.append(Span(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
+            continue
+        note = "" if phase is None else f"during {phase.name} of step {phase.step}"
+        if phase is not None and (whom := _waited_for(phase)) and whom != lane:
+            note += f", which waited for {whom}"
+        found.append(Span(lane, "wait", start_s, end_s, "wait", step, note))
+    return found
+
+
+def _waited_for(phase: Span) -> str:
+    first = phase.note.split("; ")[0]
+    return first.removeprefix("waited for ") if first.startswith("waited for ") else ""
+
+
+def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Names with numbers in them, 2 before 10; rewards last.
+
+    >>> sorted(["rollout 10 @ node 1", "rewards", "rollout 2 @ node 0", "actor 0 @ node 0"], key=_order)
+    ['actor 0 @ node 0', 'rollout 2 @ node 0', 'rollout 10 @ node 1', 'rewards']
+    """
+    parts = lane.split()
+    return lane == REWARDS, [(int(part), "") if part.isdecimal() and len(part) < 10 else (-1, part) for part in parts]
