@@ -99,7 +99,7 @@ class StandInWorkers:
     def export(self, directory: Path) -> None:
         return None
 
-    def look(self) -> Look:
+    def look(self, *, last: bool = False) -> Look:
         return Look()
 
     def close(self) -> None:

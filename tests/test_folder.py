@@ -32,6 +32,8 @@ from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, 
 from rollcall.groups.folder.master import FolderBackend
 from rollcall.groups.folder.worker import FolderWorker
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
+from rollcall.observe.live import REWARDS
+from rollcall.observe.timeline import CONTROLLER, read_timeline
 from rollcall.train_in_folder import read_weights, with_folder
 from rollcall.weights.protocol import RefusedUpdateError
 from rollcall.weights.transports import open_receiver, open_sender
@@ -378,6 +380,10 @@ def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_wei
     assert [path for path in Messages(share).root.rglob("*") if path.is_file() and path.name != "presence.json"] == []
     said = json.loads((Messages(share).master / "presence.json").read_text())
     assert said["state"] == State.ENDED != State.RUNNING
+    found = read_timeline(config.run.dir)
+    lanes = ["actor 0 + rollout 0 @ node 0", "rollout 1 @ node 1", "rollout 2 @ node 2"]
+    assert found.lanes == (CONTROLLER, *lanes, REWARDS)
+    assert all({"rollout", "sync"} <= {span.kind for span in found.spans if span.lane == lane} for lane in lanes)
 
 
 @pytest.mark.slow

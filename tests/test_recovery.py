@@ -39,6 +39,8 @@ from rollcall.errors import (
 from rollcall.groups.failures import is_about_a_peer
 from rollcall.groups.pulse import look
 from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
+from rollcall.observe.live import REWARDS, read_live
+from rollcall.observe.timeline import CONTROLLER, WORKER_BACK, WORKER_LOST, read_timeline
 from rollcall.plan.placement import Role
 from rollcall.roles.engines import RemoteEngine
 from rollcall.roles.router import RolloutWorker, Router
@@ -456,6 +458,31 @@ def test_a_lost_rollout_process_is_replaced_within_the_attempt_and_a_lost_actor_
     assert len(actor.built) == 2, "the actor lived on without the rollout process, and not the other way round"
     assert "rollout-0 on node 0 is lost" in caplog.text
     check_whole(config, undisturbed)
+    import shutil
+
+    shutil.copytree(config.run.dir, "/tmp/b/apart", dirs_exist_ok=True)
+    check_timeline(config)
+
+
+def check_timeline(config: Config) -> None:
+    """It has both workers with what they did, the two losses where they were, and what came back."""
+    found = read_timeline(config.run.dir)
+    rollout, actor = "rollout 0 @ node 0", "actor 0 @ node 0"
+    assert found.lanes == (CONTROLLER, actor, rollout, REWARDS)
+    for lane, kinds in ((actor, {"update", "sync", "wait"}), (rollout, {"rollout", "sync", "wait"})):
+        spans = [span for span in found.spans if span.lane == lane]
+        assert kinds <= {span.kind for span in spans}
+        assert {span.step for span in spans} >= set(range(1, STEPS + 1))
+        # One process does one thing at a time, whatever the clocks say.
+        assert all(one.end_s <= next_.start_s + 0.05 for one, next_ in zip(spans, spans[1:], strict=False)), spans
+    marks = [(mark.name, mark.lane) for mark in found.marks]
+    assert marks.count((WORKER_LOST, rollout)) == 1 and marks.count((WORKER_LOST, actor)) == 1
+    assert marks.index((WORKER_LOST, rollout)) < marks.index((WORKER_BACK, rollout)) < marks.index((WORKER_LOST, actor))
+    assert [name for name, _ in marks if "attempt" in name] == ["attempt 1 begins", "attempt lost", "attempt 2 begins"]
+    live = read_live(config.run.dir)
+    assert live is not None and live.is_over and {one.lane for one in live.processes} == set(found.lanes)
+    assert all(one.memory_bytes > 0 and one.num_calls > 0 for one in live.processes if one.roles)
+    assert all(one.log for one in live.processes if one.roles)
 
 
 @pytest.mark.slow

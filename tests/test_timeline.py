@@ -250,7 +250,7 @@ def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_le
         )
     ]
     events, rewards = Events(tmp_path), Busy(REWARDS)
-    recorder = Recorder(tmp_path, events=events, look=lambda: looks.pop() if looks else Look(), rewards=rewards)
+    recorder = Recorder(tmp_path, events=events, look=lambda last: looks.pop() if looks else Look(), rewards=rewards)
     live = read_live(tmp_path)
     assert (
         live is not None and [one.lane for one in live.processes] == [CONTROLLER, REWARDS, ACTOR] and not live.is_over

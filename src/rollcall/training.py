@@ -38,6 +38,7 @@ from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
+from rollcall.observe.timeline import ATTEMPT_LOST
 from rollcall.plan.memory import element_size, read_sizes
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
@@ -184,7 +185,7 @@ def _mark_end(run_dir: Path, reason: Exception) -> None:
     """Another attempt follows, for this reason."""
     if not run_dir.is_dir():
         return
-    name, kind = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else ("attempt lost", MarkKind.FAULT)
+    name, kind = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
     events = Events(run_dir)
     events.mark(Mark(time.time(), name, kind, None, headline(loss_of(reason) or reason)))
     events.close()

@@ -147,8 +147,9 @@ class Crew(Protocol):
         """Put a new process into the seat of a lost worker; returns where it is now."""
         ...
 
-    def sightings(self) -> Sightings:
-        """What its workers do and did since it was last asked. It asks nobody."""
+    def sightings(self, *, last: bool = False) -> Sightings:
+        """What its workers do and did since it was last asked. It asks nobody, unless this is the ``last`` time: then it waits a
+        moment for what they did until now."""
         ...
 
     def stop(self, *, timeout_s: float) -> None:

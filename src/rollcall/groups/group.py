@@ -286,10 +286,11 @@ class WorkerGroup:
         self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
-    def sightings(self) -> Sightings:
-        """What the workers do, and did since the last time; nothing once the group is shut down. It asks nobody."""
+    def sightings(self, *, last: bool = False) -> Sightings:
+        """What the workers do, and did since the last time; nothing once the group is shut down. It asks nobody, unless this is
+        the ``last`` time."""
         crew = self._crew
-        return Sightings() if crew is None else crew.sightings()
+        return Sightings() if crew is None else crew.sightings(last=last)
 
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False

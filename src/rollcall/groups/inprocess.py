@@ -102,7 +102,7 @@ class InProcessCrew:
         (self._workers[rank],) = self.gather([self._make(self._specs[rank])], wait=Wait(timeout_s))
         return self._specs[rank]
 
-    def sightings(self) -> Sightings:
+    def sightings(self, *, last: bool = False) -> Sightings:
         return self._lookout.take(self.pids[: len(self._workers)])
 
     def stop(self, *, timeout_s: float) -> None:

@@ -10,6 +10,8 @@ from rollcall.redact import redact
 
 FIRST_BYTES, MOST_BYTES = 8 << 10, 16 << 10  # of the first look, and of one look
 
+OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # lines that Ray writes for itself
+
 
 class LogTail:
     """The files that standard output and standard error of a process go to."""
@@ -48,7 +50,8 @@ class LogTail:
         if not whole and len(data) >= MOST_BYTES:
             whole = len(data)  # a line without an end
         self._ends[path] = start + whole
-        return redact(data[:whole].decode(errors="replace")).encode()
+        lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
+        return redact(b"".join(lines).decode(errors="replace")).encode()
 
 
 def _file_of(pid: int, number: int) -> str:

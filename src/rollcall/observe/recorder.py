@@ -1,7 +1,7 @@
 """The thread of the controller that writes down what every process does: ``live.json``, ``calls.jsonl``, marks, logs.
 
 It asks the roles for a ``Look`` every ``EVERY_S``. They answer from what they know already, so a look sends no messages and no
-step waits for it.
+step waits for it. Only the last look of an attempt asks them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from rollcall.observe.calls import Busy, Call, CallFile
 from rollcall.observe.events import Events, Mark, MarkKind
@@ -25,10 +26,14 @@ from rollcall.wait import warn
 EVERY_S = 2.0
 
 
+class Looking(Protocol):
+    def __call__(self, *, last: bool) -> Look: ...
+
+
 class Recorder:
     """Begins when it is made. ``rewards`` tells when the reward functions of this process are busy."""
 
-    def __init__(self, run_dir: Path, *, events: Events, look: Callable[[], Look], rewards: Busy) -> None:
+    def __init__(self, run_dir: Path, *, events: Events, look: Looking, rewards: Busy) -> None:
         self._run_dir = Path(run_dir)
         self._events = events
         self._look = look
@@ -68,7 +73,7 @@ class Recorder:
         self._events.mark(Mark(last.time_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
 
     def _record(self, *, is_over: bool) -> None:
-        now, look = time.time(), self._look()
+        look, now = self._look(last=is_over), time.time()
         calls = {**look.calls, REWARDS: self._rewards.take()}
         live = Live(
             time_s=round(now, 3),

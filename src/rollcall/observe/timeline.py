@@ -29,6 +29,7 @@ SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
 SAME_S = 0.02
 HERE = "local"  # what events name the controller's own process
 CONTROLLER_ENDED = "controller ended"  # a mark
+ATTEMPT_LOST = "attempt lost"  # a mark: all workers are ended
 WORKER_LOST, WORKER_BACK = "worker lost", "worker back"  # marks with a lane
 _PHASE_KINDS = {
     StepPhase.SYNC: "sync",
@@ -246,6 +247,7 @@ def _name_the_last(phases: Sequence[Span], lanes: Iterable[Sequence[Span]]) -> l
 def _waits(lane: str, spans: Sequence[Span], places: _Places, *, marks: Sequence[Mark]) -> list[Span]:
     """The pauses of a worker. While it is lost, its seat is empty."""
     lost = [mark.at_s for mark in marks if mark.lane == lane and mark.name == WORKER_LOST]
+    lost += [mark.at_s for mark in marks if mark.name in (ATTEMPT_LOST, CONTROLLER_ENDED)]
     found = []
     reached = spans[0].end_s if spans else 0.0
     for span in spans[1:]:

@@ -277,8 +277,8 @@ class RayCrew:
     def _actor(self, rank: int) -> dict[str, Any]:
         return ray_state.actors(self._hosts[rank]._actor_id.hex())
 
-    def sightings(self) -> Sightings:
-        return self._supervisor.sightings(self.pids)
+    def sightings(self, *, last: bool = False) -> Sightings:
+        return self._supervisor.sightings(self.pids, last=last)
 
     def stop(self, *, timeout_s: float) -> None:
         """End the workers on all nodes at once; lost nodes are not waited for."""

@@ -27,7 +27,7 @@ from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.links import Links
 from rollcall.groups.logs import LogTail
-from rollcall.groups.pulse import Reader, Seen, dump_stacks
+from rollcall.groups.pulse import JOIN_S, Reader, Seen, dump_stacks
 from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.groups.slow import SlowCalls
 from rollcall.groups.sockets import FlowCounter, Flows, read_connections
@@ -69,10 +69,9 @@ class Eyes:
             self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
         return self._answer(pids, self._counter.count(read_connections(), peers=peers))
 
-    def look_once(self, rank: int, pid: int) -> NodeLook:
-        """The last look at a worker that is lost."""
-        known = {rank: pid} if pid in self._readers else {}
-        return self._answer(known, Flows())
+    def look_once(self, pids: Mapping[int, int]) -> NodeLook:
+        """The last look at these workers, which may be lost."""
+        return self._answer({rank: pid for rank, pid in pids.items() if pid in self._readers}, Flows())
 
     def _answer(self, pids: Mapping[int, int], flows: Flows) -> NodeLook:
         now_s = time.monotonic()
@@ -132,14 +131,9 @@ class Supervisor:
     def remove(self, rank: int) -> None:
         """The worker of this rank is known to be lost. Its node is asked once more what it did."""
         with self._lock:
-            spec, pid = self._seats.pop(rank, (None, 0))
-            if spec is None or spec.node.node_id in self._silent_nodes:
-                return
-        asked_s = time.time()
-        with suppress(RayError):  # the node may be gone with it
-            call = self._eyes[spec.node.node_id].look_once.remote(rank, pid)
-            answer: NodeLook = ray.get(call, timeout=ANSWER_S)
-            self._keep(spec.node.node_id, answer, ranks={rank}, asked_s=asked_s)
+            seat = self._seats.pop(rank, None)
+        if seat is not None:
+            self._look_last({rank: seat})
 
     @property
     def answering(self) -> set[int]:
@@ -161,10 +155,30 @@ class Supervisor:
         for rank, why in losses.items():
             self._lookout.lose(rank, why)
 
-    def sightings(self, pids: Sequence[int]) -> Sightings:
+    def sightings(self, pids: Sequence[int], *, last: bool) -> Sightings:
+        if last:
+            with self._lock:
+                seats = dict(self._seats)
+            self._look_last(seats)
         with self._lock:
             silent = {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id in self._silent_nodes}
         return self._lookout.take(pids, silent=silent)
+
+    def _look_last(self, seats: Mapping[int, tuple[WorkerSpec, int]]) -> None:
+        """Ask the nodes of these workers, if they answer, what those did until now."""
+        time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by one like it
+        by_node: dict[str, dict[int, int]] = {}
+        with self._lock:
+            for rank, (spec, pid) in seats.items():
+                if spec.node.node_id not in self._silent_nodes:
+                    by_node.setdefault(spec.node.node_id, {})[rank] = pid
+        asked_s = time.time()
+        calls = {node_id: self._eyes[node_id].look_once.remote(pids) for node_id, pids in by_node.items()}
+        ready = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
+        for node_id, call in calls.items():
+            if call in ready:
+                with suppress(RayError):  # the node may be gone with them
+                    self._keep(node_id, ray.get(call), ranks=set(by_node[node_id]), asked_s=asked_s)
 
     def stop(self) -> None:
         self._ended.set()

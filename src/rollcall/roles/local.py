@@ -53,7 +53,7 @@ class LocalWorkers(Trained, Held[LocalEngine]):
     def max_positions(self) -> int:
         return self.engine.max_positions
 
-    def look(self) -> Look:
+    def look(self, *, last: bool = False) -> Look:
         return Look()  # there is only this process, which the controller knows
 
     def close(self) -> None:

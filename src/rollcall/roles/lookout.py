@@ -14,9 +14,11 @@ from rollcall.plan.placement import PlannedProcess
 from rollcall.process import STOPPED
 
 
-def look_at(group: WorkerGroup, processes: Sequence[PlannedProcess], *, missing_nodes: Collection[int] = ()) -> Look:
+def look_at(
+    group: WorkerGroup, processes: Sequence[PlannedProcess], *, missing_nodes: Collection[int] = (), last: bool = False
+) -> Look:
     """``processes`` by rank in the group."""
-    seen = group.sightings()
+    seen = group.sightings(last=last)
     lanes = {rank: lane_of(process, node=group.specs[rank].node.node_rank) for rank, process in enumerate(processes)}
     return Look(
         processes=[_state(one, group, processes[one.rank], lane=lanes[one.rank]) for one in seen.workers],

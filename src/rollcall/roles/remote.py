@@ -115,8 +115,8 @@ class RemoteWorkers(Held[RemoteEngine]):
     def shares_policy(self) -> bool:
         return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
 
-    def look(self) -> Look:
-        return look_at(self.team.group, self.processes, missing_nodes=self.missing_nodes)
+    def look(self, *, last: bool = False) -> Look:
+        return look_at(self.team.group, self.processes, missing_nodes=self.missing_nodes, last=last)
 
     def export(self, directory: Path) -> None:
         self.team.call_role(Role.ACTOR, "export", directory.resolve())

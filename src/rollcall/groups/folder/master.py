@@ -17,6 +17,7 @@ from rollcall.errors import ClusterError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec
 from rollcall.groups.dispatch import Drop
 from rollcall.groups.failures import died, failure_of, listed, unanswered
+from rollcall.groups.folder.mailbox import BEAT_S
 from rollcall.groups.folder.post import Call, Post
 from rollcall.groups.folder.told import read_told
 from rollcall.groups.host import GROUP_MARK, end_group
@@ -124,7 +125,9 @@ class FolderCrew:
     def is_alive(self, rank: int) -> bool:
         return self._members[rank].death is None
 
-    def sightings(self) -> Sightings:
+    def sightings(self, *, last: bool = False) -> Sightings:
+        if last:
+            self._post.await_beat(self._members, timeout_s=3 * BEAT_S)
         for rank, member in enumerate(self._members):
             facts, age_s = self._post.facts_of(member)
             answered_s = time.time() - age_s

@@ -170,6 +170,16 @@ class Post:
         peer = self._peers[member.rank]
         return (peer.facts, peer.silent_s) if peer.incarnation == member.incarnation else ({}, 0.0)
 
+    def await_beat(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        """Until each of these workers has told what it did until now, or is dead, or the time is over."""
+        wait = Wait(timeout_s)
+        told = {member.rank: self._peers[member.rank].facts.get("counter") for member in members}
+        while not wait.is_over and any(
+            member.death is None and self._peers[member.rank].facts.get("counter") == told[member.rank]
+            for member in members
+        ):
+            time.sleep(BEAT_S / 10)
+
     def start_child(self) -> None:
         """Start node 0's worker. It ends when its standard input ends, so with this process."""
         if self._child is not None and self._child.poll() is None:
