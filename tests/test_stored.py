@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES, SHAPE
 
 from rollcall.checkpoint.store import CheckpointStore
+from rollcall.stored.dtypes import DTYPES
 from rollcall.stored.manifest import newest_checkpoint
 from rollcall.stored.open import open_stored
+from rollcall.stored.outline import outline_of, usual_outline
 from rollcall.stored.safetensors import open_parts
 from rollcall.stored.tensors import Piece, StoredError, StoredFile, StoredTensor, refuse_gaps
 
@@ -212,7 +215,7 @@ def test_a_damaged_model_directory_is_refused(tmp_path: Path, how: str) -> None:
 def test_blocks_must_cover_a_tensor_exactly_once() -> None:
     def tensor(*blocks: tuple[tuple[int, int], tuple[int, int]]) -> StoredTensor:
         pieces = tuple(Piece(file=Path(f"f{n}"), offset=0, start=a, shape=s) for n, (a, s) in enumerate(blocks))
-        return StoredTensor(name="x", dtype=torch.float32, shape=(4, 4), pieces=pieces)
+        return StoredTensor(name="x", dtype=DTYPES["float32"], shape=(4, 4), pieces=pieces)
 
     refuse_gaps(tensor(((0, 0), (4, 4))), origin="o")
     refuse_gaps(tensor(((0, 0), (2, 4)), ((2, 0), (2, 1)), ((2, 1), (2, 3)), ((4, 0), (0, 4))), origin="o")
@@ -226,3 +229,38 @@ def test_blocks_must_cover_a_tensor_exactly_once() -> None:
     ):
         with pytest.raises(StoredError):
             refuse_gaps(wrong, origin="o")
+
+
+def test_every_type_that_is_stored_is_that_of_torch() -> None:
+    for name, dtype in DTYPES.items():
+        assert str(dtype) == str(dtype.torch) and dtype.torch.itemsize == dtype.itemsize, name
+        assert dtype.torch.is_floating_point == dtype.is_floating_point, name
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES])
+def test_the_usual_models_have_the_tensors_that_transformers_gives_them(tmp_path: Path, name: str) -> None:
+    config_class, _, extra = ARCHITECTURES[name]
+    config = config_class(**{**SHAPE, **extra})
+    config.architectures = [ARCHITECTURES[name][1].__name__]
+    config.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    outline = usual_outline(fields)
+    assert (outline is None) is (name == "llama3-rope")  # positions that are stretched: transformers is asked
+    if outline is not None:
+        assert outline == outline_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "gpt2"}, {"architectures": ["LlamaForSequenceClassification"]}, {"tie_word_embeddings": None}, {"head_dim": None},
+     {"layer_types": ["full_attention"]}, {"layer_types": [["full_attention"], {}]}, {"hidden_act": "other"}, {"pad_token_id": 40},
+     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, {"quantization_config": {}}, {"auto_map": {}},
+     {"attention_bias": "no"}],
+)  # fmt: skip
+def test_of_a_model_that_is_not_usual_transformers_is_asked(change: dict[str, Any]) -> None:
+    fields = {
+        **SHAPE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
+    }  # fmt: skip
+    assert usual_outline(fields) is not None
+    assert usual_outline({**fields, **change}) is None

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from verl_shards import write_verl
 
+from rollcall.stored import unpickle as pickles
 from rollcall.stored.open import open_stored
 from rollcall.stored.tensors import StoredError
 from rollcall.stored.unpickle import unpickle
@@ -116,8 +118,8 @@ def _damage(folder: Path, how: str) -> str:
     elif how == "another run":
         write_verl(folder / "other", {**WHOLE, "inv_freq": torch.zeros(3)}, mesh=(4,), plain=PLAIN)
         shutil.copy(folder / "other" / third.name, third)
-    elif how == "another rank":
-        shutil.copy(folder / "model_world_size_4_rank_3.pt", third)
+    elif how == "another rank":  # whose block is as large
+        shutil.copy(folder / "model_world_size_4_rank_1.pt", third)
     elif how == "two world sizes":
         shutil.copy(third, folder / "model_world_size_8_rank_2.pt")
         return "4 and 8 processes"
@@ -215,6 +217,19 @@ HOSTILE = {
     "a name that is written out without an end": b"\x80\x02ctorch\ndevice\n)" + b"2\x86" * 60 + b"\x85R.",
     "a state for one of our functions": b"\x80\x02ctorch\nSize\nN}" + text("__defaults__") + b")s\x86b.",
     "a state for what all files share": b"\x80\x02ctorch.storage\nUntypedStorage\n]" + text("k") + b"aNab.",
+    "a size that is copied again and again": b"\x80\x02ctorch\nSize\n](" + b"K\x01" * 2000 + b"e\x85R.",
+    "arguments that are copied again and again": b"\x80\x02ctorch.distributed.tensor\nDTensor\n("
+    + b"K\x01" * 2000
+    + b"t\x81.",
+    "a path without an end": b"\x80\x02cpathlib\nPosixPath\n" + text("x" * 5000) + b"\x85R.",
+    "a set without an end": b"\x80\x02cbuiltins\nset\n](" + b"K\x01" * 2000 + b"e\x85R.",
+    "text that is longer than the file": b"\x80\x02X\xff\xff\xff\x7fabc.",
+    "a protocol of the future": b"\x80\x09N.",
+    "items for what is no dict": b"\x80\x02]K\x01K\x02s.",
+    "a value for what is no list": b"\x80\x02}K\x01a.",
+    "a call of what cannot be called": b"\x80\x02K\x01)R.",
+    "nothing": b"",
+    "no end": b"\x80\x02N",
     "a code of the registry of extensions": b"\x80\x02\x82\x01.",
 }
 
@@ -294,3 +309,26 @@ def test_a_member_of_an_enum_is_read_as_every_python_writes_it() -> None:
 def test_no_other_attribute_is_looked_up_for_a_pickle(owner: Any) -> None:
     with pytest.raises(StoredError, match="cannot be read|wants"):
         unpickle(pickle.dumps(Attribute(owner, "__class__")), what="a.pt")
+
+
+def test_shards_that_differ_only_in_their_rank_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"a.weight": torch.arange(32.0).reshape(8, 4), "b.weight": torch.arange(8.0)}
+    folder = write_verl(tmp_path, whole, mesh=(4,))
+    read: list[str] = []
+    monkeypatch.setattr(pickles, "unpickle", lambda data, *, what: read.append(what) or unpickle(data, what=what))
+    stored = open_stored(folder)
+    assert len(read) == 1 and all(torch.equal(stored.read(name), tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_records_are_found_wherever_a_writer_put_them(tmp_path: Path, aligned: bool) -> None:
+    """At torch's places, and in an archive that another program packed again without them."""
+    path = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save(WHOLE, path)
+    if not aligned:
+        with zipfile.ZipFile(path) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, data in records.items():
+                archive.writestr(name, data)
+    assert_whole(tmp_path)

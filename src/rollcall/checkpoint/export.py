@@ -18,11 +18,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollcall.checkpoint.beside import ENDS, describe_beside
-from rollcall.checkpoint.probe import PROBE, TrainedProbe
+from rollcall.checkpoint.probe import TrainedProbe
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
-from rollcall.stored.safetensors_header import STORED_NAMES, write_header
+from rollcall.stored.dtypes import OF_SAFETENSORS
+from rollcall.stored.find import PROBE
+from rollcall.stored.safetensors_header import write_header
 
 
 def export_model(
@@ -80,10 +82,10 @@ def model_files(
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype not in STORED_NAMES:
+    known = next((one for one in OF_SAFETENSORS.values() if one.name == name and one.is_floating_point), None)
+    if known is None:
         raise ValueError(f"dtype {name!r} is not a precision to export in; use float32, bfloat16 or float16")
-    return dtype
+    return known.torch
 
 
 def _write_configs(

@@ -20,10 +20,10 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.learner.learner import Learner, score_samples
+from rollcall.stored.find import PROBE
 from rollcall.types import Completion, FinishReason, Sample, Segment
 from rollcall.version import __version__
 
-PROBE = "probe.json"
 MOST_BYTES = 1 << 28  # of a small file that Rollcall wrote itself
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 _STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples spread evenly over the vocabulary

@@ -29,12 +29,13 @@ from rollcall.checkpoint.in_parts import (
     refuse_others,
 )
 from rollcall.checkpoint.parts import File
-from rollcall.checkpoint.probe import PROBE, probe_of
+from rollcall.checkpoint.probe import probe_of
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
+from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir
 
 

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from rollcall.checkpoint.beside import differing
-from rollcall.checkpoint.probe import MOST_BYTES, PROBE, TrainedProbe, read_probe
+from rollcall.checkpoint.probe import MOST_BYTES, TrainedProbe, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.model.load import loading, own_code, refuse_other_tensors
+from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir
 from rollcall.stored.tensors import Stored
 
@@ -133,9 +134,9 @@ def _leave_mark(model_dir: Path, result: Verified, probe: TrainedProbe, *, files
 
 def _refuse_other_dtype(stored: Stored, *, wanted: str, trained: str, model_dir: Path) -> None:
     others = {
-        str(tensor.dtype).removeprefix("torch."): name
+        tensor.dtype.name: name
         for name, tensor in stored.tensors.items()
-        if tensor.dtype.is_floating_point and str(tensor.dtype) != f"torch.{wanted}"
+        if tensor.dtype.is_floating_point and tensor.dtype.name != wanted
     }
     if others:
         other, name = next(iter(others.items()))

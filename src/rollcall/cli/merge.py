@@ -63,7 +63,6 @@ def merge(
       rollcall merge checkpoints/global_step_100/actor --out models/from-verl
       rollcall merge dcp-folder --base models/Qwen3-0.6B --out models/from-dcp --max-shard-size 2GB
     """
-    say("loading torch and transformers")
     from rollcall.merge.merge import DTYPES
     from rollcall.merge.merge import merge as merge_stored
     from rollcall.stored.open import open_stored
@@ -81,7 +80,7 @@ def merge(
     from rollcall.checkpoint.verify import verify as compare
 
     wanted = DTYPES.get(dtype)
-    verified = compare(merged.out, dtype=None if wanted is None else str(wanted).removeprefix("torch."))
+    verified = compare(merged.out, dtype=None if wanted is None else wanted.name)
     if as_json:
         print(json.dumps(merged.as_json() | {"verified": asdict(verified)}))
         return
@@ -91,7 +90,7 @@ def merge(
 
 def _refuse_without_probe(checkpoint: Path, folder: Path | None) -> None:
     """Before a merge that may take an hour: what --verify compares with must be there."""
-    from rollcall.checkpoint.probe import PROBE
+    from rollcall.stored.find import PROBE
 
     if folder is None or not (folder / PROBE).is_file():
         raise ValueError(

@@ -161,7 +161,7 @@ class _Work:
 
     def verify(self) -> FinishStep:
         wanted = DTYPES.get(self._section.dtype)
-        dtype = None if wanted is None else str(wanted).removeprefix("torch.")
+        dtype = None if wanted is None else wanted.name
         if not self._begun and not why_not_verified(self.model):
             return FinishStep(name="verify", state="was done", words=f"{self.model} is as it was verified")
         if self._dry_run:

@@ -15,10 +15,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollcall.checkpoint.probe import PROBE
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.merge.card import not_of_a_model
 from rollcall.redact import redact, remember
+from rollcall.stored.find import PROBE
 from rollcall.wait import say
 from rollcall.words import visible
 

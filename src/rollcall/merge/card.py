@@ -10,11 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rollcall.checkpoint.probe import PROBE
 from rollcall.config.yaml import read_small, read_yaml
+from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
+from rollcall.stored.find import PROBE
 from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
 from rollcall.words import visible
@@ -42,7 +41,7 @@ def not_of_a_model(folder: Path) -> Path | None:
     return next((path for path in sorted(folder.rglob("*")) if not belongs(path)), None)
 
 
-def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: torch.dtype | None) -> None:
+def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
     """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
 
     What the model computed is known from the folder of its own weights: the probe of another model would refuse it.
@@ -76,7 +75,7 @@ def _free_beside(data: bytes) -> bytes:
         return data  # its reader says what is wrong with it
 
 
-def _config(data: bytes, path: Path, *, dtype: torch.dtype | None) -> bytes:
+def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
     """Without the path that the model was once loaded from, which is of no use elsewhere."""
     try:
         fields = json.loads(data)
@@ -85,7 +84,7 @@ def _config(data: bytes, path: Path, *, dtype: torch.dtype | None) -> bytes:
             fields["_name_or_path"] = name
         if dtype is not None:
             fields.pop("torch_dtype", None)
-            fields["dtype"] = str(dtype).removeprefix("torch.")
+            fields["dtype"] = dtype.name
     except (ValueError, AttributeError, RecursionError) as error:
         raise StoredError(f"{path} is not a model's config.json ({error}); restore the file") from None
     return (json.dumps(fields, indent=2) + "\n").encode()
@@ -139,7 +138,7 @@ def card(
     stored: Stored,
     *,
     num_parameters: int,
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[DType],
     facts: Mapping[str, str],
     notes: Sequence[str],
 ) -> str:
@@ -147,7 +146,7 @@ def card(
     rows = {
         **facts,
         "parameters": f"{num_parameters:,}",
-        "type of the weights": ", ".join(sorted(str(one).removeprefix("torch.") for one in dtypes)),
+        "type of the weights": ", ".join(sorted(one.name for one in dtypes)),
         "merged from": f"a {stored.kind}",
         "versions": f"rollcall {__version__}, " + ", ".join(f"{name} {version}" for name, version in versions.items()),
     }

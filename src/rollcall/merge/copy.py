@@ -1,6 +1,7 @@
 """Copy one unit: read its range once in order, check it, write each element to its place.
 
-Memory is a few buffers of ``CHUNK`` bytes for each thread, whatever the size of the tensors.
+Memory is one buffer of ``CHUNK`` bytes for each thread, whatever the size of the tensors; it is small, so that what was read is
+still in the processor's cache when it is checked and written.
 """
 
 from __future__ import annotations
@@ -10,15 +11,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
-
-import numpy as np
-import torch
 
 from rollcall.merge.plan import Copy, Unit
 from rollcall.stored.files import StoredError, StoredFile, new_checksum
 
-CHUNK = 8 << 20  # a multiple of every element's size
+CHUNK = 512 << 10  # a multiple of every element's size
+ELEMENT = 16  # bytes of the largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +31,16 @@ class _Span:
 def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]) -> None:
     """``outs`` are the descriptors of the written files; ``advance`` is told the number of copied bytes."""
     checks = _Checks(unit)
-    buffer = memoryview(bytearray(CHUNK))
     fd = os.open(unit.file.path, os.O_RDONLY)
     try:
         if (size := os.fstat(fd).st_size) != unit.file.size:
             raise StoredError(f"{unit.file} has {size:,} bytes instead of {unit.file.size:,}; restore the file")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        reader = _Reader(fd, unit.file)
         for span in _spans(unit):
             at = span.begin
             while at < span.end:
-                data = buffer[: min(CHUNK, span.end - at)]
-                _read(fd, data, at, file=unit.file)
+                data = reader.some(at, span.end)
                 checks.take(data, at)
                 for copy in span.copies:
                     _write(copy, data, at, outs)
@@ -73,6 +71,28 @@ def _spans(unit: Unit) -> Iterator[_Span]:
             check = next(checked)
         if active or check[0] <= begin:
             yield _Span(begin=begin, end=end, copies=tuple(active))
+
+
+class _Reader:
+    """Reads a file in chunks, in order; small ranges that lie together come from one chunk."""
+
+    def __init__(self, fd: int, file: StoredFile) -> None:
+        self._fd, self._file = fd, file
+        self._buffer = memoryview(bytearray(CHUNK))
+        self._begin = self._end = 0  # of what the buffer holds
+
+    def some(self, at: int, end: int) -> memoryview:
+        """The bytes from ``at`` on, at most to ``end``; whole elements of a tensor that begins or goes on at ``at``."""
+        if self._begin <= at < self._end:
+            stop = min(end, self._end)
+            if stop < end:
+                stop -= (stop - at) % ELEMENT
+            if stop > at:
+                return self._buffer[at - self._begin : stop - self._begin]
+        size = min(CHUNK, self._file.size - at)
+        _read(self._fd, self._buffer[:size], at, file=self._file)
+        self._begin, self._end = at, at + size
+        return self._buffer[: min(size, end - at)]
 
 
 def _read(fd: int, data: memoryview, offset: int, *, file: StoredFile) -> None:
@@ -132,41 +152,48 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
         data = _converted(data, copy)
     width = copy.written.itemsize
     fd = outs[copy.file]
-    run, starts = _runs(copy)
-    if len(starts) == 1:
-        _pwrite(fd, data, copy.offset + (int(starts[0]) + first) * width)
-        return
+    outer = _outer(copy)
+    run = prod(copy.piece.shape[outer:])  # elements that lie together in the whole tensor
     done, count = 0, len(data) // width
     while done < count:
         number, inside = divmod(first + done, run)
         num = min(run - inside, count - done)
-        _pwrite(fd, data[done * width : (done + num) * width], copy.offset + (int(starts[number]) + inside) * width)
+        place = copy.offset + (_begin_of_run(copy, number, outer=outer) + inside) * width
+        _pwrite(fd, data[done * width : (done + num) * width], place)
         done += num
 
 
-def _runs(copy: Copy) -> tuple[int, np.ndarray[Any, Any]]:
-    """How many elements of a piece lie together in the whole tensor, and where each such run begins there, in elements."""
-    piece, whole = copy.piece, copy.shape
-    dim = len(whole)
-    while dim and piece.shape[dim - 1] == whole[dim - 1]:
+def _outer(copy: Copy) -> int:
+    """How many of a piece's dimensions lie outside of a run of elements that lie together in the whole tensor."""
+    dim = len(copy.shape)
+    while dim and copy.piece.shape[dim - 1] == copy.shape[dim - 1]:
         dim -= 1
-    outer = max(dim - 1, 0)  # what lies outside of a run
-    strides = [prod(whole[d + 1 :]) for d in range(len(whole))]
-    starts = np.array([sum(a * s for a, s in zip(piece.start, strides, strict=True))], dtype=np.int64)
-    for d in range(outer):
-        steps = np.arange(piece.shape[d], dtype=np.int64) * strides[d]
-        starts = (starts[:, None] + steps[None, :]).reshape(-1)
-    return prod(piece.shape[outer:]), starts
+    return max(dim - 1, 0)
+
+
+def _begin_of_run(copy: Copy, number: int, *, outer: int) -> int:
+    """Where a run of a piece begins in the whole tensor, in elements."""
+    at = list(copy.piece.start)
+    for dim in reversed(range(outer)):
+        number, index = divmod(number, copy.piece.shape[dim])
+        at[dim] += index
+    place = 0
+    for index, size in zip(at, copy.shape, strict=True):
+        place = place * size + index
+    return place
 
 
 def _converted(data: memoryview, copy: Copy) -> memoryview:
-    stored = torch.frombuffer(data, dtype=copy.stored)
-    written = stored.to(copy.written)
-    if torch.finfo(copy.written).max < torch.finfo(copy.stored).max and not torch.equal(
+    import torch
+
+    target = copy.written.torch
+    stored = torch.frombuffer(data, dtype=copy.stored.torch)
+    written = stored.to(target)
+    if torch.finfo(target).max < torch.finfo(stored.dtype).max and not torch.equal(
         stored.isfinite(), written.isfinite()
     ):
         raise StoredError(
-            f"{copy.piece.file}: some weights are too large for {copy.written}, where they would be infinite; use --dtype bf16 or keep"
+            f"{copy.piece.file}: some weights are too large for {target}, where they would be infinite; use --dtype bf16 or keep"
         )
     return written.view(torch.uint8).numpy().data
 

@@ -15,23 +15,24 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPo
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
-
-import torch
 
 from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
 from rollcall.merge.copy import copy_unit
 from rollcall.merge.plan import INDEX, MergePlan, Unit, plan_merge, written_dtype
 from rollcall.merge.select import Selection, guess, select
 from rollcall.merge.staging import Staging, begin
+from rollcall.stored.dtypes import DTYPES as KINDS
+from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
 from rollcall.stored.tensors import Stored
 
 DTYPES = {
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
-    "fp32": torch.float32, "float32": torch.float32,
-}  # fmt: skip
+    **{short: KINDS[name] for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))},
+    **{name: KINDS[name] for name in ("bfloat16", "float16", "float32")},
+}
 MAX_SHARD_SIZE = "5GB"
 READERS = 4
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
@@ -114,7 +115,7 @@ class _Job:
     stored: Stored
     folder: Path
     out: Path
-    dtype: torch.dtype | None
+    dtype: DType | None
     most: int
     comparison: Future[Selection]
     progress: Callable[[int, int], None]
@@ -159,18 +160,31 @@ class _Job:
                 copied += num
                 self.progress(copied, total)
 
-        def work(unit: Unit, outs: list[int]) -> None:
-            if not stop.is_set():
-                copy_unit(unit, outs, advance=advance)
-                staging.note(unit, outs)
-
         waiting = [unit for unit in plan.units if unit.name not in staging.done]
-        with staging.outs() as outs, ThreadPoolExecutor(max_workers=READERS) as pool:
-            every: list[Future[Any]] = [self.comparison, *(pool.submit(work, unit, outs) for unit in waiting)]
+        written: SimpleQueue[Unit | None] = SimpleQueue()  # None: all are
+        num_left = len(waiting)
+
+        def work(unit: Unit, outs: list[int]) -> None:
+            nonlocal num_left
+            if stop.is_set():
+                return
+            copy_unit(unit, outs, advance=advance)
+            written.put(unit)
+            with counting:
+                num_left -= 1
+                if not num_left:
+                    written.put(None)
+
+        with staging.outs() as outs, ThreadPoolExecutor(max_workers=READERS + 1) as pool:
+            every: list[Future[Any]] = [self.comparison]
+            if waiting:
+                every.append(pool.submit(staging.flush, written, outs))
+            every += [pool.submit(work, unit, outs) for unit in waiting]
             try:
                 ended, _ = wait(every, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()
+                written.put(None)
             for future in ended:
                 future.result()
 
@@ -191,7 +205,7 @@ class _Job:
         (model / "README.md").write_text(text)
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def _dtype(name: str) -> DType | None:
     if name != "keep" and name not in DTYPES:
         raise ValueError(f"--dtype {name} is unknown; use keep, bf16, fp16 or fp32")
     return DTYPES.get(name)

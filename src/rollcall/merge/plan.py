@@ -14,8 +14,7 @@ from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
-import torch
-
+from rollcall.stored.dtypes import DType
 from rollcall.stored.files import CheckedRange, StoredFile
 from rollcall.stored.safetensors_header import write_header
 from rollcall.stored.tensors import Piece, Stored, StoredTensor
@@ -36,8 +35,8 @@ class Copy:
     """A piece and where it goes: the tensor that begins at byte ``offset`` of the written file ``file``."""
 
     piece: Piece
-    stored: torch.dtype
-    written: torch.dtype
+    stored: DType
+    written: DType
     shape: tuple[int, ...]  # of the whole tensor
     file: int
     offset: int
@@ -83,7 +82,7 @@ class MergePlan:
         return json.dumps({"metadata": metadata, "weight_map": dict(sorted(self.weight_map.items()))}, indent=2) + "\n"
 
 
-def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | None, max_shard_size: int) -> MergePlan:
+def plan_merge(stored: Stored, names: Sequence[str], *, dtype: DType | None, max_shard_size: int) -> MergePlan:
     """``names``: the tensors to write, in this order. ``dtype`` is for those that are floating-point; None keeps each one's."""
     written = {name: written_dtype(stored.tensors[name], dtype) for name in names}
     sizes = {name: prod(stored.tensors[name].shape) * written[name].itemsize for name in names}
@@ -117,7 +116,7 @@ def plan_merge(stored: Stored, names: Sequence[str], *, dtype: torch.dtype | Non
     )
 
 
-def written_dtype(tensor: StoredTensor, dtype: torch.dtype | None) -> torch.dtype:
+def written_dtype(tensor: StoredTensor, dtype: DType | None) -> DType:
     return tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 
 

@@ -1,7 +1,7 @@
 """Which of the stored tensors belong to the model: compared with what its config.json describes.
 
-To know what it describes takes seconds, since transformers must be imported. So a merge begins with a guess from names alone, and
-compares while it copies.
+To know what it describes may take seconds, since transformers must be imported unless the model is a usual one. So a merge begins
+with a guess from names alone, and compares while it copies.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
-from rollcall.stored.outline import MOST_BYTES, Outline, outline_of
+from rollcall.stored.outline import MOST_BYTES, Outline, outline_of, usual_outline
 from rollcall.stored.tensors import Stored, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_BYTES = 16 << 20
 VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")
@@ -54,10 +56,10 @@ def refuse_adapters(stored: Stored) -> None:
 def select(stored: Stored, folder: Path) -> Selection:
     """``folder`` has the model's config.json."""
     try:
-        read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
+        fields = read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
-    outline = outline_of(folder)
+    outline = usual_outline(fields) or outline_of(folder)
     if outline is None:
         note = (
             "the installed transformers does not know this kind of model, so names and shapes were not compared with it"
@@ -132,4 +134,6 @@ def _refuse_unequal(stored: Stored, name: str, source: str) -> None:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """By their bytes: NaN is equal to itself here."""
+    import torch
+
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -10,16 +10,17 @@ import fcntl
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from rollcall.durable.atomic import fsync, fsync_tree, swap_in, write_atomic
 from rollcall.durable.patience import free_bytes
 from rollcall.merge.plan import MergePlan, Unit
 from rollcall.stored.files import StoredError
 
+FLUSH_EVERY_S = 0.2
 SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
 
 
@@ -34,7 +35,6 @@ class Staging:
         self.model = folder / "model"
         self._folder, self._plan = folder, plan
         self._progress = folder / "done.jsonl"
-        self._one_at_a_time = threading.Lock()
         self.done: set[str] = set()
 
     def prepare(self) -> None:
@@ -83,15 +83,25 @@ class Staging:
             for fd in fds:
                 os.close(fd)
 
-    def note(self, unit: Unit, outs: list[int]) -> None:
-        """A unit is written: flush it to the disk, then say so."""
-        for number in {copy.file for copy in unit.copies}:
-            os.fdatasync(outs[number])
-        with self._one_at_a_time, self._progress.open("a") as file:
-            file.write(json.dumps(unit.name) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            self.done.add(unit.name)
+    def flush(self, written: SimpleQueue[Unit | None], outs: list[int]) -> None:
+        """Bring what is written to the disk, again and again, and note the units that are there, until None comes.
+
+        One thread does this beside those that copy, which do not wait for the disk; and the disk does not wait for them until
+        the kernel holds more unwritten bytes than it likes.
+        """
+        with self._progress.open("a") as file:
+            ended = False
+            while not ended:
+                units = _taken(written)
+                ended = None in units
+                for fd in outs:
+                    os.fdatasync(fd)
+                there = [unit.name for unit in units if unit is not None]
+                if there:
+                    file.writelines(json.dumps(name) + "\n" for name in there)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    self.done.update(there)
 
     def finish(self, out: Path) -> None:
         fsync_tree(self.model)
@@ -120,6 +130,16 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
             raise
         shutil.rmtree(folder)
     fsync(out.parent)
+
+
+def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:
+    """All that is in the queue by then; after a while nothing."""
+    units: list[Unit | None] = []
+    with suppress(Empty):
+        units.append(written.get(timeout=FLUSH_EVERY_S))
+        while True:
+            units.append(written.get_nowait())
+    return units
 
 
 def _size(path: Path) -> int:

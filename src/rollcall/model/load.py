@@ -20,7 +20,6 @@ from rollcall.model.hub import hub_options
 from rollcall.stored.files import StoredError
 from rollcall.stored.find import is_model_dir
 from rollcall.stored.open import open_stored
-from rollcall.stored.safetensors_header import STORED_NAMES
 from rollcall.stored.tensors import Stored
 from rollcall.types import MicroBatch
 
@@ -123,7 +122,7 @@ class _Unread:
         return list(self._stored.tensors[self._name].shape)
 
     def get_dtype(self) -> str:
-        return STORED_NAMES[self._stored.tensors[self._name].dtype]
+        return self._stored.tensors[self._name].dtype.in_safetensors or ""
 
     @property
     def shape(self) -> torch.Size:
@@ -131,7 +130,7 @@ class _Unread:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._stored.tensors[self._name].dtype
+        return self._stored.tensors[self._name].dtype.torch
 
 
 def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, fused: bool = True) -> Any:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollcall.config.yaml import read_small
+from rollcall.stored.dtypes import DType
 from rollcall.stored.files import CheckedRange, StoredError, StoredFile
 from rollcall.stored.find import METADATA
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
@@ -94,7 +93,7 @@ def _tensor(
 ) -> StoredTensor:
     properties = about.fields["properties"]
     dtype = properties.args[0] if properties.args else properties.fields["dtype"]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, DType):
         raise ValueError(f"{key} has no type")
     pieces = [piece for chunk in about.fields["chunks"] for piece in _piece(folder, key, chunk, dtype, places, records)]
     return StoredTensor(name=name, dtype=dtype, shape=_whole(about.fields["size"]), pieces=tuple(pieces))
@@ -104,7 +103,7 @@ def _piece(
     folder: Path,
     key: str,
     chunk: Thing,
-    dtype: torch.dtype,
+    dtype: DType,
     places: Mapping[tuple[str, tuple[int, ...]], Thing],
     records: dict[Path, list[CheckedRange]],
 ) -> Iterable[Piece]:

@@ -9,6 +9,7 @@ from rollcall.stored.manifest import checkpoints_of, is_checkpoint, newest_check
 
 LATEST = "latest_checkpointed_iteration.txt"  # of verl
 SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
+PROBE = "probe.json"  # in a model directory of ours: what the trained model computed (``checkpoint/probe.py``)
 METADATA = ".metadata"  # of PyTorch's distributed checkpoints
 
 

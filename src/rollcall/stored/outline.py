@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.stored.files import StoredError
+from rollcall.stored.usual import usual_shapes
 
 MOST_BYTES = 1 << 24
 
@@ -25,6 +26,14 @@ class Outline:
         """The same model with the names of a model directory, if the stored ``names`` are those."""
         apart = any(name in self.written and name not in self.shapes for name in names)
         return replace(self, shapes=self.written) if apart else self
+
+
+def usual_outline(fields: Mapping[str, Any]) -> Outline | None:
+    """Of the fields of a config.json; None: the model is not a usual one."""
+    if (shapes := usual_shapes(fields)) is None:
+        return None
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if fields["tie_word_embeddings"] else {}
+    return Outline(shapes=shapes, tied=tied, written=shapes)
 
 
 def outline_of(folder: Path) -> Outline | None:

@@ -14,23 +14,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollcall.config.yaml import read_small
+from rollcall.stored.dtypes import OF_SAFETENSORS, DType
 from rollcall.stored.files import StoredError, StoredFile, open_regular
-from rollcall.stored.safetensors_header import STORED_NAMES
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 MOST_INDEX_BYTES = 1 << 28
-_DTYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 _OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     offset: int  # in the file
 
@@ -58,7 +55,7 @@ def open_parts(
     files: Sequence[StoredFile], *, origin: str, folder: Path | None = None, facts: Mapping[str, Any] | None = None
 ) -> Stored:
     """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors."""
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...], StoredFile]] = {}
+    kinds: dict[str, tuple[DType, tuple[int, ...], StoredFile]] = {}
     pieces: dict[str, list[Piece]] = {}
     for file in files:
         for name, whole, dtype, piece in _blocks(file):
@@ -76,7 +73,7 @@ def open_parts(
     return stored_of(tensors, files=files, origin=origin, folder=folder, kind="sharded checkpoint", facts=facts)
 
 
-def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], torch.dtype, Piece]]:
+def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
     """Each block in a part: the tensor's name, whole shape and type, and where the block is."""
     entries, metadata = read_header(file.path)
     try:
@@ -106,7 +103,7 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
         metadata = header.pop("__metadata__", None) or {}
         entries, ends, ranges = {}, [0], []
         for name, about in header.items():
-            dtype, shape = _DTYPES[about["dtype"]], tuple(int(n) for n in about["shape"])
+            dtype, shape = OF_SAFETENSORS[about["dtype"]], tuple(int(n) for n in about["shape"])
             begin, end = (int(n) for n in about["data_offsets"])
             if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} has {end - begin} bytes, which is not a {about['dtype']} of {list(shape)}")

@@ -5,29 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
+from rollcall.stored.dtypes import DTYPES, DType, name_of
 
-STORED_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
-    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-}  # fmt: skip
+if TYPE_CHECKING:
+    import torch
 
 
 def write_header(
-    file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], *, metadata: Mapping[str, str]
+    file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype | DType, Sequence[int]]], *, metadata: Mapping[str, str]
 ) -> None:
     """``tensors``: name, type and shape of each, in the order in which their bytes follow."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, dtype, shape in tensors:
-        if dtype not in STORED_NAMES:
+        known = DTYPES.get(name_of(dtype))
+        if known is None or known.in_safetensors is None:
             raise ValueError(f"tensor {name} is of type {dtype}, which cannot be stored in safetensors")
-        end = start + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": STORED_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        end = start + prod(shape) * known.itemsize
+        header[name] = {"dtype": known.in_safetensors, "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned

@@ -9,11 +9,13 @@ from functools import cached_property
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError, StoredFile
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Piece:
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     name: str
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # each element is in exactly one of them
 
@@ -68,7 +70,9 @@ class Stored:
             raise ValueError(f"{name} has {len(tensor.shape)} dimensions; start={start}, shape={shape} do not fit it")
         if any(a < 0 or n < 0 or a + n > whole for a, n, whole in zip(start, shape, tensor.shape, strict=True)):
             raise ValueError(f"{name} is {list(tensor.shape)}: it has no block of {list(shape)} at {list(start)}")
-        block = torch.empty(shape, dtype=tensor.dtype)
+        import torch
+
+        block = torch.empty(shape, dtype=tensor.dtype.torch)
         for piece in tensor.pieces:
             _read_overlap(piece, block, start=start)
         return block
@@ -88,6 +92,8 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
     if all(one == slice(0, n) for one, n in zip(inner, piece.shape[1:], strict=True)) and target.is_contiguous():
         read_into(piece.file, target, offset=piece.offset + first * row)
         return
+    import torch
+
     # Only the rows in question are read, all of their columns: one read instead of one for each row.
     rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
     read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
@@ -96,6 +102,8 @@ def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) 
 
 def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
     """Fill a contiguous tensor with the bytes of a file at ``offset``."""
+    import torch
+
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     fd = os.open(file, os.O_RDONLY)
     try:

@@ -7,19 +7,21 @@ refused.
 
 from __future__ import annotations
 
-import io
-import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-
+from rollcall.stored.dtypes import DTYPES, DType
 from rollcall.stored.files import StoredError
+from rollcall.stored.opcodes import read_pickle
 
 MOST_BYTES = 1 << 29
-MOST_NESTED = 1000  # values in a tuple and the tuples in it; a mesh has a few
+MOST_DIMENSIONS = 64  # of a tensor, as in torch
+MOST_ARGUMENTS = 100  # of a call; that of a tensor has about ten
+MOST_FIELDS = 1000  # of an object
+LONGEST_WORD = 4096  # characters of the name of a device or a part of a path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Storage:
     """One record of the archive: the numbers that one or more tensors are views of."""
 
     key: str
-    dtype: torch.dtype | None  # None: untyped
+    dtype: DType | None  # None: untyped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class View:
     """A tensor: a view of a storage. Counts are in elements."""
 
     storage: Storage
-    dtype: torch.dtype
+    dtype: DType
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,6 +67,8 @@ class Thing:
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
+                if len(part) > MOST_FIELDS:
+                    raise ValueError(f"a {self.kind} with {len(part):,} fields")
                 self.fields.update(part)
         if isinstance(state, tuple) and not any(isinstance(part, dict) for part in state):
             self.args = state  # a class with a state of its own, such as TensorProperties
@@ -88,12 +92,14 @@ _STAND_INS = {name: type(name, (Thing,), {"kind": name}) for name in _THINGS}
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:
+    if len(values) > MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(values):,} dimensions")
     return tuple(int(value) for value in values)
 
 
 def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *rest: Any) -> View:
     # The third version of this function gives the type last; before that the storage has it.
-    dtype = next((one for one in rest if isinstance(one, torch.dtype)), storage.dtype)
+    dtype = next((one for one in rest if isinstance(one, DType)), storage.dtype)
     if not isinstance(storage, Storage) or dtype is None:
         raise ValueError("a tensor without a type")
     return View(storage=storage, dtype=dtype, offset=int(offset), shape=_size(shape), stride=_size(stride))
@@ -104,10 +110,17 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _of_type(make: Callable[..., Any], _type: Any, args: Any, state: Any) -> Any:
-    made = make(*args)
+    made = _call(make, args)
     if isinstance(made, Thing):
         made.__setstate__(state)
     return made
+
+
+def _call(make: Callable[..., Any], args: Any) -> Any:
+    """What there is to call is what ``find`` gave for a name: the functions and classes of this file."""
+    if type(args) is not tuple or len(args) > MOST_ARGUMENTS:
+        raise ValueError("a call without a short list of arguments")
+    return make(*args)
 
 
 def _wrapper(cls: Any, dtype: Any, shape: Any, *_: Any) -> Any:
@@ -124,14 +137,24 @@ def _member(cls: Any, name: Any) -> Thing:
 
 
 def _words(*parts: Any) -> str:
-    if not all(isinstance(part, str | int) for part in parts):
-        raise ValueError("a name that is no text")
+    if not all(isinstance(part, int) or (isinstance(part, str) and len(part) <= LONGEST_WORD) for part in parts):
+        raise ValueError("a name that is no short text")
     return "/".join(str(part) for part in parts)
 
 
+def _empty_dict() -> OrderedDict[Any, Any]:
+    return OrderedDict()  # its items follow
+
+
+def _set(values: Any = ()) -> set[Any]:
+    if not isinstance(values, list | tuple) or len(values) > MOST_FIELDS:
+        raise ValueError("a set of what is no short list")
+    return set(values)
+
+
 _FUNCTIONS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): _empty_dict,
+    ("builtins", "set"): _set,
     ("builtins", "getattr"): _member,
     ("torch", "Size"): _size,
     ("torch", "device"): _words,
@@ -148,65 +171,25 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): _words,
 }
 _STORAGES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "ByteStorage": torch.uint8, "CharStorage": torch.int8, "ShortStorage": torch.int16,
-    "IntStorage": torch.int32, "LongStorage": torch.int64, "BoolStorage": torch.bool,
+    "FloatStorage": DTYPES["float32"], "DoubleStorage": DTYPES["float64"], "HalfStorage": DTYPES["float16"],
+    "BFloat16Storage": DTYPES["bfloat16"], "ByteStorage": DTYPES["uint8"], "CharStorage": DTYPES["int8"], "ShortStorage": DTYPES["int16"],
+    "IntStorage": DTYPES["int32"], "LongStorage": DTYPES["int64"], "BoolStorage": DTYPES["bool"],
 }  # fmt: skip
 
 
-# Opcodes that no writer of tensors uses; some of them reserve memory or reach registries by a number in the file.
-_NOT_USED = (
-    pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.PERSID, pickle.FROZENSET, pickle.BYTEARRAY8,
-    pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
-)  # fmt: skip
+class _StandIns:
+    """What the names, records and objects of a pickle become. ``what`` names the file in messages."""
 
-
-_InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
-
-
-class _Unpickler(_InPython):
-    """In Python, as torch's own reader for ``weights_only``: in C, a number in the file decides how much memory the memo takes,
-    and tuples that hold tuples are hashed without an end, or until the stack is full."""
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        code: load for code, load in _InPython.dispatch.items() if bytes([code]) not in _NOT_USED
-    }
-
-    def __init__(self, data: bytes, *, what: str) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, *, what: str) -> None:
         self._what = what
-        self._nested: dict[int, tuple[Any, int]] = {}  # tuples with tuples in them, by id: how many values, written out
 
-    def _bounded(self, load: Callable[[Any], None]) -> None:
-        load(self)
-        made = self.stack[-1]
-        inner = [one for one in made if type(one) is tuple]
-        if inner:
-            total = len(made) + sum(self._nested[id(one)][1] if id(one) in self._nested else len(one) for one in inner)
-            if total > MOST_NESTED:
-                raise ValueError("tuples in tuples without an end")
-            self._nested[id(made)] = (made, total)
-
-    def load_build(self) -> None:
-        """Only stand-ins take a state; that of a state dict (``_metadata``) is not needed."""
-        state = self.stack.pop()
-        inst = self.stack[-1]
-        if isinstance(inst, Thing):
-            inst.__setstate__(state)
-        elif not isinstance(inst, OrderedDict):
-            raise ValueError(f"a state for a {type(inst).__name__}")
-
-    dispatch[pickle.BUILD[0]] = load_build
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-        dispatch[_code[0]] = lambda self, load=dispatch[_code[0]]: self._bounded(load)
-
-    def find_class(self, module: str, name: str) -> Any:
+    def find(self, module: str, name: str) -> Any:
         if found := _FUNCTIONS.get((module, name)):
             return found
         if module == "torch" and name in _STORAGES:
             return Storage(key="", dtype=_STORAGES[name])
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         if module.startswith("torch.distributed.") and name in _STAND_INS:
             return _STAND_INS[name]
         raise StoredError(
@@ -214,7 +197,7 @@ class _Unpickler(_InPython):
             "tensors alone, such as a state dict"
         )
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def record(self, pid: Any) -> Storage:
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, Storage):
             raise ValueError("a record that is no storage")
@@ -222,11 +205,55 @@ class _Unpickler(_InPython):
             raise ValueError("a storage without a name")
         return Storage(key=str(key), dtype=storage.dtype)
 
+    def call(self, make: Any, args: Any) -> Any:
+        return _call(make, args)
+
+    def set_state(self, made: Any, state: Any) -> None:
+        """Only stand-ins take a state; that of a state dict (``_metadata``) is not needed."""
+        if isinstance(made, Thing):
+            made.__setstate__(state)
+        elif not isinstance(made, OrderedDict):
+            raise ValueError(f"a state for a {type(made).__name__}")
+
+
+# What a mesh says of the process that wrote it, as torch.save writes it: the name of the field, its place in the memo, the
+# numbers. Each is one byte (K) or two (M).
+_OWN = re.compile(
+    rb"(X\x05\0{3}_rank(?:q.|r.{4})|X\x12\0{3}_coordinate_on_dim(?:q.|r.{4})(?:\](?:q.|r.{4}))?\(?)((?:K.|M..)+)",
+    re.DOTALL,
+)
+_NUMBER = re.compile(rb"([KM])(?:(?<=K).|(?<=M)..)", re.DOTALL)
+
+
+class Alike:
+    """Reads the pickles of processes that saved together. They differ only in what each says of itself, which is not needed: whose
+    file it is, is known from its name. So one of them is read, and stands for all."""
+
+    def __init__(self) -> None:
+        self._read: dict[bytes, Any] = {}
+
+    def read(self, data: bytes, *, what: str) -> Any:
+        common = _OWN.sub(lambda found: found[1] + _NUMBER.sub(_zero, found[2]), data)
+        if common not in self._read:
+            self._read[common] = unpickle(data, what=what)
+        return self._read[common]
+
+
+def _zero(number: re.Match[bytes]) -> bytes:
+    return number[1] + bytes(len(number[0]) - 1)
+
+
+def own_rank(data: bytes) -> int | None:
+    """The rank of the process that wrote a pickle, as its mesh says it; None: it does not."""
+    said = (found[2] for found in _OWN.finditer(data) if found[1].startswith(b"X\x05"))
+    number = next((_NUMBER.match(numbers) for numbers in said), None)
+    return None if number is None else int.from_bytes(number[0][1:], "little")
+
 
 def unpickle(data: bytes, *, what: str) -> Any:
     """What a pickle holds: dicts, numbers, ``View`` and ``Thing``. ``what`` names the file in messages."""
     try:
-        return _Unpickler(data, what=what).load()
+        return read_pickle(data, _StandIns(what=what))
     except StoredError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything

@@ -19,7 +19,7 @@ from rollcall.stored.files import StoredError, StoredFile
 from rollcall.stored.mesh import Placed, placed
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 from rollcall.stored.torch_zip import TorchFile, open_torch_file
-from rollcall.stored.unpickle import Thing, View
+from rollcall.stored.unpickle import Alike, Thing, View
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _STEP = re.compile(r"global_step_(\d+)")
@@ -41,9 +41,14 @@ class _Local:
 
 
 def open_verl(folder: Path) -> Stored:
-    files = [open_torch_file(path) for path in _rank_files(folder)]
+    alike = Alike()
+    files = [open_torch_file(path, alike=alike) for path in _rank_files(folder)]
     held: dict[str, list[_Local]] = {}
     for rank, file in enumerate(files):
+        if file.rank not in (None, rank):
+            raise StoredError(
+                f"{file.path} is the shard of rank {file.rank}, by what it holds; restore the file of rank {rank}"
+            )
         for name, local in _locals(file, rank=rank):
             held.setdefault(name, []).append(local)
     for name, locals_ in held.items():
