@@ -1,6 +1,7 @@
 """One directory from a checkpoint: a plan of copies, threads that carry it out, one rename at the end.
 
-One thread compares names and shapes with the model that config.json describes. Threads take units from the plan; each reads its range of a stored file, checks it and writes it. Nobody waits for anybody but
+One thread compares names and shapes with the model that config.json describes. Threads take units from the plan; each reads its
+range of a stored file, checks it and writes it. One thread brings what is written to the disk. Nobody waits for anybody but
 ``merge`` for all of them. The first error, or Ctrl-C, ends the others at once. What is written stays for the next start.
 """
 
