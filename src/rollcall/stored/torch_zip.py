@@ -63,9 +63,7 @@ class TorchFile:
             file.seek(piece.offset)
             data = file.read(prod(view.shape) * view.dtype.itemsize)
         width, signed = view.dtype.itemsize, not view.dtype.name.startswith("u")
-        return [
-            int.from_bytes(data[at : at + width], "little", signed=signed) for at in range(0, len(data), width)
-        ]
+        return [int.from_bytes(data[at : at + width], "little", signed=signed) for at in range(0, len(data), width)]
 
 
 def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None, alike: Alike | None = None) -> TorchFile:
