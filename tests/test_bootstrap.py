@@ -388,6 +388,17 @@ def test_the_longest_name_of_a_cluster_leaves_room_for_rays_sockets(monkeypatch:
             assert not folder.exists()
 
 
+def test_a_disk_without_room_for_rays_logs_is_refused_before_ray_ends_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = NodeRequest(cluster="a", rank=0, num_nodes=1, temp_dir=Path("/tmp/rollcall-of-a-test/ray"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=63_000_000))
+    with pytest.raises(
+        ClusterError, match=r"^/tmp has 63.00 MB of free space, and Ray needs at least 64.00 MB .*--temp-dir on"
+    ):
+        choose_temp_dir(request)
+
+
 @pytest.mark.parametrize("token", ["a", "secret", "x" * 64, "password" * 8, "0123456789abcdef0123456789abcde"])
 def test_a_token_that_can_be_guessed_is_refused_with_how_to_make_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str

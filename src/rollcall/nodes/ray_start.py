@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -35,12 +36,14 @@ from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
 from rollcall.wait import Wait, say
+from rollcall.words import size
 from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
 
 COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
 SOCKET_LIMIT = 107  # bytes of a Unix socket's path
 # What Ray puts behind its temporary folder, with the longest process number Linux has.
 LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
+LEAST_BYTES = 64_000_000  # of free space
 SOCKET_ROOM = SOCKET_LIMIT - len(LONGEST_SOCKET)  # for that folder's own path
 TUNED = {
     # A dead node is noticed in 3 to 5 s rather than in 12 (killed) or 63 (power loss); a cut of 1.5 s is not noticed.
@@ -128,6 +131,13 @@ def choose_temp_dir(request: NodeRequest) -> Path:
         raise ClusterError(
             f"{folder} has {len(os.fsencode(folder))} characters, and with Ray's sockets in it at most {SOCKET_ROOM} are possible; "
             "give a shorter --temp-dir"
+        )
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if (free := shutil.disk_usage(there).free) < LEAST_BYTES:
+        # Ray would end without a word: there is no room for one.
+        raise ClusterError(
+            f"{there} has {size(free)} of free space, and Ray needs at least {size(LEAST_BYTES)} for its logs and sockets in "
+            f"{folder}; free space there, or give a --temp-dir on another disk"
         )
     return folder
 
