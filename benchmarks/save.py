@@ -140,6 +140,7 @@ class Processes:
             self._processes.append(process)
             if rank == 0:
                 port = here.recv()
+        self.call(self.ranks, "size")  # until each has its model: the first save does not wait for that
 
     def call(self, ranks: Sequence[int], method: str, *args: Any) -> list[Any]:
         for rank in ranks:
