@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollcall.errors import CheckpointError
 from rollcall.loop.saves import Saved, Saves
 from rollcall.wait import speaking
 
@@ -76,3 +77,14 @@ def test_a_failure_that_a_look_was_told_of_is_told_to_who_waits_too(monkeypatch:
     disk.go.set()
     with pytest.raises(OSError, match="No space left"):
         saves.settle()
+
+
+def test_a_save_that_never_ends_is_not_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.loop.saves.LONGEST_S", 0.0)
+    saves, disk = Saves(), Disk()
+    saves.begin(4, disk.save)
+    try:
+        with pytest.raises(CheckpointError, match="the checkpoint of step 4 is not written after"):
+            saves.settle()
+    finally:
+        disk.go.set()
