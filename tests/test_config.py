@@ -146,6 +146,7 @@ def test_every_mistake_is_told_at_once() -> None:
             dict(algorithm={"name": "dapo", "overlong_buffer": 9}, rollout={"max_response_tokens": 8}),
             "algorithm.overlong_buffer=9 is longer than rollout.max_response_tokens=8, .* use at most 8",
         ),
+        (dict(finish={"max_shard_size": "5"}), "finish.max_shard_size.*5 is not a size with a unit; give one such as 5GB"),
         (
             dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 3}}),
             "trainer.elastic.min_nodes=3, but the cluster has 2 nodes when all are there; use at most 2",

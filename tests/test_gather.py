@@ -242,6 +242,17 @@ def test_parts_that_a_copied_run_came_with_are_gathered_too(tmp_path: Path) -> N
     assert_gathered(checkpoint)
 
 
+@pytest.mark.parametrize("names", [f"copy-1 INODE\n{RUN}", f"{RUN} 123"], ids=["it saved since", "it did not"])
+def test_parts_of_the_run_that_a_run_was_copied_from_are_not_removed(tmp_path: Path, names: str) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    path = checkpoint.parent / "node-folder"
+    path.write_text(names.replace("INODE", str(path.stat().st_ino)))
+    with pytest.raises(GatherError, match="is a copy of another run, and 4 parts on the nodes.*nothing was removed"):
+        gather(checkpoint, lambda: disks, delete=True)
+    gather(checkpoint, lambda: disks)
+    assert_gathered(checkpoint)
+
+
 def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
     monkeypatch.setattr(module, "free_bytes", lambda path: 1000)

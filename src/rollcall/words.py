@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
 
 
 def counted(count: int, noun: str) -> str:
@@ -40,6 +43,20 @@ def size(num_bytes: int) -> str:
         if num_bytes >= 10**power:
             return f"{num_bytes / 10**power:.2f} {unit}"
     return counted(num_bytes, "byte")
+
+
+def parse_size(text: str) -> int:
+    """ValueError: it is not a size.
+
+    >>> parse_size("5GB"), parse_size("512MiB"), parse_size("1000B")
+    (5000000000, 536870912, 1000)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    power = "KMGT".index(match[2][0].upper()) + 1 if match and match[2] else 0
+    num = int(float(match[1]) * (1024 if match[2] and "i" in match[2].lower() else 1000) ** power) if match else 0
+    if num < 1:
+        raise ValueError(f"{text[:80]} is not a size with a unit; give one such as 5GB or 512MiB")
+    return num
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -134,6 +134,8 @@ def gather(
     done = Gathered(checkpoint=str(checkpoint))
     if not parts or (not missing and not delete):
         return done
+    if delete:
+        _refuse_parts_of_another(checkpoint, parts)
     with _alone(checkpoint):
         nodes = find()
         holders, faults = _holders(nodes, parts)
@@ -147,6 +149,19 @@ def gather(
             done.removed = _remove(checkpoint, parts, holders, gathered=done.parts)
     shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
     return done
+
+
+def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> None:
+    """A copy of a run names the same files on the nodes as the run that it was copied from, which still needs them."""
+    checkpoints = checkpoint.parent
+    names, inode = names_of_run(checkpoints)
+    is_copy = inode not in (None, (checkpoints / FOLDER_NAME).stat().st_ino)
+    own = set() if is_copy else {names[0]}
+    if others := [part for part in parts if part.run not in own]:
+        raise GatherError(
+            f"{checkpoints.parent} is a copy of another run, and {counted(len(others), 'part')} on the nodes, such as {others[0]}, "
+            "belong to that one; nothing was removed. Gather without --delete here; with it in the run that saved them"
+        )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
+from rollcall.config.finish import check_branch
 from rollcall.merge.card import not_of_a_model
 from rollcall.redact import redact, remember
 from rollcall.stored.find import PROBE
@@ -49,6 +50,8 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     verified go there.
     """
     _refuse_no_model(model_dir)
+    if revision is not None:
+        check_branch(revision)
     api = _client(repo)
     names = verified_files(model_dir)
     branch = revision or "main"

@@ -8,7 +8,6 @@ range of a stored file, checks it and writes it. One thread brings what is writt
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
 from rollcall.stored.tensors import Stored
+from rollcall.words import parse_size
 
 DTYPES = {
     **{short: KINDS[name] for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))},
@@ -36,7 +36,6 @@ DTYPES = {
 }
 MAX_SHARD_SIZE = "5GB"
 READERS = 4
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,16 +212,10 @@ def _dtype(name: str) -> DType | None:
 
 
 def _size(text: str) -> int:
-    """
-    >>> _size("5GB"), _size("512MiB"), _size("1000B")
-    (5000000000, 536870912, 1000)
-    """
-    match = _SIZE.fullmatch(text.strip())
-    power = "KMGT".index(match[2][0].upper()) + 1 if match and match[2] else 0
-    num = int(float(match[1]) * (1024 if match[2] and "i" in match[2].lower() else 1000) ** power) if match else 0
-    if num < 1:
-        raise ValueError(f"--max-shard-size {text} is not a size with a unit; give one such as 5GB or 512MiB")
-    return num
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--max-shard-size {error}") from None
 
 
 def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
