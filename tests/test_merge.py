@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from rollcall.cli.main import app
 from rollcall.merge import copy, plan, staging
 from rollcall.merge.merge import merge
 from rollcall.merge.select import select
+from rollcall.model.load import load_causal_lm
 from rollcall.stored.tensors import Stored, StoredError
 
 MANY_UNITS = 4 << 10
@@ -286,6 +288,24 @@ def test_a_value_head_is_left_out_and_an_adapter_is_refused(tmp_path: Path) -> N
         merge(tmp_path / "b", tmp_path / "out2")
 
 
+def test_a_buffer_that_the_model_computes_is_left_out(tmp_path: Path) -> None:
+    config = save_model(tmp_path / "config", "qwen2-untied")
+    rotary = {"model.rotary_emb.inv_freq": torch.ones(8), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    folder = write_verl(tmp_path / "a", {**a_state(), **rotary}, mesh=(2,), config=config, plain=tuple(rotary))
+    assert any("rotary_emb.inv_freq is computed" in note for note in merge(folder, tmp_path / "out").notes)
+    assert merged_tensors(tmp_path / "out").keys() == a_state().keys()
+    loaded = load_causal_lm(str(folder), device=torch.device("cpu"), dtype=torch.float32)
+    assert torch.equal(loaded.state_dict()["lm_head.weight"], a_state()["lm_head.weight"])
+
+
+def test_a_type_that_safetensors_lacks_is_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+    config = save_model(tmp_path / "config", "qwen2-untied")
+    state = {**a_state(), "lm_head.weight": torch.ones(40, 64).to(torch.float8_e8m0fnu)}
+    folder = write_verl(tmp_path / "a", state, mesh=(1,), config=config, plain=tuple(state))
+    with pytest.raises(StoredError, match=r"rank_0.pt: lm_head.weight is of type torch.float8_e8m0fnu.*give --dtype"):
+        merge(folder, tmp_path / "out")
+
+
 def test_numbers_that_do_not_fit_a_precision_are_refused(tmp_path: Path) -> None:
     config = save_model(tmp_path / "config", "qwen2-untied")
     state = a_state()
@@ -405,6 +425,36 @@ def test_two_merges_to_one_target_do_not_meet(tmp_path: Path) -> None:
 
     merge(folder, out, progress=lambda done, total: second() if done == 0 else None)
     assert (out / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", [".merging-out", ".merging-out/model", ".merging-out/lock"])
+def test_a_link_in_the_place_of_what_a_merge_writes_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder, elsewhere = shards(tmp_path / "actor"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    mine = elsewhere / "mine"
+    mine.write_text("mine")
+    (tmp_path / name).symlink_to(mine if name.endswith("lock") else elsewhere)
+    with pytest.raises(StoredError, match="merging-out"):
+        merge(folder, tmp_path / "out")
+    assert mine.read_text() == "mine" and [path.name for path in elsewhere.iterdir()] == ["mine"]
+
+
+def test_a_lock_that_ended_with_its_folder_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another merge ends between the moment when its lock is opened here and the moment when it is free."""
+    folder, ended = tmp_path / ".merging-out", []
+    lock = fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        if not ended:
+            ended.append(shutil.rmtree(folder))
+        lock(fd, how)
+
+    monkeypatch.setattr(staging.fcntl, "flock", late)
+    with staging._locked(folder, tmp_path / "out"):
+        assert ended and (folder / "lock").is_file()
 
 
 def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from rollcall.stored.dtypes import DType
-from rollcall.stored.files import CheckedRange, StoredFile
+from rollcall.stored.files import CheckedRange, StoredError, StoredFile
 from rollcall.stored.safetensors_header import write_header
 from rollcall.stored.tensors import Piece, Stored, StoredTensor
 
@@ -85,6 +85,12 @@ class MergePlan:
 def plan_merge(stored: Stored, names: Sequence[str], *, dtype: DType | None, max_shard_size: int) -> MergePlan:
     """``names``: the tensors to write, in this order. ``dtype`` is for those that are floating-point; None keeps each one's."""
     written = {name: written_dtype(stored.tensors[name], dtype) for name in names}
+    if unknown := next((name for name in names if written[name].in_safetensors is None), None):
+        file = next((str(piece.file) for piece in stored.tensors[unknown].pieces), stored.origin)
+        raise StoredError(
+            f"{file}: {unknown} is of type {written[unknown]}, which safetensors does not have; give --dtype bf16, fp16 or fp32, or "
+            "save it in another type"
+        )
     sizes = {name: prod(stored.tensors[name].shape) * written[name].itemsize for name in names}
     shards = _shards(names, sizes, most=max_shard_size)
     files: list[OutFile] = []

@@ -16,7 +16,7 @@ from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
-from rollcall.stored.outline import MOST_BYTES, Outline, outline_of, usual_outline
+from rollcall.stored.outline import MOST_BYTES, ROTARY, Outline, outline_of, usual_outline
 from rollcall.stored.tensors import Stored, StoredTensor
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ def guess(stored: Stored, folder: Path) -> tuple[str, ...]:
         is_tied = False  # ``select`` says what is wrong with it
     embeddings = any(name.endswith("embed_tokens.weight") for name in stored.tensors)
     left_out = {"lm_head.weight"} if is_tied and embeddings else set()
-    return tuple(name for name in stored.tensors if name not in left_out and not name.startswith(VALUE_HEADS))
+    return tuple(
+        name
+        for name in stored.tensors
+        if name not in left_out and not name.startswith(VALUE_HEADS) and not name.endswith(ROTARY)
+    )
 
 
 def refuse_adapters(stored: Stored) -> None:
@@ -66,15 +70,19 @@ def select(stored: Stored, folder: Path) -> Selection:
         )
         return Selection(names=tuple(stored.tensors), notes=(note,))
     outline = outline.like(stored.tensors)
-    heads = [name for name in stored.tensors if name not in outline.shapes and name.startswith(VALUE_HEADS)]
+    others = [name for name in stored.tensors if name not in outline.shapes]
+    heads = [name for name in others if name.startswith(VALUE_HEADS)]
+    rotary = [name for name in others if name.endswith(ROTARY)]
     copies = {
         name: source for name, source in outline.tied.items() if name in stored.tensors and source in stored.tensors
     }
     for name, source in copies.items():
         _refuse_unequal(stored, name, source)
-    names = tuple(name for name in stored.tensors if name not in copies and name not in heads)
+    names = tuple(name for name in stored.tensors if name not in {*copies, *heads, *rotary})
     _refuse_others(stored, outline, names, folder=folder)
     notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
+    if rotary:
+        notes.append(f"{rotary[0]} is computed by the model when it is loaded, and was left out")
     return Selection(names=names, notes=tuple(notes))
 
 

@@ -20,6 +20,7 @@ from rollcall.durable.patience import free_bytes
 from rollcall.merge.plan import MergePlan, Unit
 from rollcall.stored.files import StoredError
 
+PLAN, PROGRESS = "plan.json", "done.jsonl"
 FLUSH_EVERY_S = 0.2
 SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
 
@@ -34,12 +35,12 @@ class Staging:
     def __init__(self, folder: Path, plan: MergePlan) -> None:
         self.model = folder / "model"
         self._folder, self._plan = folder, plan
-        self._progress = folder / "done.jsonl"
+        self._progress = folder / PROGRESS
         self.done: set[str] = set()
 
     def prepare(self) -> None:
         """Go on with the files of an earlier start if they are of the same plan; otherwise begin."""
-        kept = self._folder / "plan.json"
+        kept = self._folder / PLAN
         try:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
         except (OSError, ValueError):
@@ -77,7 +78,7 @@ class Staging:
         fds: list[int] = []
         try:
             for out in self._plan.files:
-                fds.append(os.open(self.model / out.name, os.O_WRONLY))
+                fds.append(os.open(self.model / out.name, os.O_WRONLY | os.O_NOFOLLOW))
             yield fds
         finally:
             for fd in fds:
@@ -113,14 +114,7 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
     """The staging folder of a target, held by this process alone. It stays if the block is interrupted, so that the next can go
     on; not if the stored files are refused."""
     folder = out.with_name(f".merging-{out.name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoredError(
-                f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it"
-            ) from None
+    with _locked(folder, out):
         try:
             yield Staging(folder, plan)
         except FullDiskError:
@@ -130,6 +124,40 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
             raise
         shutil.rmtree(folder)
     fsync(out.parent)
+
+
+@contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    """The folder is there, and only this process works in it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        inside = (folder / name for name in ("model", "lock", PLAN, PROGRESS))
+        if link := next((path for path in (folder, *inside) if path.is_symlink()), None):
+            raise StoredError(f"{link} is a link, and a merge writes to no other place than it was told; remove it")
+        try:
+            lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # another merge has just ended, and removed the folder
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoredError(
+                    f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it"
+                ) from None
+            if not _is_same_file(lock, folder / "lock"):
+                continue  # another merge held this lock, ended, and removed it with the folder
+            yield
+            return
+        finally:
+            os.close(lock)
+
+
+def _is_same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:

@@ -20,6 +20,7 @@ from rollcall.model.hub import hub_options
 from rollcall.stored.files import StoredError
 from rollcall.stored.find import is_model_dir
 from rollcall.stored.open import open_stored
+from rollcall.stored.outline import ROTARY
 from rollcall.stored.tensors import Stored
 from rollcall.types import MicroBatch
 
@@ -76,7 +77,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     refuse_other_tensors(
         f"model.path={path}",
         missing=info["missing_keys"],
-        unexpected=info["unexpected_keys"],
+        unexpected=[name for name in info["unexpected_keys"] if not name.endswith(ROTARY)],
         misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
     )
     model = model.to(device).eval().requires_grad_(False)

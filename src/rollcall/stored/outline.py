@@ -13,6 +13,7 @@ from rollcall.stored.files import StoredError
 from rollcall.stored.usual import usual_shapes
 
 MOST_BYTES = 1 << 24
+ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes, and that some writers store with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
