@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.config import Config, load_config
 from rollcall.config.checks import say_unused
+from rollcall.config.one_process import in_one_process
+from rollcall.debug.here import POST_MORTEM
 from rollcall.errors import ConfigError
 from rollcall.importing import calm_transformers, uncollected
 from rollcall.inspect.run import Run, load_run, path_of
@@ -24,6 +26,7 @@ from rollcall.redact import REDACTED
 from rollcall.reward.given import name_functions, settle_functions
 from rollcall.stop import heed_if_possible, outside_loop
 from rollcall.wait import in_silence, on_stdout, speaking
+from rollcall.worker_env.declared import environment
 
 if TYPE_CHECKING:
     from rollcall.evaluation import EvalReport
@@ -44,19 +47,24 @@ def train(
     on_step: Callable[[StepDone], None] | None = None,
     on_evaluation: Callable[[EvaluationDone], None] | None = None,
     on_save: Callable[[CheckpointSaved], None] | None = None,
+    post_mortem: bool = False,
+    local_debug: bool = False,
     **overrides: Any,
 ) -> Run:
     """Train, or go on where the run directory stands, until the last step.
 
     ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; None is the demo.
     Any other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``.
-    ``fresh`` starts over and moves an old run directory aside. ``quiet`` shows no progress.
+    ``fresh`` starts over and moves an old run directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where
+    a worker or a reward raises; ``local_debug`` runs all roles in this process, one reward process, and compiles nothing
+    (docs/debugging.md).
     """
     bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_save=on_save)
     resolved = read_config(config, changes=overrides)
     are_given = "reward" in overrides or (isinstance(config, Mapping) and "reward" in config)
     settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
+    resolved = in_one_process(resolved) if local_debug else resolved
     say_unused(resolved)
     _knock(resolved)
 
@@ -66,9 +74,9 @@ def train(
         with uncollected():
             from rollcall.training import train as run
         calm_transformers()
-        return run(resolved, fresh=fresh, quiet=quiet, bounds=bounds, callbacks=callbacks)
+        return run(resolved, fresh=fresh, quiet=quiet, bounds=bounds, callbacks=callbacks, is_bare=local_debug)
 
-    with heed_if_possible():
+    with heed_if_possible(), environment({POST_MORTEM: "1"} if post_mortem else {}):
         result = outside_loop(work)
     return Run(resolved.run.dir, result=result)
 

@@ -46,8 +46,12 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:
             f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
             f"{num_nodes - 1}"
         )
+    from rollcall.debug.here import serve
+    from rollcall.debug.stopped import has_terminal
     from rollcall.groups.folder.worker import FolderWorker
 
+    if has_terminal():  # nodes that share only a folder cannot reach each other: without a terminal nobody could come
+        serve()
     FolderWorker(folder, rank=rank, num_nodes=num_nodes).run()
 
 

@@ -14,13 +14,15 @@ from rollcall.checkpoint.run_dir import RUN_FILE, finished_summary, has_begun, m
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, dump_config
+from rollcall.debug.board import BOARD
+from rollcall.debug.here import post_mortem, serve
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist, refusing
-from rollcall.errors import ConfigError, SizesUnknown
+from rollcall.errors import ConfigError, SizesUnknown, WorkerError
 from rollcall.groups.backend import Backend
-from rollcall.loop.attempts import Budget, Regrow, closing, headline, loss_of, run_attempts
+from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
 from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
@@ -55,23 +57,31 @@ def train(
     bounds: Bounds | None = None,
     backend: Backend | None = None,
     callbacks: Callbacks | None = None,
+    is_bare: bool = False,
 ) -> dict[str, Any]:
     """Train, or go on where the run directory stands; returns the summary.
 
-    ``backend`` runs the processes of a run with several slots; None: the Ray cluster that this node belongs to.
+    ``backend`` runs the processes of a run with several slots; None: the Ray cluster that this node belongs to. ``is_bare`` is for
+    a debugger: one reward process, no CUDA graphs.
     """
     bounds = bounds or Bounds()
     if bounds.split is Split.EVAL and config.data.val is None:
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
-    with speaking(in_silence if quiet else on_stdout), hold(config.run.dir) as lease:
+    serve()
+    with speaking(in_silence if quiet else on_stdout), hold(config.run.dir) as lease, BOARD.of_run(config.run.dir):
         old = move_aside(config.run.dir) if fresh else None
         if old is not None:
             say(f"the run that was in {config.run.dir} is now in {old}")
         with unless_begun(config.run.dir, old=old):
             training = _Training(
-                config=config, bounds=bounds, lease=lease, backend=backend, callbacks=callbacks or Callbacks()
+                config=config,
+                bounds=bounds,
+                lease=lease,
+                backend=backend,
+                callbacks=callbacks or Callbacks(),
+                is_bare=is_bare,
             )
             return training.run(quiet=quiet)
 
@@ -85,6 +95,7 @@ class _Training:
     lease: Lease
     backend: Backend | None
     callbacks: Callbacks
+    is_bare: bool
 
     def run(self, *, quiet: bool) -> dict[str, Any]:
         """To the end, in as many attempts as that takes; returns the summary."""
@@ -107,7 +118,7 @@ class _Training:
         progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
         with make_console(progress, quiet=quiet) as console, speaking(in_silence if quiet else console.note):
             controller, number = run_attempts(
-                lambda number: (self._attempt(store, console, number=number), number),
+                lambda number: (self._examined(store, console, number=number), number),
                 budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
                 reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
                 note=partial(_mark_end, run_dir),
@@ -130,13 +141,23 @@ class _Training:
             _say_result(run_dir, summary, curve)
         return summary
 
+    def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
+        """An attempt. What this process raised is looked at in the debugger, where that was asked for; what another process
+        raised has been looked at there."""
+        try:
+            return self._attempt(store, console, number=number)
+        except Exception as error:
+            if loss_of(error) is None and not any(isinstance(one, WorkerError) for one in causes(error)):
+                post_mortem(error)
+            raise
+
     def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         """Build the workers and train from where the run directory stands to the end."""
         heeded().check()
         config, run_dir, resume = self.config, self.config.run.dir, store.latest()
         start_step = resume.step if resume else 0
         console.restart(start_step)
-        workers = _build(config, backend=self.backend)
+        workers = _build(config, backend=self.backend, is_bare=self.is_bare)
         with closing(workers), ExitStack() as opened:
             if resume is not None and (why := workers.saving.missing(resume.path)):
                 warn(f"checkpoint {resume.path} is not complete ({why}) and is skipped")
@@ -255,10 +276,10 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
             write()
 
 
-def _build(config: Config, *, backend: Backend | None) -> Workers:
+def _build(config: Config, *, backend: Backend | None, is_bare: bool) -> Workers:
     """All roles in this process, unless the run file places them on several slots."""
     if config.cluster is None or config.cluster.num_slots == 1:
-        return build_workers(config)
+        return build_workers(config, is_bare=is_bare)
     from rollcall.roles.remote import build_remote_workers
 
     return build_remote_workers(config, backend=backend)

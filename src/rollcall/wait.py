@@ -88,6 +88,11 @@ class Wait:
         """How long to wait at most before ``tell`` has something to say, or the time is over."""
         return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
 
+    def excuse(self, seconds: float) -> None:
+        """So much of what was waited does not count: a debugger held what is waited for."""
+        self._began += seconds
+        self._next += seconds
+
     def tell(self, text: str) -> None:
         """Say what is waited for, if that is due."""
         if self.is_word_due:

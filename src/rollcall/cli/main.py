@@ -13,6 +13,7 @@ from rollcall.cli.cluster import check, down, here, node, status
 from rollcall.cli.compare import compare
 from rollcall.cli.config import config
 from rollcall.cli.data import data
+from rollcall.cli.debug import debug
 from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
 from rollcall.cli.finish import finish
@@ -124,6 +125,7 @@ for command in (
     plan,
     simulate,
     doctor,
+    debug,
     finish,
     gather,
     submit,

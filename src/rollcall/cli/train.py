@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from rollcall.cli import Json, Overrides, calm_libraries, split_arguments
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.stop import ended_by, heed
 from rollcall.wait import say
+
+if TYPE_CHECKING:
+    from rollcall.config import Config
 
 
 def train(
@@ -63,6 +66,21 @@ def train(
         Path | None,
         typer.Option(metavar="DIR", help="With --master or --worker: the shared folder. Its mode must be 700."),
     ] = None,
+    post_mortem: Annotated[
+        bool,
+        typer.Option(
+            "--post-mortem",
+            help="Where a worker or a reward raises, open pdb: in this terminal, or for `rollcall debug` to attach to.",
+        ),
+    ] = False,
+    local_debug: Annotated[
+        bool,
+        typer.Option(
+            "--local-debug",
+            help="All roles in this process and one reward process, nothing compiled, also for the run file of a cluster. "
+            "Writes to RUN_DIR-local-debug, unless run.dir=DIR is given.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model. The same command again continues the run.
@@ -79,6 +97,7 @@ def train(
       rollcall train run.yaml --phase update
       rollcall train run.yaml --phase rollout --split eval
       RAY_ADDRESS=head:6379 rollcall train run.yaml    on a Ray that someone else started
+      rollcall train run.yaml --local-debug --post-mortem
 
     \b
     On three nodes that share nothing but the folder /share/x, one command on each:
@@ -88,13 +107,19 @@ def train(
     """
     from rollcall import api
     from rollcall.config.checks import say_unused
+    from rollcall.debug.here import POST_MORTEM
     from rollcall.nodes.which import wished_cluster
+    from rollcall.worker_env.declared import environment
 
     bounds = Bounds(phase=phase, split=split)
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
     config = api.read_config(path, overrides=changes)
+    if local_debug:
+        if master or worker is not None:
+            raise typer.BadParameter("--local-debug is one process; leave it out beside --master and --worker R")
+        config = _for_local_debug(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     run = _on_a_folder(
         master=master,
         worker=worker,
@@ -112,15 +137,35 @@ def train(
         with heed():
             calm_libraries()
             if run is not None:
-                result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
+                with environment({POST_MORTEM: "1"} if post_mortem else {}):
+                    result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
             else:
-                result = api.train(config, fresh=fresh, quiet=as_json, phase=phase, split=split).result
+                result = api.train(
+                    config,
+                    fresh=fresh,
+                    quiet=as_json,
+                    phase=phase,
+                    split=split,
+                    post_mortem=post_mortem,
+                    local_debug=local_debug,
+                ).result
     except KeyboardInterrupt as stop:
         by, status = ended_by(stop)
         say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by))
         raise typer.Exit(status) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))
+
+
+def _for_local_debug(config: Config, *, keeps_dir: bool) -> Config:
+    """In one process, and not in the directory of the real run: its checkpoints and its journal stay as they are."""
+    from rollcall.config.one_process import in_one_process
+
+    config = in_one_process(config)
+    if keeps_dir:
+        return config
+    own = config.run.dir.with_name(f"{config.run.dir.name}-local-debug")
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": own})})
 
 
 def _on_a_folder(

@@ -7,10 +7,12 @@ gets a Crew, which it calls.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollcall.debug.here import POST_MORTEM
 from rollcall.groups.dispatch import Drop
 from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait
@@ -87,6 +89,8 @@ class WorkerSpec:
             "MASTER_ADDR": master_address,
             "MASTER_PORT": str(master_port),
         }
+        if POST_MORTEM in os.environ:
+            env[POST_MORTEM] = os.environ[POST_MORTEM]
         if self.node.visible_variable is not None:
             env[self.node.visible_variable] = ",".join(self.devices)
         return env

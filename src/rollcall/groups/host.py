@@ -19,13 +19,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rollcall.debug.here import is_rays, post_mortem, serve
 from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import RemoteFailureError
+from rollcall.groups.failures import RemoteFailureError, is_about_a_peer
 from rollcall.groups.pulse import Pulse, write_stacks_on_signal
 from rollcall.importing import uncollected
 from rollcall.process import environment_of, process_ids
 from rollcall.worker_env.declared import open_sealed
 
+DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # the address of this node at which terminals reach a worker that has stopped
 GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and of all processes that they start
 
 
@@ -94,11 +96,18 @@ class Host:
         os.environ.update(env)
         write_stacks_on_signal()
         self._pulse = Pulse(int(env["RANK"]))
+        if DEBUG_HOST in env:
+            self._serve_debugger(self._pulse, host=env[DEBUG_HOST])
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
-            raise RemoteFailureError.of(error) from None
+            raise _examined(error) from None
         return os.getpid()
+
+    def _serve_debugger(self, pulse: Pulse, *, host: str) -> None:
+        serve(host=host, told=pulse.note_stop)
+        if is_rays():
+            pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
 
     def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
         assert self._pulse is not None, "start comes first"
@@ -106,7 +115,16 @@ class Host:
             with self._pulse.doing(method):
                 return trim(call_method(self._worker, method, args, kwargs, loop=self._loop), drop)
         except Exception as error:
-            raise RemoteFailureError.of(error) from None
+            raise _examined(error) from None
+
+
+def _examined(error: Exception) -> RemoteFailureError:
+    """The failure for the caller, once a debugger has looked at it where that was asked for. A worker that only lost its peer
+    has nothing to show."""
+    failure = RemoteFailureError.of(error)
+    if not is_about_a_peer(error, failure.text):
+        post_mortem(error)
+    return failure
 
 
 def end_group(mark: str, *, timeout_s: float) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollcall.debug.here import post_mortem
 from rollcall.errors import WorkerDiedError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop, trim
@@ -82,6 +83,7 @@ class InProcessCrew:
             try:
                 return Done(spec=spec, result=function(), error=None)
             except Exception as error:
+                post_mortem(error)
                 return Done(spec=spec, result=None, error=error)
 
     def gather(self, futures: Sequence[Done], *, wait: Wait) -> list[Any]:

@@ -1,4 +1,5 @@
-"""A worker's pulse: what it does, since when, what it did before; and the look that its node takes at it.
+"""A worker's pulse: what it does, since when, what it did before, where a debugger holds it; and the look that its node takes at
+it.
 
 The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
@@ -18,10 +19,11 @@ import signal
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from rollcall.debug.pause import running_s
 from rollcall.process import Process, device_bytes, process_state, resident_bytes
 
 PULSE, STACKS = "rollcall-pulse", "rollcall-stacks"
@@ -33,7 +35,9 @@ HEAD = struct.Struct("<qq")  # calls that the ring has got, bytes of accelerator
 CALL = struct.Struct("<48sddq")  # method, start, end, how often
 NUM_CALLS = 256  # that the ring holds
 RING = PAGE + HEAD.size
-SIZE = RING + NUM_CALLS * CALL.size
+STOP = RING + NUM_CALLS * CALL.size  # where a debugger holds it, as JSON
+STOP_BYTES = 4096
+SIZE = STOP + STOP_BYTES
 JOIN_S = 0.05  # calls of one method with a shorter pause between them are one entry
 LONGEST_JOIN_S = 30.0  # of one entry
 DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
@@ -67,6 +71,7 @@ class Seen:
     calls: tuple[DoneCall, ...] = ()  # that have ended since the last look
     memory_bytes: int = 0
     device_bytes: int = 0  # that torch has taken
+    stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger holds it, and how to reach that
 
 
 class Pulse:
@@ -86,14 +91,14 @@ class Pulse:
 
     @contextlib.contextmanager
     def doing(self, method: str) -> Iterator[None]:
-        started = time.monotonic()
+        started, began = time.monotonic(), running_s()
         self._write(method, started)
         try:
             yield
         finally:
             ended = time.monotonic()
             self._num_done += 1
-            self._note(method, ended - started)
+            self._note(method, running_s() - began)
             self._keep(method, started, ended)
             self._write("", 0.0)
 
@@ -107,6 +112,13 @@ class Pulse:
         self._longest_s[method] = round(took_s, 3)
         text = json.dumps(self._longest_s).encode()
         self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
+
+    def note_stop(self, place: Mapping[str, Any] | None) -> None:
+        """A debugger holds this process at that place; None: it goes on."""
+        text = b"" if place is None else json.dumps(place).encode()
+        if len(text) > STOP_BYTES:
+            text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
+        self._memory[STOP:] = text.ljust(STOP_BYTES, b"\0")
 
     def _keep(self, method: str, started: float, ended: float) -> None:
         """Into the ring, or into its last entry."""
@@ -152,10 +164,11 @@ class Reader:
         try:
             method, since_s, num_done, again = BEAT.unpack_from(data)
             longest_s = json.loads(data[BEAT.size : PAGE].rstrip(b"\0") or b"{}")
+            stop = json.loads(data[STOP:].rstrip(b"\0") or b"null")
         except (ValueError, struct.error):  # not made yet, or being written
             return Seen(is_alive=is_alive, state=state)
         if int(since_s * 1e6) != again:
-            return Seen(is_alive=is_alive, state=state)
+            return Seen(is_alive=is_alive, state=state, stop=stop)
         doing = method.rstrip(b"\0").decode(errors="replace")
         calls = self._calls(data, doing=doing, since_s=since_s, now=now if is_alive else math.inf)
         last = self._last
@@ -174,6 +187,7 @@ class Reader:
             calls=calls,
             memory_bytes=resident_bytes(self._pid),
             device_bytes=HEAD.unpack_from(data, PAGE)[1],
+            stop=stop,
         )
 
     def _read(self) -> bytes:

@@ -3,7 +3,8 @@
 A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is counted in looks, not by the clock, so
 that a pause of this process does not count against a node. A worker is lost when its process is gone, when it is stopped at
 two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call of that
-method in the group so far, and at least a minute.
+method in the group so far, and at least a minute. While a debugger holds any process of the run, the time of every call stands
+still: the others may wait for the one that is held.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class Watch:
         self._stopped: dict[int, int] = {}  # looks in a row, by rank
         self._longest_s: dict[str, float] = {}
         self._lost: set[int] = set()
+        self._held: dict[
+            int, tuple[int, float]
+        ] = {}  # by rank: a call, and how long it had taken when it was last held
 
     def forgive(self, rank: int) -> None:
         """A new process has this rank."""
@@ -47,9 +51,15 @@ class Watch:
         self._stopped.pop(rank, None)
 
     def judge(
-        self, looks: Mapping[str, Mapping[int, Seen] | None], *, seats: Mapping[str, list[int]], gone: set[str]
+        self,
+        looks: Mapping[str, Mapping[int, Seen] | None],
+        *,
+        seats: Mapping[str, list[int]],
+        gone: set[str],
+        is_held: bool = False,
     ) -> list[Loss]:
-        """The losses since the last time. ``seats`` has the ranks on each node, ``gone`` the nodes that Ray knows are dead."""
+        """The losses since the last time. ``seats`` has the ranks on each node, ``gone`` the nodes that Ray knows are dead;
+        ``is_held``: a debugger holds some process of the run."""
         found: list[Loss] = []
         for node, ranks in seats.items():
             seen = looks.get(node)
@@ -66,6 +76,8 @@ class Watch:
                 )
                 found += [Loss(rank=rank, why=why, still_runs=False) for rank in ranks]
             for rank, one in (seen or {}).items():
+                if is_held:
+                    self._held[rank] = (one.num_done, one.busy_s)
                 if (loss := self._judge(rank, one)) is not None:
                     found.append(loss)
         new = [loss for loss in found if loss.rank not in self._lost]
@@ -85,8 +97,10 @@ class Watch:
         if self._stopped[rank] >= STOPPED_LOOKS:
             during = f" during {seen.doing}" if seen.doing else ""
             return Loss(rank=rank, why=f"its process is stopped (state T){during}", still_runs=True)
+        call, held_s = self._held.get(rank, (-1, 0.0))
+        busy_s = seen.busy_s - (held_s if call == seen.num_done else 0.0)
         allowed_s = self.patience_s(seen.doing)
-        if seen.doing and seen.busy_s > allowed_s:
-            why = f"no progress in {seen.doing} for {seen.busy_s:.0f} s, with {allowed_s:.0f} s allowed"
+        if seen.doing and busy_s > allowed_s:
+            why = f"no progress in {seen.doing} for {busy_s:.0f} s, with {allowed_s:.0f} s allowed"
             return Loss(rank=rank, why=why, still_runs=True)
         return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Self, TextIO
 
 from rich import box
@@ -19,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollcall.debug.stopped import lend_terminal
 from rollcall.observe.headline import ACCURACY
 from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.terminal import QuietKeys
@@ -79,6 +81,7 @@ class LiveConsole(Console):
         self._rich = rich
         self._keys = QuietKeys()
         self._is_closed = False
+        self._keep_off = lend_terminal(self._away)
         self._live = Live(console=rich, get_renderable=self._draw, refresh_per_second=4)
         self._live.start()
 
@@ -89,10 +92,23 @@ class LiveConsole(Console):
         self._rich.print(samples_table(title, rows))
 
     def close(self) -> None:
-        self._is_closed = True
+        was_closed, self._is_closed = self._is_closed, True
         self.progress.phase(None)
         self._live.stop()
         self._keys.close()
+        if not was_closed:
+            self._keep_off()
+
+    @contextmanager
+    def _away(self) -> Iterator[None]:
+        """Off the screen while a debugger's prompt is on it."""
+        self._live.transient = True
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.transient = False
+            self._live.start()
 
     def __exit__(self, kind: object = None, *exc: object) -> None:
         if kind is not None:

@@ -19,6 +19,7 @@ from rollcall.nodes.plain_ray import MODE, PlainRay
 from rollcall.nodes.which import Cluster, find_cluster, is_in_a_job, is_same_address, say_once, wished_cluster
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.on_ray.members import forget_members
+from rollcall.on_ray.waiting import serve_driver
 from rollcall.stop import is_heeding, kept
 
 BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
@@ -117,6 +118,7 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
             f"cannot join {cluster.title} as a driver: its head answers, but Ray on this node ({node_ip}) does not: {error}; run "
             f"`{cluster.leave_command}` here, and then start the node again"
         ) from error
+    serve_driver()
 
 
 def _use_environment(variables: Mapping[str, str | None]) -> None:

@@ -22,11 +22,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rollcall.debug.board import BOARD
 from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError
 from rollcall.groups.backend import Recipe, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop
 from rollcall.groups.failures import RemoteFailureError, died, is_about_a_peer, listed, unanswered, waits_words
-from rollcall.groups.host import GROUP_MARK, Host, end_group
+from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, end_group
 from rollcall.groups.sightings import Sightings
 from rollcall.groups.watch import SILENT_S
 from rollcall.on_ray.sizes import is_large
@@ -95,6 +96,7 @@ class RayCrew:
         args = [self.share(value) for value in recipe.args]
         kwargs = {name: self.share(value) for name, value in recipe.kwargs.items()}
         env = spec.group_env(master_address=self._specs[0].node.address, master_port=self._master_port)
+        env[DEBUG_HOST] = spec.node.address
         return self._hosts[spec.rank].start.remote(env, target, *args, **kwargs)
 
     def tolerate(self, ranks: Collection[int]) -> None:
@@ -201,11 +203,14 @@ class RayCrew:
     def _gather(self, futures: list[Any], *, wait: Wait) -> list[Any]:
         while True:
             self._check(futures)
+            began_s = time.monotonic()
             try:
                 return ray.get(futures, timeout=min(wait.until_word_s, TURN_S))
             except RayTaskError as error:  # first: Ray lets it also be an instance of what the worker raised
                 self._explain(futures, error)
             except GetTimeoutError:
+                if BOARD.is_held:
+                    wait.excuse(time.monotonic() - began_s)
                 if not wait.is_word_due and not wait.is_over:
                     continue
                 missing = self._missing(futures)

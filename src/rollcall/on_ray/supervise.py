@@ -11,6 +11,7 @@ ends the workers there, because no one else can.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollcall.debug.board import BOARD, Seat
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.links import Links
@@ -134,6 +136,7 @@ class Supervisor:
             seat = self._seats.pop(rank, None)
         if seat is not None:
             self._look_last({rank: seat})
+            self._post(*seat, stop=None)
 
     @property
     def answering(self) -> set[int]:
@@ -184,6 +187,8 @@ class Supervisor:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * LOOK_EVERY_S)
+        for spec, pid in list(self._seats.values()):
+            self._post(spec, pid, stop=None)
         for eyes in self._eyes.values():
             ray.kill(eyes)
 
@@ -246,14 +251,25 @@ class Supervisor:
             self._links.note({ranks[node_id]: answer.flows for node_id, answer in answered.items()}, now_s=now_s)
         specs = {rank: spec for rank, (spec, _) in seats.items()}
         workers = {rank: seen for answer in answered.values() for rank, seen in answer.workers.items() if rank in specs}
-        if (text := self._slow.note(workers, specs, now_s=now_s)) is not None:
+        for rank, seen in workers.items():
+            self._post(*seats[rank], stop=seen.stop if seen.is_alive else None)
+        is_held = BOARD.is_held or any(seen.stop is not None for seen in workers.values())
+        if not is_held and (text := self._slow.note(workers, specs, now_s=now_s)) is not None:
             warn(text)
         losses = self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
             seats={node: list(pids) for node, pids in by_node.items()},
             gone=gone,
+            is_held=is_held,
         )
         return [replace(loss, why=f"{loss.why}{self.slow_links([specs[loss.rank]])}") for loss in losses]
+
+    def _post(self, spec: WorkerSpec, pid: int, *, stop: Mapping[str, Any] | None) -> None:
+        """Tell the board where a debugger holds this worker. Ray's own debugger does not say where."""
+        named = re.findall(r"(\w+) rank (\d+)", spec.title) or [(spec.role, spec.rank)]
+        role = "+".join(name for name, _ in named)
+        seat = Seat(role=role, rank=int(named[0][1]), node=spec.node.node_rank, title=spec.where)
+        BOARD.post(f"{self._mark} {pid}", seat, stop or None)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
         """The answers within the time of a look; the other questions stay open until the next look."""

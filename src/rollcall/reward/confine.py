@@ -154,6 +154,12 @@ def limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
+def unlimit_cpu() -> None:
+    """Take that limit away, for as long as somebody debugs this process."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+
+
 def available() -> dict[str, str]:
     """How this machine confines built-in scorers, in the words of ``confine``, by thing."""
     filtered, none = seccomp.why_missing(), "" if landlock.version() else "the kernel has no landlock"

@@ -10,7 +10,7 @@ may do the same (confine.py) share worker processes, a crew; each crew has its q
                             the process is killed and replaced
 
 The limit of an item runs from the worker's last sign of progress (a result read, bytes of a chunk taken), and never
-includes a worker's start, which has a limit of its own.
+includes a worker's start, which has a limit of its own. It stands still while somebody debugs the worker (line.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
+from rollcall.debug.here import POST_MORTEM
 from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import (
     Confinement,
@@ -41,6 +42,7 @@ from rollcall.reward.confine import (
 )
 from rollcall.reward.ending import how_it_ended, plain_stack
 from rollcall.reward.functions import check_score
+from rollcall.reward.line import DebugLine
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import (
     LENGTH,
@@ -110,6 +112,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._selector = selectors.DefaultSelector()
         self._results: list[tuple[Task, list[RewardResult]]] = []
         self._num_pending = 0  # tasks whose results have not been returned
+        self._num_started = 0
         self._prints = ChildPrints()
         sweep_folders()
         try:
@@ -171,28 +174,43 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._prints.close()
 
     def _start_worker(self, crew: _Crew) -> None:
-        worker = _Worker(crew, limit_s=self._start_timeout_s, output_fd=self._prints.fd)
-        self._selector.register(worker.read_fd, selectors.EVENT_READ, worker)
+        worker = _Worker(crew, limit_s=self._start_timeout_s, output_fd=self._prints.fd, number=self._num_started)
+        for fd in (worker.read_fd, worker.line.fd):
+            self._selector.register(fd, selectors.EVENT_READ, worker)
+        self._num_started += 1
         crew.workers.append(worker)
         worker.flush(self._selector)
 
     def _pump(self, wait_s: float) -> None:
         self._dispatch()
-        deadlines = [worker.deadline_s for worker in self._workers if worker.deadline_s is not None]
+        deadlines = [each.deadline_s for each in self._workers if each.deadline_s is not None and not each.is_held]
         if deadlines:
             wait_s = min(wait_s, max(0.0, min(deadlines) - time.monotonic()))
         for key, events in self._selector.select(wait_s):
             worker: _Worker = key.data
             if worker not in worker.crew.workers:
                 continue
+            if key.fd == worker.line.fd:
+                self._debug(worker)
+                continue
             if events & selectors.EVENT_WRITE:
                 worker.flush(self._selector)
             if events & selectors.EVENT_READ:
                 self._read(worker)
         now_s = time.monotonic()
-        for worker in [each for each in self._workers if each.deadline_s is not None and each.deadline_s <= now_s]:
+        late = [each for each in self._workers if each.deadline_s is not None and each.deadline_s <= now_s]
+        for worker in [each for each in late if not each.is_held]:
             self._replace(worker, hung=True)
         self._dispatch()
+
+    def _debug(self, worker: _Worker) -> None:
+        """It has stopped in the debugger. A terminal of this process talks to it here and now, and all others wait."""
+        self._selector.unregister(worker.line.fd)
+        if worker.line.answer():
+            self._selector.register(worker.line.fd, selectors.EVENT_READ, worker)
+            for each in self._workers:
+                each.restart_clock()
+        worker.restart_clock()  # the porter says in a moment that it is held
 
     def _dispatch(self) -> None:
         """Hand queued items out in chunks: large when the queue is long, single ones near its end, so that a slow item
@@ -266,13 +284,16 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 class _Worker:
     """One process, its pipes, and the items it has been given."""
 
-    def __init__(self, crew: _Crew, *, limit_s: float, output_fd: int) -> None:
+    def __init__(self, crew: _Crew, *, limit_s: float, output_fd: int, number: int) -> None:
         self.crew = crew
+        self.line = DebugLine(number=number)
         self._folder = make_folder()
         to_worker, from_worker, lifeline = os.pipe(), os.pipe(), os.pipe()
         self.read_fd, self._write_fd, self._lifeline_fd = from_worker[0], to_worker[1], lifeline[1]
         self._crash_file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        child_fds = (to_worker[0], from_worker[1], lifeline[0], self._crash_file.fileno())
+        child_fds = (
+            to_worker[0], from_worker[1], lifeline[0], self._crash_file.fileno(), self.line.theirs.fileno(),
+        )  # fmt: skip
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollcall.reward.worker", *map(str, child_fds)],
@@ -287,11 +308,15 @@ class _Worker:
         finally:
             for fd in child_fds[:3]:
                 os.close(fd)
+            self.line.theirs.close()
+        self.line.pid = self.process.pid
         os.set_blocking(self.read_fd, False)
         os.set_blocking(self._write_fd, False)
         self.ready = False
         self.in_flight: deque[Task] = deque()
-        setup = Setup(crew.specs, _sys_path(crew.confinement), crew.confinement, self._folder)
+        setup = Setup(
+            crew.specs, _sys_path(crew.confinement), crew.confinement, self._folder, bool(os.environ.get(POST_MORTEM))
+        )
         self.outbox = bytearray(frame(setup))
         self._inbox = bytearray()
         self._start_limit_s = limit_s
@@ -302,6 +327,13 @@ class _Worker:
         """Something moved: the current item, or the start, has its whole limit from now on."""
         limit_s = self._start_limit_s if not self.ready else self.in_flight[0].timeout_s if self.in_flight else None
         self.deadline_s = None if limit_s is None else time.monotonic() + limit_s
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody debugs it. Its limit then begins again."""
+        if self.line.is_held:
+            self.restart_clock()
+        return self.line.is_held
 
     def give(self, chunk: list[Task], selector: selectors.BaseSelector) -> None:
         idle = not self.in_flight
@@ -366,7 +398,7 @@ class _Worker:
                 return
 
     def hang_up(self, selector: selectors.BaseSelector) -> None:
-        for fd in (self.read_fd, self._write_fd):
+        for fd in (self.read_fd, self._write_fd, self.line.fd):
             if fd in selector.get_map():
                 selector.unregister(fd)
         os.close(self._write_fd)
@@ -385,6 +417,7 @@ class _Worker:
         stack = os.pread(self._crash_file.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
         os.close(self.read_fd)
         os.close(self._lifeline_fd)
+        self.line.close()
         self._crash_file.close()
         remove_folder(self._folder)
         return how, plain_stack(stack)

@@ -1,9 +1,9 @@
-"""The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH``.
+"""The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH LINE``.
 
-The four numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
+The five numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
 READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``NotReady`` and then the results of
 each item in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
-dumps. A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
+dumps, LINE is a socket to whoever debugs this process (debug/stopped.py). A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
 scored may control what it says, and the parent must be able to read that without running it.
 
 The worker confines itself (confine.py) before it loads anything.
@@ -23,15 +23,16 @@ import select
 import signal
 import struct
 import sys
-import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal
 
+from rollcall.debug.pause import running_s
 from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
-from rollcall.reward.confine import Confinement, confine, limit_cpu
+from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
 from rollcall.reward.user_function import UserFunction, check_scores
 
@@ -53,6 +54,7 @@ class Setup:
     sys_path: list[str]  # the parent's, so that what it can import the worker can too
     confinement: Confinement
     folder: str  # private to this worker
+    post_mortem: bool = False  # an exception of the user's function opens the debugger
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def frame(message: Any) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    read_fd, write_fd, lifeline_fd, crash_fd = map(int, arguments)
+    read_fd, write_fd, lifeline_fd, crash_fd, line_fd = map(int, arguments)
     _end_with_parent(lifeline_fd)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a worker is ended
@@ -112,7 +114,7 @@ def main(arguments: list[str]) -> None:
     # A handler, since what user code starts would inherit an ignored signal.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     # What the user's functions start themselves must not hold these open.
-    for fd in (read_fd, write_fd, lifeline_fd, crash_fd):
+    for fd in (read_fd, write_fd, lifeline_fd, crash_fd, line_fd):
         os.set_inheritable(fd, False)
     source, sink = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb", buffering=0)
     setup = _receive(source)
@@ -123,6 +125,8 @@ def main(arguments: list[str]) -> None:
     guard_streams()
     sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
     in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
+    line = _Line(line_fd)
+    sys.breakpointhook = line.stop
     loaded: dict[int, RewardFunction | UserFunction] = {}
     for index, spec in setup.specs.items():
         try:
@@ -132,11 +136,12 @@ def main(arguments: list[str]) -> None:
             return
     own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
     _send(sink, Ready(in_force, {index: function.kind for index, function in own.items() if function.kind}))
-    caller = _Caller(memory_mb=setup.confinement.memory_mb)
+    caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=line.examine if setup.post_mortem else None)
     own_pid = os.getpid()
     while (items := _receive(source)) is not None:
         for item, timeout_s in items:
             limit_cpu(timeout_s)
+            line.limit_s = timeout_s
             results = caller.score(loaded[item.reward], item, timeout_s=timeout_s)
             if os.getpid() != own_pid:
                 # The function forked and the child came back here: its results would be taken for another item's.
@@ -148,8 +153,10 @@ class _Caller:
     """Calls reward functions. Async ones share one event loop for as long as this process lives, so that a client they keep
     open stays usable."""
 
-    def __init__(self, *, memory_mb: int) -> None:
+    def __init__(self, *, memory_mb: int, examine: Callable[[BaseException], None] | None) -> None:
+        """``examine`` gets what a function raised, with the frames of the user's code."""
         self._memory_mb = memory_mb
+        self._examine = examine
         self._runner: Any = None
 
     def score(self, function: Any, item: Item, *, timeout_s: float) -> list[RewardResult]:
@@ -168,12 +175,12 @@ class _Caller:
 
     def _batch(self, call: Callable[[], Any], count: int) -> list[RewardResult]:
         """One call for all completions: it fails for all of them, or each has a score."""
-        started_s = time.monotonic()
+        started_s = running_s()
         try:
             returned = call()
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             return [self._failed(error, since_s=started_s)] * count
-        elapsed_s = time.monotonic() - started_s
+        elapsed_s = running_s() - started_s
         try:
             values = check_scores(returned, count=count)
         except Exception as error:  # noqa: BLE001 - an __iter__ of the user's may raise anything
@@ -185,22 +192,24 @@ class _Caller:
         import asyncio
 
         async def one(completion: str) -> RewardResult:
-            started_s = time.monotonic()
+            started_s = running_s()
             try:
                 returned = await _within(function, item, completion, limit_s)
             except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
                 return self._failed(error, since_s=started_s)
-            return checked(returned, elapsed_s=time.monotonic() - started_s)
+            return checked(returned, elapsed_s=running_s() - started_s)
 
         return list(await asyncio.gather(*map(one, item.completion)))
 
     def _failed(self, error: BaseException, *, since_s: float) -> RewardResult:
-        elapsed_s = time.monotonic() - since_s
+        elapsed_s = running_s() - since_s
         if isinstance(error, _LateError):
             return RewardResult(0.0, "hung", str(error), elapsed_s)
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
             frames = frames.tb_next
+        if self._examine is not None and frames is not None:
+            self._examine(error.with_traceback(frames))
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames))
@@ -209,8 +218,65 @@ class _Caller:
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
 
-        self._runner = self._runner or asyncio.Runner()
+        self._runner = self._runner or asyncio.Runner(loop_factory=_patient_loop)
         return self._runner.run(work)
+
+
+class _Line:
+    """To the debugger. The parent brings a terminal to it; nothing here reaches one by itself."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pid = os.getpid()
+        self._debugger: Any = None
+        self._examined: set[tuple[str, int, type]] = set()
+        self.limit_s = 0.0  # CPU seconds of the item at hand; 0: there is none yet
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """``breakpoint()``. Text that a reward runs as code stops nothing: it is the model's, and nobody asked to look at it."""
+        caller = sys._getframe().f_back
+        if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
+            print("a breakpoint() that is not in a file of this reward is ignored", file=sys.stderr)
+            return
+        found = self._open()
+        found.set_trace(caller)  # the last thing here: what runs after it is traced
+
+    def examine(self, error: BaseException) -> None:
+        """Open the debugger where this was raised; once for a line and a kind of error."""
+        frames = error.__traceback__
+        assert frames is not None
+        while frames.tb_next is not None:
+            frames = frames.tb_next
+        place = (frames.tb_frame.f_code.co_filename, frames.tb_lineno, type(error))
+        if place not in self._examined and isinstance(error, Exception) and os.getpid() == self._pid:
+            self._examined.add(place)
+            self._open().post_mortem(error)
+
+    def _open(self) -> Any:
+        from rollcall.debug.stopped import LinePdb  # rarely needed, and a worker has to start fast
+
+        if self._debugger is None:
+            read, write = (lambda count: os.read(self._fd, count)), (lambda data: os.write(self._fd, data))
+            self._debugger = LinePdb(read, write, around=self._unlimited)
+        return self._debugger
+
+    @contextmanager
+    def _unlimited(self) -> Iterator[None]:
+        unlimit_cpu()
+        try:
+            yield
+        finally:
+            if self.limit_s:
+                limit_cpu(self.limit_s)
+
+
+def _patient_loop() -> Any:
+    """Its clock stands still while a debugger's prompt is open, and with it the limits of calls."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    loop.time = running_s  # type: ignore[method-assign]
+    return loop
 
 
 class _LateError(Exception):

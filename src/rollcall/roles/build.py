@@ -153,8 +153,8 @@ def check_engine(rollout: RolloutSection) -> None:
         find_python(rollout.vllm.python)
 
 
-def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> LocalEngine:
-    """The engine of this process, with the weights of ``model``."""
+def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs: bool = True) -> LocalEngine:
+    """The engine of this process, with the weights of ``model``; on CUDA the native one captures ``graphs``."""
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
@@ -166,6 +166,7 @@ def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any) -> LocalEn
             kv_tokens=rollout.kv_tokens,
             kv_fraction=rollout.kv_memory_fraction,
             compile=rollout.compile,
+            graphs=graphs,
         )
     say("starting vLLM in a process of its own (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
@@ -200,7 +201,11 @@ def build_reference(
 
 
 def build_scorers(
-    rewards: Sequence[Reward], *, score: ScoreSamples, models: Mapping[int, ModelRewardFunction]
+    rewards: Sequence[Reward],
+    *,
+    score: ScoreSamples,
+    models: Mapping[int, ModelRewardFunction],
+    num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
     """For training, and for evaluation: the same, or where a model alone gives the rewards, whether the answer is right.
 
@@ -210,10 +215,10 @@ def build_scorers(
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
             functions[index] = partial(_self_certainty, score)
-    scorer = Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=functions)
+    scorer = Scorer(rewards, num_workers=num_workers, model_rewards=functions)
     if len(functions) < len(rewards):
         return scorer, scorer
-    return scorer, Scorer([ExactReward()], num_workers=NUM_REWARD_WORKERS, model_rewards={})
+    return scorer, Scorer([ExactReward()], num_workers=num_workers, model_rewards={})
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

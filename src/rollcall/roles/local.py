@@ -17,6 +17,7 @@ from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.observe.live import Look
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
+    NUM_REWARD_WORKERS,
     Held,
     LocalEngine,
     build_critic,
@@ -61,8 +62,8 @@ class LocalWorkers(Trained, Held[LocalEngine]):
         Held.close(self)
 
 
-def build_workers(config: Config) -> LocalWorkers:
-    """Load everything the run file names."""
+def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
+    """Load everything the run file names. ``is_bare``, for a debugger: one reward process, no CUDA graphs."""
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
@@ -74,10 +75,12 @@ def build_workers(config: Config) -> LocalWorkers:
     model = load()
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
-    engine = build_engine(config.rollout, model, inputs.tokenizer)
+    engine = build_engine(config.rollout, model, inputs.tokenizer, graphs=not is_bare)
     say("starting the reward processes")
     models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
-    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models)
+    scorer, eval_scorer = build_scorers(
+        config.reward, score=learner.score, models=models, num_workers=1 if is_bare else NUM_REWARD_WORKERS
+    )
     workers = LocalWorkers(
         tokenizer=inputs.tokenizer,
         engine=engine,

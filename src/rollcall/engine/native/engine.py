@@ -32,15 +32,19 @@ class NativeEngine:
         kv_fraction: float = 0.3,
         compile: bool = False,
         attention: Way | None = None,
+        graphs: bool = True,
     ):
-        """``attention`` forces one of a CPU's two ways, which is otherwise chosen for this machine."""
+        """``attention`` forces one of a CPU's two ways, which is otherwise chosen for this machine. ``graphs``: on CUDA, capture
+        decode steps; without, each runs line by line, for a debugger."""
         decoder = Decoder.of(model)
         self.tokenizer = tokenizer
         self.runner: Runner
         if decoder.device.type == "cuda":
             from rollcall.engine.native.paged import PagedRunner
 
-            self.runner = PagedRunner(decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
+            self.runner = PagedRunner(
+                decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction, graphs=graphs
+            )
         else:
             from rollcall.engine.native.rows import RowRunner
 

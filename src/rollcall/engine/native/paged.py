@@ -10,6 +10,8 @@ Blocks of a prompt that several completions share are counted, not copied; only 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -28,8 +30,12 @@ FILL_TOKENS = 32768  # packed tokens of one fill
 
 
 class PagedRunner:
-    def __init__(self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float):
+    def __init__(
+        self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float, graphs: bool = True
+    ):
+        """``graphs``: capture decode steps; without, a debugger can step through them."""
         self.decoder = decoder
+        self._captures = graphs
         self.max_running = max_running
         device, layers = decoder.device, len(decoder.layers)
         num_blocks = _num_blocks(decoder, max_running, kv_tokens, kv_fraction)
@@ -101,10 +107,10 @@ class PagedRunner:
         rows = self.num_rows
         truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
-        graph = self._graph(size, truncates)
+        step = self._graph(size, truncates).replay if self._captures else partial(self._decode_step, size, truncates)
         self._upload()
         for _ in range(steps):
-            graph.replay()
+            step()
         tokens = self._out_tokens[:steps, :rows].cpu().numpy()
         logprobs = self._out_logprobs[:steps, :rows].cpu().numpy()
         self._rows.next[:rows] = tokens[-1]

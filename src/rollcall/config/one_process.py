@@ -1,0 +1,29 @@
+"""A run file as a debugger wants it: everything in one process, line by line."""
+
+from __future__ import annotations
+
+from rollcall.config.run import Config, load_config
+
+_WHOLE = {
+    "sharding": "replicate",
+    "sharding_group_size": None,
+    "tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "cpu_offload": False,
+    "compile": False,
+}
+
+
+def in_one_process(config: Config) -> Config:
+    """The same run without its cluster: nothing is divided over processes, nothing compiled, and the native engine samples. Model,
+    data, rewards, algorithm and sizes are the run file's."""
+    sections = {
+        "cluster": None,
+        "launch": None,
+        "actor": config.actor.model_copy(update=_WHOLE),
+        "critic": config.critic.model_copy(update=_WHOLE),
+        "rollout": config.rollout.model_copy(update={"engine": "native", "compile": False}),
+        "trainer": config.trainer.model_copy(update={"elastic": None}),
+        "checkpoint": config.checkpoint.model_copy(update={"place": "shared"}),
+    }
+    return load_config(config.model_copy(update=sections).model_dump(warnings=False))

@@ -1,0 +1,124 @@
+"""The debugger of this process: ``serve`` makes ``breakpoint()`` stop here, ``post_mortem`` opens it where an exception came from.
+
+Where somebody else has a debugger in place it stays: an IDE, a notebook or pytest (their own ``sys.breakpointhook``), a
+``PYTHONBREAKPOINT`` of the user's, and Ray's own debugger where ``RAY_DEBUG`` is set (docs/debugging.md).
+"""
+
+from __future__ import annotations
+
+import os
+import pdb
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.debug.board import BOARD, Seat
+from rollcall.debug.porter import Porter, Told
+from rollcall.debug.stopped import LinePdb, TerminalPdb, has_terminal, innermost, stops_by
+
+POST_MORTEM = "ROLLCALL_POST_MORTEM"  # in the environment of a run's processes: exceptions open the debugger
+RAY_DEBUG = "RAY_DEBUG"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Served:
+    """What this process does when it stops without a terminal."""
+
+    host: str
+    node: int  # its rank
+    told: Told
+    is_on: bool = False
+    line: LinePdb | None = None
+    pid: int = 0  # of the process that made the line; a child of it has no porter
+
+
+def _tell_board(place: Mapping[str, Any] | None) -> None:
+    title = f"the controller on node {node_here()}"
+    BOARD.post(f"process {os.getpid()}", Seat(role="controller", rank=0, node=node_here(), title=title), place)
+
+
+_served = _Served(host=LOOPBACK, node=0, told=_tell_board)
+_terminal: TerminalPdb | None = None
+_opened: set[tuple[str, int, type]] = set()  # where exceptions have opened the debugger
+
+
+def serve(*, host: str | None = None, node: int | None = None, told: Told | None = None) -> bool:
+    """Stop at breakpoints from now on; False: somebody else's debugger does. ``host`` and ``node``: this machine, as
+    terminals of other nodes reach it; ``told``: who hears of a stop, by default the board of this process."""
+    _served.host, _served.told = host or _served.host, told or _served.told
+    _served.node = _served.node if node is None else node
+    _served.is_on = True
+    if is_others():
+        return False
+    sys.breakpointhook = _hook
+    return True
+
+
+def is_rays() -> bool:
+    """Whether the user has chosen Ray's own debugger for this process."""
+    return bool(os.environ.get(RAY_DEBUG))
+
+
+def is_others() -> bool:
+    named = os.environ.get("PYTHONBREAKPOINT", "")
+    # Ray names its hook in every process of its own (2.60); without RAY_DEBUG nobody has asked for it.
+    is_named = named not in ("", "0") and not named.startswith("ray.util.")
+    return is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook)
+
+
+def host_here() -> str:
+    """Where terminals come to that want to reach this process or its children."""
+    return _served.host
+
+
+def node_here() -> int:
+    return _served.node
+
+
+def debugger() -> pdb.Pdb:
+    """At the terminal of this process if it has one; else over a line, with a porter that waits for terminals."""
+    global _terminal
+    if has_terminal():
+        _terminal = _terminal or TerminalPdb()
+        return _terminal
+    if _served.line is None or _served.pid != os.getpid():
+        ours, porters = socket.socketpair()
+        Porter(porters, host=_served.host, told=_served.told)
+        _served.line, _served.pid = LinePdb(ours.recv, ours.send), os.getpid()
+    return _served.line
+
+
+def wants_post_mortem(error: BaseException) -> bool:
+    """Whether this exception opens the debugger: `--post-mortem` was given, and it comes from code, not from a refusal of ours,
+    which says what to do. One line opens it once for a kind of error."""
+    if (
+        not (_served.is_on and os.environ.get(POST_MORTEM))
+        or is_rays()
+        or type(error).__module__.startswith("rollcall.")
+    ):
+        return False
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    place = (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno, type(error))
+    if place in _opened:
+        return False
+    _opened.add(place)
+    return True
+
+
+def post_mortem(error: BaseException) -> None:
+    """Open the debugger where this exception was raised, if the run was started with `--post-mortem`."""
+    error = innermost(error)
+    if wants_post_mortem(error):
+        found = debugger()
+        assert isinstance(found, TerminalPdb | LinePdb)
+        found.post_mortem(error)
+
+
+_hook = stops_by(debugger)

@@ -1,0 +1,45 @@
+"""The time that this process has spent in a debugger's prompt. No limit of a run counts it.
+
+Standard library only: every process of a reward imports it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_total_s = 0.0
+_since: list[float] = []  # of the prompts that are open
+
+
+def paused_s() -> float:
+    """In all prompts so far, the open ones too."""
+    with _lock:
+        return _total_s + sum(time.monotonic() - since for since in _since)
+
+
+def is_paused() -> bool:
+    return bool(_since)
+
+
+def running_s() -> float:
+    """A clock that stands still while a prompt is open."""
+    return time.monotonic() - paused_s()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """A prompt is open while the block runs."""
+    global _total_s
+    began = time.monotonic()
+    with _lock:
+        _since.append(began)
+    try:
+        yield
+    finally:
+        with _lock:
+            _since.remove(began)
+            _total_s += time.monotonic() - began
