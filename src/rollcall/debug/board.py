@@ -88,7 +88,7 @@ class Board:
     def of_run(self, run_dir: Path) -> Iterator[None]:
         """The run whose processes post here while the block runs."""
         with self._lock:
-            self._run_dir = run_dir
+            self._run_dir, self._num_posted = run_dir, 0
             self._show()
         try:
             yield

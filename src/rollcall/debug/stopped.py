@@ -192,12 +192,14 @@ class LinePdb(_Debugger):
 
     def do_interact(self, arg: str) -> None:
         """interact
-        An interactive interpreter with the names of this frame.
+        An interactive interpreter with the names of this frame; exit() comes back here.
         """
         before = sys.stdin, sys.stdout, sys.stderr
         sys.stdin = sys.stdout = sys.stderr = self._talk  # type: ignore[assignment]
         try:
             super().do_interact(arg)
+        except SystemExit:
+            self.message("back in the debugger")
         finally:
             sys.stdin, sys.stdout, sys.stderr = before
 
@@ -229,6 +231,12 @@ class _Talk(io.TextIOBase):
         for begin in range(0, len(shown), PIECE):
             self.say(text=shown[begin : begin + PIECE])
         return len(text)
+
+    def flush(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """The line is its owner's. `exit()` in an interpreter closes standard input."""
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         prompt, self._tail = self._tail[-PIECE:], ""

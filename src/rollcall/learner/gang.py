@@ -28,7 +28,9 @@ from rollcall.types import Floats
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
 JOIN_S = 300.0
-COLLECTIVE_S = 1800.0
+# A debugger may hold a member this long. A member that is dead ends the others' calls at once; one that is silent or stuck is
+# noticed by the watch over the workers, which ends it.
+COLLECTIVE_S = 24 * 3600.0
 LONGEST_BYTES = 1 << 30  # of one member at once: log-probs of 256 million tokens
 
 
@@ -87,6 +89,8 @@ class Gang:
             if dist.get_backend(group) == "gloo":
                 members = dist.get_process_group_ranks(group)
                 greet(group, store, name=name, rank=rank, members=members, secret=place.secret)
+            # torch has no public call for it (2.13). Groups that torch makes by itself have its own default.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
 
         def sum_over(tensor: Tensor) -> None:
             dist.all_reduce(tensor)
@@ -97,7 +101,7 @@ class Gang:
             if server is not None:
                 server.close()
 
-        small = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+        small = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
         greet_in(dist.group.WORLD, "all")
         greet_in(small, "small")
         gang = cls(

@@ -1,0 +1,456 @@
+"""The debugger: who stops where, who may come, and that nothing is lost meanwhile. Across hosts: test_debug_lab.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quick_rewards
+from typer.testing import CliRunner
+
+from rollcall.cli.main import app
+from rollcall.config import load_config
+from rollcall.config.one_process import in_one_process
+from rollcall.debug import here, porter
+from rollcall.debug.attach import End, converse, is_there, reach
+from rollcall.debug.board import BOARD, FILE, Seat, Waiting, read_board
+from rollcall.errors import ClusterError, ConfigError
+from rollcall.groups.pulse import Pulse, Seen, look
+from rollcall.groups.watch import FACTOR, LEAST_S, Watch
+from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.worker import Item, RewardResult
+from rollcall.wait import Wait
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of a run whose controller is this process, which has no terminal."""
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    monkeypatch.setattr(here, "has_terminal", lambda: False)
+    monkeypatch.setattr("rollcall.reward.line.has_terminal", lambda: False)
+    monkeypatch.setattr(here, "_opened", set())
+    monkeypatch.setattr(porter, "_alone_since", None)
+    monkeypatch.setattr(porter, "_has_given_up", False)
+    for name in (here.POST_MORTEM, here.RAY_DEBUG, "PYTHONBREAKPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    with BOARD.of_run(tmp_path):
+        assert here.serve()
+        yield tmp_path
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    until = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return found
+
+
+def beside(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def talk(waits: Waiting, *lines: str) -> End:
+    with reach(waits) as connection:
+        return converse(connection, typed=lines, ask=_nobody)
+
+
+def _nobody(prompt: str) -> str:
+    raise EOFError
+
+
+def add_up(count: int) -> int:
+    total = sum(range(count))
+    breakpoint()
+    return total + 1
+
+
+# In a process without a terminal
+
+
+def test_a_thread_at_a_breakpoint_waits_for_terminals_until_one_says_continue(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread, results = beside(lambda: add_up(5))
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    assert (waits.number, waits.role, waits.function, waits.why) == (1, "controller", "add_up", "breakpoint")
+    assert Path(waits.file) == Path(__file__) and (run_dir / FILE).stat().st_mode & 0o077 == 0
+    assert BOARD.is_held
+    assert talk(waits, "p total * 111", "print('hello')", "quit") is End.LEFT
+    with reach(waits):  # a connection that is lost
+        pass
+    assert thread.is_alive() and is_there(waits)
+    assert talk(waits, "p total + 5", "list", "") is End.LEFT
+    assert talk(waits, "!total = 41", "restart", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == [42]
+    wait_for(lambda: not read_board(run_dir) and not BOARD.is_held)
+    shown = capsys.readouterr().out
+    assert (
+        "1110" in shown
+        and "hello" in shown
+        and "\n15" in shown
+        and "->" in shown
+        and "cannot be started again" in shown
+    )
+
+
+def test_a_stranger_gets_nothing_and_a_second_terminal_is_told_of_the_first(run_dir: Path) -> None:
+    thread, _ = beside(lambda: add_up(5))
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    with pytest.raises(ClusterError, match="is not the controller"):
+        reach(replace(waits, secret="0" * 64))
+    with socket.create_connection((waits.address, waits.port), timeout=WAIT_S) as stranger:
+        stranger.sendall(b'{"line": "import os"}' * 4)
+        said = b""
+        while data := _received(stranger):
+            said += data
+        assert len(said) <= 32, "a challenge, and then the door is shut"
+    with reach(waits) as first:
+        with reach(waits) as second:
+            assert converse(second, ask=_nobody) is End.BUSY
+        assert converse(first, typed=["continue"], ask=_nobody) is End.GOES
+    thread.join(WAIT_S)
+    wait_for(lambda: not is_there(waits))
+    with pytest.raises(ClusterError, match="gone on or ended"):
+        reach(waits)
+
+
+def _received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1024)
+    except ConnectionResetError:
+        return b""
+
+
+def test_nobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(porter, "UNATTENDED_S", 0.1)
+    for _ in range(2):
+        thread, results = beside(lambda: add_up(3))
+        thread.join(WAIT_S)
+        assert results == [4]
+
+
+def test_an_exception_opens_the_debugger_where_it_was_raised_if_that_was_asked_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        row = {"a": 1}
+        try:
+            raise ExceptionGroup("several", [_caught(lambda: row["b"])])
+        except ExceptionGroup as error:
+            here.post_mortem(error)
+
+    fail()  # nobody asked
+    monkeypatch.setenv(here.POST_MORTEM, "1")
+    here.post_mortem(_caught(lambda: (_ for _ in ()).throw(ConfigError("a refusal"))))
+    assert not read_board(run_dir)
+    thread, _ = beside(fail)
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    assert waits.why == "KeyError: 'b'"
+    assert talk(waits, "p row", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert "{'a': 1}" in capsys.readouterr().out
+    fail()  # the same line again
+
+
+def _caught(work: Callable[[], Any]) -> Exception:
+    try:
+        work()
+    except Exception as error:
+        return error
+    raise AssertionError("it did not raise")
+
+
+@pytest.mark.parametrize("variable", [("RAY_DEBUG", "legacy"), ("PYTHONBREAKPOINT", "web_pdb.set_trace")])
+def test_a_debugger_that_the_user_has_chosen_stays(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    monkeypatch.setenv(*variable)
+    assert not here.serve() and sys.breakpointhook is sys.__breakpointhook__
+    monkeypatch.delenv(variable[0])
+    monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")  # Ray's own doing
+    assert here.serve()
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    assert add_up(3) == 4
+
+
+def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path) -> None:
+    runner = CliRunner()
+    assert "nothing waits" in runner.invoke(app, ["debug", str(run_dir)]).output
+    thread, _ = beside(lambda: add_up(5))
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    found = json.loads(runner.invoke(app, ["debug", str(run_dir), "--json"]).stdout)["waiting"]
+    assert [(one["number"], one["role"], one["rank"], one["node"]) for one in found] == [(1, "controller", 0, 0)]
+    assert "secret" not in found[0] and "port" not in found[0]
+    listed = runner.invoke(app, ["debug", str(run_dir)]).output
+    assert f"{__file__}:{waits.line}" in listed and f"rollcall debug {run_dir} 1" in listed
+    missed = runner.invoke(app, ["debug", str(run_dir), "7"])
+    assert missed.exit_code == 1 and "number 7 does not wait; those that do: 1" in missed.output
+    left = runner.invoke(app, ["debug", str(run_dir), "1"], input="p total\n")
+    assert left.exit_code == 0 and "still waits" in left.output
+    assert runner.invoke(app, ["debug", str(run_dir), "--continue"]).exit_code == 0
+    thread.join(WAIT_S)
+
+
+def test_a_list_that_a_killed_run_left_behind_shows_nobody(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    place = dict(
+        file="f.py",
+        line=1,
+        function="f",
+        why="breakpoint",
+        until=time.time(),
+        address="127.0.0.1",
+        port=port,
+        secret="s",
+    )
+    with BOARD.of_run(tmp_path):
+        BOARD.post("gone", Seat(role="actor", rank=1, node=2), place)
+        text = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).write_text(text)
+    assert "nothing waits" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
+
+
+# Rewards, in their confined processes
+
+REWARDS = """
+def stops(completion, answer):
+    length = len(completion)
+    if completion == "stop":
+        breakpoint()
+    if completion == "run":
+        exec("breakpoint()")
+    return length
+
+def raises(completion, answer):
+    table = {}
+    return table[completion]
+
+async def waits(completion, answer):
+    breakpoint()
+    return 1.0
+"""
+
+
+@pytest.fixture
+def rewards(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (run_dir / "stopping_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(run_dir)
+    monkeypatch.setattr("rollcall.reward.pool.subprocess", quick_rewards.SUBPROCESS)
+    return run_dir
+
+
+def score(name: str, completions: Sequence[str | list[str]], *, timeout_s: float, **spec: Any) -> list[RewardResult]:
+    fields = {"type": "function", "path": f"stopping_rewards:{name}", **spec}
+    found: list[RewardResult] = []
+    with RewardPool({0: fields}, num_workers=1) as pool:
+        pool.submit([Task(item=Item(0, "", text, "", {}), timeout_s=timeout_s) for text in completions])
+        while len(found) < len(completions):
+            found += [result for _, results in pool.poll(0.05) for result in results]
+    return found
+
+
+def test_a_reward_that_stops_is_not_late_and_may_have_no_network(
+    rewards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread, results = beside(lambda: score("stops", ["stop", "abc", "run"], timeout_s=5.0, network=False))
+    (waits,) = wait_for(lambda: read_board(rewards))
+    assert (waits.role, waits.rank, waits.function) == ("reward", 0, "stops")
+    time.sleep(5.5)
+    assert talk(waits, "p length + 96", "length = 7", "interact", "length * 111", "exit()", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert [(result.value, result.kind) for result in results[0]] == [(7.0, ""), (3.0, ""), (3.0, "")]
+    shown = capsys.readouterr().out
+    assert "100" in shown and "777" in shown
+    assert not BOARD.is_held
+
+
+def test_an_async_reward_that_stops_is_not_late(rewards: Path) -> None:
+    thread, results = beside(lambda: score("waits", [["a"]], timeout_s=4.0))
+    (waits,) = wait_for(lambda: read_board(rewards))
+    time.sleep(4.5)
+    assert talk(waits, "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert [(result.value, result.kind) for result in results[0]] == [(1.0, "")]
+
+
+def test_a_reward_that_raises_opens_the_debugger_once_for_a_line(
+    rewards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(here.POST_MORTEM, "1")
+    thread, results = beside(lambda: score("raises", ["a", "b"], timeout_s=5.0))
+    (waits,) = wait_for(lambda: read_board(rewards))
+    assert waits.why == "KeyError: 'a'" and waits.function == "raises"
+    assert talk(waits, "p completion * 3", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert [result.kind for result in results[0]] == ["raised", "raised"]
+    assert "'aaa'" in capsys.readouterr().out
+
+
+def test_a_pool_that_closes_ends_a_reward_that_stopped(rewards: Path) -> None:
+    fields = {"type": "function", "path": "stopping_rewards:stops"}
+    with RewardPool({0: fields}, num_workers=1) as pool:
+        pool.submit([Task(item=Item(0, "", "stop", "", {}), timeout_s=5.0)])
+        wait_for(lambda: pool.poll(0.01) or read_board(rewards))
+    wait_for(lambda: not read_board(rewards))
+
+
+# At a terminal
+
+AT_A_TERMINAL = """
+import sys
+from pathlib import Path
+from rollcall.debug import here
+from rollcall.debug.stopped import lend_terminal
+from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.worker import Item
+from contextlib import contextmanager
+
+@contextmanager
+def panel():
+    print("panel off")
+    yield
+    print("panel on")
+
+here.serve()
+lend_terminal(panel)
+fields = {"type": "function", "path": "stopping_rewards:stops"}
+with RewardPool({0: fields}, num_workers=1) as pool:
+    pool.submit([Task(item=Item(0, "", "stop", "", {}), timeout_s=5.0)])
+    while not (done := pool.poll(0.05)):
+        pass
+print("scored", done[0][1][0].value)
+
+def work():
+    here_too = 6 * 7
+    breakpoint()
+    print("worked", here_too)
+
+work()
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    here.post_mortem(error)
+try:
+    work()
+except KeyboardInterrupt:
+    print("stopped", here.debugger().prompt)
+"""
+
+
+def test_a_process_with_a_terminal_opens_plain_pdb_there_also_for_its_rewards(tmp_path: Path) -> None:
+    (tmp_path / "stopping_rewards.py").write_text(REWARDS)
+    shown = at_a_terminal(
+        [sys.executable, "-c", AT_A_TERMINAL],
+        cwd=tmp_path,
+        env={here.POST_MORTEM: "1", "PYTHONPATH": str(Path(here.__file__).parents[2])},
+        typed=["p length + 96", "\x03", "length = 7", "c", "p here_too", "c", "p 'zero'", "c", "q"],
+    )
+    for text in (
+        "100",
+        "--KeyboardInterrupt--",
+        "scored 7.0",
+        "42",
+        "worked 42",
+        "ZeroDivisionError",
+        "'zero'",
+        "stopped",
+    ):
+        assert text in shown, shown
+    assert shown.count("panel off") == shown.count("panel on") == 4
+
+
+def at_a_terminal(command: Sequence[str], *, cwd: Path, env: dict[str, str], typed: Sequence[str]) -> str:
+    """What the command shows on a terminal where each line is typed at the next prompt."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execve(command[0], list(command), {**os.environ, **env, "TERM": "dumb"})
+    shown, seen, left = "", 0, list(typed)
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        if select.select([terminal], [], [], 0.2)[0]:
+            try:
+                shown += os.read(terminal, 4096).decode(errors="replace")
+            except OSError:  # its other side is closed
+                break
+        if left and (prompt := re.compile(r"\(Pdb\) ").search(shown, seen)):
+            seen, text = prompt.end(), left.pop(0)
+            os.write(terminal, text.encode() if text == "\x03" else f"{text}\n".encode())
+    os.close(terminal)
+    os.waitpid(pid, 0)
+    return shown
+
+
+# The run waits
+
+
+def test_a_pulse_says_where_a_debugger_holds_its_process() -> None:
+    pulse = Pulse(3)
+    assert look(os.getpid()).stop is None
+    with pulse.doing("update"):
+        pulse.note_stop({"file": "a.py", "line": 7})
+        seen = look(os.getpid())
+        assert seen.stop == {"file": "a.py", "line": 7} and seen.doing == "update"
+        pulse.note_stop({"file": "x" * 9000, "line": 7})
+        assert (look(os.getpid()).stop or {})["line"] == 7
+        pulse.note_stop(None)
+        assert look(os.getpid()).stop is None
+
+
+def test_no_call_is_late_while_a_debugger_holds_a_process_and_each_has_its_whole_time_afterwards() -> None:
+    watch, seats = Watch(), {"a": [0, 1]}
+    allowed_s = max(LEAST_S, FACTOR * 1.0)
+
+    def losses(busy_s: float, *, is_held: bool, num_done: int = 5) -> list[int]:
+        seen = Seen(
+            is_alive=True, state="S", doing="update", busy_s=busy_s, num_done=num_done, longest_s={"update": 1.0}
+        )
+        found = watch.judge({"a": {0: seen, 1: seen}}, seats=seats, gone=set(), is_held=is_held)
+        return [loss.rank for loss in found]
+
+    assert losses(10 * allowed_s, is_held=True) == []
+    assert losses(11 * allowed_s - 1, is_held=False) == []
+    assert losses(allowed_s - 1, is_held=False, num_done=6) == []
+    assert losses(allowed_s + 1, is_held=False, num_done=6) == [0, 1]
+
+
+def test_a_wait_that_is_excused_has_more_time() -> None:
+    wait = Wait(10.0)
+    wait.excuse(5.0)
+    assert wait.left_s > 10.0 and not wait.is_over
+
+
+def test_the_run_file_of_a_cluster_runs_in_one_process_for_a_debugger() -> None:
+    config = load_config({
+        "cluster": {"num_nodes": 2, "num_gpus_per_node": 4, "component_placement": {"rollout": "0-3", "actor": "4-7"}},
+        "actor": {"sharding": "fsdp", "tensor_parallel_size": 2, "sequence_parallel": True, "compile": True, "lr": 3e-6},
+        "rollout": {"engine": "vllm", "samples_per_prompt": 4, "compile": True},
+        "trainer": {"elastic": {"min_nodes": 1}, "steps": 7},
+    })  # fmt: skip
+    alone = in_one_process(config)
+    assert alone.cluster is None and alone.rollout.engine == "native" and not alone.rollout.compile
+    assert (alone.actor.sharding, alone.actor.tensor_parallel_size, alone.actor.compile) == ("replicate", 1, False)
+    assert (alone.actor.lr, alone.trainer.steps, alone.rollout.samples_per_prompt) == (3e-6, 7, 4)

@@ -1,0 +1,141 @@
+"""The debugger across real hosts: a worker that stops is found, looked at from another host and let go, and the run loses nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab.cluster import ENV, bring_up, rollcall
+from lab.lab import Command, Host, Lab, needs_lab
+
+from rollcall.durable.journal import Journal
+from rollcall.groups.watch import LEAST_S
+
+pytestmark = [needs_lab, pytest.mark.slow]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+WAIT_S = 240.0
+NUM_STEPS = 4
+OPTIMIZER = """
+import os, torch
+
+class Stopping(torch.optim.AdamW):
+    def step(self, *args, **kwargs):
+        seen = self.seen = getattr(self, "seen", 0) + 1
+        if seen == 2 and os.environ["RANK"] == "1":
+            {what}
+        return super().step(*args, **kwargs)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    hosts: list[Host]  # the last one is not a node
+    shared: Path
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Lab(hosts=3, shared=tmp_path_factory.mktemp("lab") / "shared") as lab:
+        options = ("--rendezvous", str(lab.shared), "--slots", "1")
+        env = {**NO_GPU, "PYTHONPATH": str(lab.shared)}
+        bring_up(dict(enumerate(lab.hosts[:2])), *options, env=env)
+        yield Cluster(hosts=lab.hosts, shared=lab.shared)
+
+
+def start_run(cluster: Cluster, name: str, *options: str, what: str, **sections: Any) -> tuple[Command, Path]:
+    """Train on both nodes, with an optimizer that does ``what`` in its second update on node 1."""
+    (cluster.shared / f"{name}_optimizer.py").write_text(OPTIMIZER.format(what=what))
+    run_dir = cluster.shared / name
+    run = {
+        "run": {"name": name, "dir": str(run_dir)},
+        "cluster": {
+            "num_nodes": 2, "num_gpus_per_node": 1, "accelerator": "cpu", "component_placement": {"actor,rollout": "all"},
+            **sections,
+        },
+        "model": {"path": "builtin:arithmetic", "device": "cpu"},
+        "data": {"train": "builtin:arithmetic", "val": None, "prompts_per_step": 4, "max_prompt_tokens": 16},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 4},
+        "reward": [{"type": "exact"}],
+        "actor": {"optimizer": {"name": f"{name}_optimizer.Stopping"}},
+        "trainer": {"steps": NUM_STEPS, "save_every": 1, "eval_every": 0, "num_threads": 1, "loggers": []},
+    }  # fmt: skip
+    path = cluster.shared / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(run))
+    command = [sys.executable, "-m", "rollcall", "train", str(path), *options]
+    return cluster.hosts[0].start(command, env={**ENV, **NO_GPU, "PYTHONPATH": str(cluster.shared)}), run_dir
+
+
+def wait_for(condition: Any, *, run: Command) -> Any:
+    until = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < until, run.output
+        time.sleep(0.2)
+    return found
+
+
+def wait_for_stop(run: Command, run_dir: Path) -> dict[str, Any]:
+    (found,) = wait_for(lambda: (run_dir / "debugger.json").exists() and waiting(run_dir), run=run)
+    return found
+
+
+def waiting(run_dir: Path) -> list[dict[str, Any]]:
+    return json.loads((run_dir / "debugger.json").read_text())
+
+
+def typed(host: Host, where: str, *lines: str) -> str:
+    """What a terminal on that host shows when these lines are typed."""
+    text = "".join(f"{line}\\n" for line in lines)
+    command = f"printf '{text}' | {sys.executable} -m rollcall debug {where}"
+    done = host.run(["sh", "-c", command], env={**ENV, **NO_GPU}, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def steps_trained(run_dir: Path) -> list[int]:
+    with Journal(run_dir / "journal") as journal:
+        return sorted(journal.trained())
+
+
+def test_a_worker_at_a_breakpoint_is_attached_to_from_other_hosts_and_goes_on(cluster: Cluster) -> None:
+    head, node, outsider = cluster.hosts
+    run, run_dir = start_run(cluster, "stops", what="breakpoint()")
+    stop = wait_for_stop(run, run_dir)
+    stopped_s = time.monotonic()
+    assert (stop["role"], stop["rank"], stop["node"], stop["address"]) == ("actor+rollout", 1, 1, node.ip)
+    listed = json.loads(rollcall(head, "debug", "--json").stdout)["waiting"]
+    assert [(one["number"], one["run"], one["line"]) for one in listed] == [(1, str(run_dir), stop["line"])]
+    assert "secret" not in listed[0] and f"`rollcall debug {run_dir} 1`" in run.output
+
+    # From a host that is not a node, by the run directory; then that host loses its power.
+    session = f"(echo 'p seen * 1000'; sleep 600) | {sys.executable} -m rollcall debug {run_dir} 1"
+    lost = outsider.start(["sh", "-c", session], env={**ENV, **NO_GPU})
+    wait_for(lambda: "2000" in lost.output, run=run)
+    outsider.power_off()
+
+    # Longer than any worker may be silent in a call: its peer waits for it in the same update.
+    time.sleep(max(LEAST_S + 15 - (time.monotonic() - stopped_s), 0))
+    assert "still waits" in typed(head, f"{run_dir} 1", "p seen", "quit")
+    shown = typed(head, "1", "p seen + 40", "where", "continue")
+    assert "42" in shown and "stops_optimizer.py" in shown and "goes on" in shown
+    assert run.wait(timeout_s=WAIT_S) == 0, run.output
+    assert steps_trained(run_dir) == list(range(1, NUM_STEPS + 1))
+    assert "attempt" not in run.output and "is dead" not in run.output, run.output
+    assert not (run_dir / "debugger.json").exists()
+
+
+def test_a_worker_that_raises_waits_where_it_raised_with_post_mortem(cluster: Cluster) -> None:
+    run, run_dir = start_run(cluster, "raises", "--post-mortem", what='raise KeyError("no such row")')
+    stop = wait_for_stop(run, run_dir)
+    assert "KeyError" in stop["why"] and (stop["rank"], stop["node"]) == (1, 1)
+    shown = typed(cluster.hosts[0], "1", "p seen + 40", "continue")
+    assert "KeyError" in shown and "42" in shown
+    assert run.wait(timeout_s=WAIT_S) == 1
+    assert "no such row" in run.output and "attempt" not in run.output
+    assert steps_trained(run_dir) == [1]
