@@ -33,7 +33,7 @@ from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import Item, RewardResult
 from rollcall.wait import Wait
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

@@ -117,6 +117,14 @@ def test_every_python_file_that_a_page_names_exists(page: Path) -> None:
         )
 
 
+def test_every_metric_that_the_debugging_page_names_exists() -> None:
+    groups = "|".join(re.findall(r"^## (\w+)/$", metrics.render_docs(), re.MULTILINE))
+    named = set(re.findall(rf"`((?:{groups})/[\w<>*]+)`", (DOCS / "debugging.md").read_text()))
+    known = set(re.findall(r"^\| `([^`]+)`", metrics.render_docs(), re.MULTILINE))
+    missing = {name for name in named if name not in known and not name.endswith("*")}
+    assert len(named) > 20 and not missing, missing
+
+
 def test_a_name_beside_a_file_in_the_readme_is_in_that_file() -> None:
     found = re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", (ROOT / "README.md").read_text())
     assert len(found) >= 2
