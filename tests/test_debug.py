@@ -27,13 +27,15 @@ from rollcall.debug import here, porter
 from rollcall.debug.attach import End, converse, is_there, reach
 from rollcall.debug.board import BOARD, FILE, Seat, Waiting, read_board
 from rollcall.errors import ClusterError, ConfigError
-from rollcall.groups.pulse import Pulse, Seen, look
+from rollcall.groups.failures import RemoteFailureError
+from rollcall.groups.host import DEBUG_HOST, Host
+from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import Item, RewardResult
 from rollcall.wait import Wait
 
-WAIT_S = 300.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -404,20 +406,74 @@ def at_a_terminal(command: Sequence[str], *, cwd: Path, env: dict[str, str], typ
     return shown
 
 
+# In a worker
+
+
+class Stopping:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+
+    def update(self, rows: int) -> int:
+        weight = rows * 2
+        if self.fails:
+            raise KeyError("no such row")
+        breakpoint()
+        return weight
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_host_of_a_worker_says_in_its_pulse_where_it_stopped(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    monkeypatch.setattr(here, "_served", replace(here._served))
+    monkeypatch.setenv(here.POST_MORTEM, "1")
+    host = Host("actor rank 1")
+    host.start({"RANK": "1", DEBUG_HOST: "127.0.0.1"}, Stopping, fails=fails)
+    thread, results = beside(lambda: _outcome(lambda: host.call("update", (), 21)))
+    stop = dict(wait_for(lambda: look_at(host).stop))
+    assert stop.pop("until") > time.time()
+    seat = Seat(role="actor", rank=1, node=0)
+    BOARD.post("1", seat, {**stop, "until": time.time()})
+    (waits,) = read_board(run_dir)
+    assert waits.function == "update" and waits.why == ("KeyError: 'no such row'" if fails else "breakpoint")
+    assert talk(waits, "p weight * 100", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert "4200" in capsys.readouterr().out
+    assert isinstance(results[0], RemoteFailureError) if fails else results == [42]
+    wait_for(lambda: look_at(host).stop is None)
+
+
+def look_at(host: Host) -> Seen:
+    """Of several pulses in this process, that of the host."""
+    assert host._pulse is not None
+    data = host._pulse._memory[:]
+    text = data[STOP:].rstrip(b"\0")
+    return Seen(is_alive=True, stop=json.loads(text or b"null"))
+
+
+def _outcome(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:
+        return error
+
+
 # The run waits
 
 
 def test_a_pulse_says_where_a_debugger_holds_its_process() -> None:
-    pulse = Pulse(3)
-    assert look(os.getpid()).stop is None
+    pulse, reader = Pulse(3), Reader(os.getpid())
+    reader._file = os.fdopen(os.dup(pulse._file.fileno()), "rb", buffering=0)  # this process may have others
+    assert reader.look().stop is None
     with pulse.doing("update"):
         pulse.note_stop({"file": "a.py", "line": 7})
-        seen = look(os.getpid())
+        seen = reader.look()
         assert seen.stop == {"file": "a.py", "line": 7} and seen.doing == "update"
         pulse.note_stop({"file": "x" * 9000, "line": 7})
-        assert (look(os.getpid()).stop or {})["line"] == 7
+        assert (reader.look().stop or {})["line"] == 7
         pulse.note_stop(None)
-        assert look(os.getpid()).stop is None
+        assert reader.look().stop is None
+    reader.close()
 
 
 def test_no_call_is_late_while_a_debugger_holds_a_process_and_each_has_its_whole_time_afterwards() -> None:

@@ -48,7 +48,10 @@ _opened: set[tuple[str, int, type]] = set()  # where exceptions have opened the 
 def serve(*, host: str | None = None, node: int | None = None, told: Told | None = None) -> bool:
     """Stop at breakpoints from now on; False: somebody else's debugger does. ``host`` and ``node``: this machine, as
     terminals of other nodes reach it; ``told``: who hears of a stop, by default the board of this process."""
+    before = (_served.host, _served.told)
     _served.host, _served.told = host or _served.host, told or _served.told
+    if before != (_served.host, _served.told):
+        _served.line = None  # the next stop has a porter that knows them
     _served.node = _served.node if node is None else node
     _served.is_on = True
     if is_others():
