@@ -92,7 +92,7 @@ def _app(group: Any) -> Any:
 
 def test_these_are_the_verbs() -> None:
     assert sorted(commands()) == [
-        "check", "compare", "config", "data", "doctor", "down", "env", "eval", "fetch-model", "finish", "gather", "here", "init", "job list", "job logs",
+        "check", "compare", "config", "data", "debug", "doctor", "down", "env", "eval", "fetch-model", "finish", "gather", "here", "init", "job list", "job logs",
         "job status", "job stop",
         "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
         "launch ssh", "launch status", "merge", "node", "plan", "prepare", "recover", "reward test", "simulate", "ssh", "status", "submit", "trace", "train", "tunnel",
