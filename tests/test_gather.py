@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.finish import gather as module
+from rollcall.finish import nodes_of
 from rollcall.finish.gather import FOLDER, GatherError, gather
 from rollcall.finish.node_files import NodeFiles
 from rollcall.finish.nodes_of import Asked, Node, NodeError, RayNodeFiles, SshNode, ThisNode
@@ -308,6 +309,16 @@ def test_a_host_that_cannot_be_reached_or_prints_more_is_named(tmp_path: Path, h
     with pytest.raises(GatherError, match=r"No route to host\nbring these nodes back") as refused:
         gather(checkpoint, lambda: [node])
     assert "no node has model/part-00000-of-00002.safetensors of node 0 (host-0" in str(refused.value)
+
+
+def test_a_host_that_never_reads_what_it_is_asked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(nodes_of, "ANSWER_S", 0.2)
+    part: Asked = {"name": "x" * 300_000, "place": "", "run": "", "size": 0}
+    with pytest.raises(NodeError, match="one: it has not read what it was asked"):
+        SshNode(host="one", login=Login()).present([part])
 
 
 # Over Ray, with a stand-in for the process on the node

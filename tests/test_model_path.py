@@ -55,6 +55,18 @@ def test_a_checkpoint_is_loaded_as_its_model_directory_would_be(tmp_path: Path, 
     assert load_causal_lm(str(path), device=CPU, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+def test_a_folder_of_verl_is_read_from_the_step_that_it_names(tmp_path: Path) -> None:
+    """All processes load the same one, and it can be said which, while that run goes on."""
+    for step in (20, 40):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
+    assert resolve_model(str(tmp_path)) == str(tmp_path / "global_step_40" / "actor")
+    assert resolve_model(str(tmp_path / "global_step_20")) == str(tmp_path / "global_step_20" / "actor")
+    actor = str(tmp_path / "global_step_20" / "actor")
+    assert resolve_model(actor) == actor
+
+
 def test_a_wrong_checkpoint_is_refused_by_its_file(tmp_path: Path) -> None:
     folder = saved(tmp_path, "verl")
     (folder / "model_world_size_4_rank_3.pt").unlink()

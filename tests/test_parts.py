@@ -78,6 +78,24 @@ def test_a_write_that_failed_is_told_and_can_begin_again_from_the_same_copy(tmp_
     assert list(written_by(writer).files) == ["model/part"]
 
 
+def test_a_disk_that_is_full_fails_the_write_and_not_the_next_one(tmp_path: Path) -> None:
+    """The kernel's own answer, when the bytes leave the process."""
+    writer, values = PartWriter(), torch.arange(50_000.0)
+    name = "model/part-00000-of-00001.safetensors"
+    writer.copy([File(name=name, kind="weights", content=[block("w", values)])], facts={})
+    (tmp_path / "model").mkdir()
+    (tmp_path / name).symlink_to("/dev/full")
+    writer.start(tmp_path)
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        written_by(writer)
+    assert refused.value.errno == errno.ENOSPC
+    (tmp_path / name).unlink()
+    writer.start(tmp_path)
+    assert written_by(writer).files[name]["size"] == (tmp_path / name).stat().st_size
+    with safe_open(tmp_path / name, "pt") as file:
+        assert torch.equal(file.get_tensor("w"), values)
+
+
 @pytest.mark.gpu
 def test_blocks_on_an_accelerator_are_copied_to_memory_that_is_kept(tmp_path: Path) -> None:
     writer, values = PartWriter(), torch.randn(300, 7, device="cuda")

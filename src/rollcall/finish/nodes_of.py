@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from rollcall.errors import ClusterError
 from rollcall.finish import node_files
@@ -156,7 +157,7 @@ class SshNode:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
             try:
-                process.stdin.write(script.encode())
+                self._write(process.stdin, script.encode())
                 process.stdin.close()
             except BrokenPipeError:
                 raise NodeError(f"{self.host}: {self._last_words(process)}") from None
@@ -169,6 +170,16 @@ class SshNode:
                     pipe.close()
                 except BrokenPipeError:
                     continue
+
+    def _write(self, pipe: IO[bytes], data: bytes) -> None:
+        """A host that does not read takes no more than the pipe holds."""
+        os.set_blocking(pipe.fileno(), False)
+        give_up = time.monotonic() + ANSWER_S
+        while data:
+            if select.select([], [pipe], [], min(ANSWER_S, 1.0))[1]:
+                data = data[os.write(pipe.fileno(), data) :]
+            elif time.monotonic() >= give_up:
+                raise NodeError(f"{self.host}: it has not read what it was asked for {ANSWER_S:.0f} s")
 
     def _first_line(self, process: subprocess.Popen[bytes]) -> Any:
         line = bytearray()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
-from rollcall.stored.find import checkpoint_of, config_folder, is_model_dir
+from rollcall.stored.find import checkpoint_of, config_folder, is_model_dir, verl_folder
 
 MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24
@@ -35,12 +35,14 @@ FEWEST_BYTES = 0.25  # of one weight; quantised weights have 0.5
 
 
 def resolve_model(path: str) -> str:
-    """The model directory of ``builtin:NAME``; of a run directory its newest checkpoint; any other path as it is."""
+    """The model directory of ``builtin:NAME``; of a run directory, ours or verl's, its newest checkpoint; any other path as it is."""
     if not path.startswith("builtin:"):
         local = Path(path).expanduser()
+        if not local.is_dir() or is_model_dir(local):
+            return path
         # By name, so that all processes load the same one while that run goes on.
-        checkpoint = checkpoint_of(local) if local.is_dir() and not is_model_dir(local) else None
-        return path if checkpoint is None else str(checkpoint)
+        found = checkpoint_of(local) or verl_folder(local)
+        return path if found is None else str(found)
     if path != "builtin:arithmetic":
         raise ValueError(f"model.path={path} is not built in; there is builtin:arithmetic")
     return str(MODEL_DIR)

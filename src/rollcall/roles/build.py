@@ -78,7 +78,7 @@ class Inputs:
 def load_inputs(config: Config) -> Inputs:
     path = resolve_model(config.model.path)
     if path != config.model.path and not config.model.path.startswith("builtin:"):
-        say(f"reading model.path={config.model.path} from its newest checkpoint, {path}")
+        say(f"reading model.path={config.model.path} from its checkpoint {path}")
     say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = load_tokenizer(
         path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
