@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,18 @@ def test_experts_are_merged_under_the_names_of_a_directory_and_of_a_live_model(t
     fewer = {key: tensor for key, tensor in state.items() if key != name}
     with pytest.raises(StoredError, match="1 tensor is missing"):
         merge(write_verl(tmp_path / "fewer", fewer, mesh=(1,), config=tmp_path / "model"), tmp_path / "out2")
+
+
+def test_a_usual_model_is_merged_without_an_import_that_takes_seconds(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "actor")
+    code = (
+        "import sys; from pathlib import Path; from rollcall.merge.merge import merge; "
+        f"merge(Path({str(folder)!r}), Path({str(tmp_path / 'out')!r})); "
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert merged_tensors(tmp_path / "out").keys() == a_state().keys()
 
 
 def test_files_are_no_larger_than_asked_and_the_index_names_them(tmp_path: Path) -> None:
