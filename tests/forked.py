@@ -18,6 +18,7 @@ from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerS
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import RemoteFailureError, failure_of
 from rollcall.groups.host import call_method, load_class
+from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait
 
 ADDRESS = "127.0.0.1"
@@ -94,6 +95,9 @@ class ForkedCrew:
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
         raise AssertionError("no test asks for it")
+
+    def sightings(self, *, last: bool = False) -> Sightings:
+        return Sightings()  # its processes are not looked at
 
     def stop(self, *, timeout_s: float) -> None:
         for process in self.processes:
