@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollcall.algo.shaping import has_signal, shaped_rewards
 from rollcall.config import Dapo, DrGrpo, Grpo, Ppo, ReinforcePlusPlus
 from rollcall.learner.learner import TokenScores
-from rollcall.loop.samples import has_signal, make_samples, shaped_rewards
+from rollcall.loop.samples import make_samples
 from rollcall.types import Completion, FinishReason, Floats, Group, Prompt, Sample, Score, Segment
 
 LONGEST = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,8 @@ from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
 from rollcall.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.words import all_of, are, counted
+
+TOKENIZER = "tokenizer.json"  # of a run directory
 
 
 def train(
@@ -116,7 +118,8 @@ class _Training:
         start_step = resume.step if resume else 0
         before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
         progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
-        with make_console(progress, quiet=quiet) as console, speaking(in_silence if quiet else console.note):
+        voice = in_silence if quiet else None
+        with make_console(progress, quiet=quiet) as console, speaking(voice or console.note), _page_of(config):
             controller, number = run_attempts(
                 lambda number: (self._examined(store, console, number=number), number),
                 budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
@@ -169,6 +172,7 @@ class _Training:
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
             # Only now: a run file that is refused must not become this directory's.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
+            _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
                 opened.callback(sink.close)
@@ -274,6 +278,22 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
     else:
         with refusing(run_dir, folder=run_dir, refuse=ConfigError):
             write()
+
+
+def _keep_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Beside the journal, which has token ids: whoever reads the directory can tell what they say. One file; `model/` has all."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and not path.exists():
+        persist(lambda: write_atomic(path, fast.to_str()), path=path, what="the tokenizer")
+
+
+def _page_of(config: Config) -> AbstractContextManager[None]:
+    """The page beside this run, if its run file asks for one."""
+    if not config.trainer.page:
+        return nullcontext()
+    from rollcall.view.beside import page_beside
+
+    return page_beside(config.run.dir, tell=say)
 
 
 def _build(config: Config, *, backend: Backend | None, is_bare: bool) -> Workers:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollcall.algo import advantages as adv
 from rollcall.algo import corrections, losses
+from rollcall.algo.shaping import COMPARE
 from rollcall.config import Algorithm, Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
 from rollcall.types import Bools, Floats
 
@@ -213,14 +214,7 @@ def _group_advantages(
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
     """One number per completion, from its group alone, on each of its loss tokens."""
-    match algorithm:
-        case DrGrpo():
-            compare = adv.group_centered
-        case Rloo():
-            compare = adv.leave_one_out
-        case Grpo() | Dapo() | Gspo() | Cispo() | Intuitor():
-            compare = adv.group_normalized
-    out = []
+    compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:
             divergence_G = [float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(kl[i], masks_G, strict=True)]

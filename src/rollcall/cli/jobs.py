@@ -38,6 +38,9 @@ def submit(
     file: RunFile = None,
     overrides: Overrides = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return after the job is submitted.")] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="The same as trainer.page=true: the head serves the run's page.")
+    ] = False,
     address: Address = None,
     cluster: Cluster = None,
     rendezvous: Meeting = None,
@@ -55,12 +58,14 @@ def submit(
       rollcall submit run.yaml
       rollcall submit run.yaml run.dir=/shared/runs/one actor.lr=1e-6 --no-wait
       rollcall submit run.yaml --address http://10.0.0.1:8265
+      rollcall submit run.yaml --page    the log has the page's address; `rollcall tunnel` brings it here
       RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray that someone else started
     """
     from rollcall.config import load_config
     from rollcall.plan.judge import workable_plan
 
-    config = load_config(*split_arguments(file, overrides))
+    path, changes = split_arguments(file, overrides)
+    config = load_config(path, [*changes, *(["trainer.page=true"] if page else [])])
     if config.cluster is not None:
         workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
     wished = config.cluster.ray_address if config.cluster is not None else None

@@ -31,6 +31,7 @@ from rollcall.cli.ssh import ssh, tunnel
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train
 from rollcall.cli.upload import upload
+from rollcall.cli.view import view
 from rollcall.redact import guard_streams
 from rollcall.version import __version__
 
@@ -50,6 +51,7 @@ Once installed:
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what a resume will do
+  rollcall view runs          a page: curves, samples, tokens, timeline, cluster
   rollcall compare runs/gsm8k runs/other
   rollcall merge runs/gsm8k --out models/gsm8k
                                its newest checkpoint as one model directory
@@ -118,6 +120,7 @@ for command in (
     recover,
     compare,
     trace,
+    view,
     merge,
     init,
     config,

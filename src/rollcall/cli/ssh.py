@@ -51,9 +51,10 @@ def tunnel(
         int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: one that is free.")
     ] = None,
 ) -> None:
-    """Forward the dashboard of a launch to a port of this machine, until Ctrl-C.
+    """Forward the dashboard of a launch to a port of this machine, until Ctrl-C, and the page of its run to another.
 
-    The address works with `rollcall job ... --address` and in a browser. Both need the token of the launch.
+    The first address works with `rollcall job ... --address` and in a browser. Both need the token of the launch. The second is there
+    if the run has trainer.page=true, as soon as it runs; it works once.
 
     \b
     Examples:

@@ -306,6 +306,11 @@ class TrainerSection(Section):
     loggers: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = field(
         ["console", "tensorboard"], "Where metrics go. `metrics.jsonl` is always written."
     )
+    page: bool = field(
+        False,
+        "Serve the page of this run (`rollcall view`) from the controller's node while it trains, on that node's loopback. The log has its "
+        "address.",
+    )
     num_threads: int | None = field(
         None, "CPU threads for torch; `null`: all cores, shared by the processes of a node.", ge=1, le=1024
     )

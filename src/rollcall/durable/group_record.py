@@ -14,7 +14,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,6 +28,7 @@ MAGIC = b"\x93RCGRP\x01\x9a"
 _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
+_PIECE = 1 << 20  # bytes that are looked through at once for the next record
 
 # What reading raises where a record is undamaged but was written by another program.
 NOT_A_GROUP = (
@@ -172,6 +173,35 @@ def records(data: bytes) -> Iterator[tuple[int, memoryview]]:
             start = data.find(MAGIC, start + 1)
 
 
+def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tuple[int, memoryview]]:
+    """The same for the bytes from ``start`` to ``end`` of a file, with one record in memory at a time: a step of long completions
+    has gigabytes."""
+    while start + HEAD_BYTES <= end:
+        file.seek(start)
+        magic, length, crc = _HEAD.unpack(file.read(HEAD_BYTES))
+        payload = file.read(length) if magic == MAGIC and start + HEAD_BYTES + length <= end else b""
+        if payload and zlib.crc32(payload) == crc:
+            yield start, memoryview(payload)
+            start += HEAD_BYTES + length
+            continue
+        found = _next_magic(file, start=start + 1, end=end)
+        if found is None:
+            return
+        start = found
+
+
+def _next_magic(file: BinaryIO, *, start: int, end: int) -> int | None:
+    file.seek(start)
+    kept, at = b"", start
+    while at < end and (piece := file.read(min(_PIECE, end - at))):
+        data = kept + piece
+        if (found := data.find(MAGIC)) >= 0:
+            return at - len(kept) + found
+        at += len(piece)
+        kept = data[-(len(MAGIC) - 1) :]
+    return None
+
+
 def draw_of(payload: memoryview) -> int | None:
     """None: the record is not a group, although its checksum is right."""
     try:
@@ -179,6 +209,12 @@ def draw_of(payload: memoryview) -> int | None:
     except NOT_A_GROUP:
         return None
     return draw if is_count(draw) else None
+
+
+def header_span(payload: memoryview) -> tuple[int, int]:
+    """Where the JSON header begins in the payload, and its length."""
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    return _HEADER_LENGTH.size, length
 
 
 def header_of(payload: memoryview) -> dict[str, Any]:

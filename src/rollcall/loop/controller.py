@@ -220,6 +220,8 @@ class Controller:
             reference=workers.reference,
             values=workers.critic.values if workers.critic else None,
         )
+        if self._is_due(batch.step, every=self.config.trainer.save_every):
+            self.record.write_token_scores(batch, samples)
         scored = time.perf_counter()
         trained_before = workers.learner.num_tokens_trained
         with self.record.explaining_divergence(batch.step, lost="this update was not applied"):

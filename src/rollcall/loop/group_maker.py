@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.algo.shaping import has_signal
 from rollcall.config import Config
 from rollcall.data.order import DataOrder
 from rollcall.durable.journal import Journal
@@ -19,7 +20,6 @@ from rollcall.errors import JournalError
 from rollcall.loop.attempts import RunError
 from rollcall.loop.protocols import Workers
 from rollcall.loop.rollout import Rollouts, sampling_seeds
-from rollcall.loop.samples import has_signal
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.reward.scorer import why_unscored
 from rollcall.types import Group, Prompt, failed_on_all

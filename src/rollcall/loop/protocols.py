@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollcall.checkpoint.manifest import Written
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
+from rollcall.learner.learner import TokenScores
 from rollcall.loop.samples import ScoreSamples
 from rollcall.observe.live import Look
 from rollcall.reward.scorer import Scorer
@@ -24,6 +25,8 @@ class Trainable(Protocol):
 
 class Policy(Trainable, Protocol):
     num_tokens_trained: int
+
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
 
 
 class ValueFunction(Trainable, Protocol):
@@ -88,6 +91,8 @@ class Workers(Protocol):
         """None: nothing here can be replaced."""
         ...
 
+    @property
+    def tokenizer(self) -> Any: ...
     @property
     def engine(self) -> Engine: ...
     @property

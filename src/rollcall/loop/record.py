@@ -28,6 +28,7 @@ from rollcall.observe.console import Console
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.summary import peak_memory_gib, write_samples
+from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
 from rollcall.types import Group, Prompt, Sample
 
 
@@ -106,6 +107,21 @@ class Record:
         directory = self._run_dir / "samples"
         write = partial(write_samples, directory, step=step, split=split, groups=groups)
         persist(write, path=directory, what=f"the {split} samples of step {step}")
+
+    def write_token_scores(self, batch: StepBatch, samples: Sequence[Sample]) -> None:
+        """What the learner says of the tokens of the first groups, before the step's update. ``samples`` are the batch's."""
+        groups = batch.groups[:GROUPS]
+        rows = self._workers.learner.score(samples[: sum(len(group.completions) for group in groups)])
+        directory = self._run_dir / FOLDER
+        write = partial(
+            write_token_scores,
+            directory,
+            step=batch.step,
+            groups=groups,
+            logprobs=[row.logprobs for row in rows],
+            entropy=[row.entropy for row in rows],
+        )
+        persist(write, path=directory, what=f"the token scores of step {batch.step}")
 
     def save(self, batch: StepBatch) -> None:
         """Write the checkpoint of a step, or only begin to where the bytes can be written while the run goes on (``settle``

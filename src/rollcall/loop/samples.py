@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from rollcall.algo.advantages import overlong_penalty
 from rollcall.algo.losses import kl_estimate
 from rollcall.algo.recipe import compute_advantages
+from rollcall.algo.shaping import shaped_rewards
 from rollcall.config import Algorithm
 from rollcall.learner.learner import TokenScores
 from rollcall.types import Floats, Group, Sample
@@ -38,34 +37,6 @@ def make_samples(
         rows = values(samples)
         samples = [sample.with_(values=row) for sample, row in zip(samples, rows, strict=True)]
     return _with_advantages(samples, groups, algorithm, max_response_tokens)
-
-
-def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Floats:
-    """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
-
-    A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal.
-    """
-    rewards = group.rewards
-    if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
-        rewards = rewards + np.array(
-            [
-                overlong_penalty(
-                    len(completion.token_ids),
-                    max_tokens=max_response_tokens,
-                    buffer=algorithm.overlong_buffer,
-                    penalty=algorithm.overlong_penalty,
-                )
-                for completion in group.completions
-            ],
-            dtype=np.float32,
-        )
-    return rewards
-
-
-def has_signal(group: Group) -> bool:
-    """Whether the completions of a group differ in reward, before any punishment of their length. Only then can the group
-    teach anything (DAPO, arXiv:2503.14476, equation 11)."""
-    return bool(np.ptp(group.rewards) > 0)
 
 
 def _with_advantages(

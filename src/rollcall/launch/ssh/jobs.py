@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rollcall.errors import ClusterError
 from rollcall.jobs.submit import Job, Jobs
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord
+from rollcall.launch.ssh.shell import CONNECT_S
 from rollcall.launch.ssh.site import Site
 from rollcall.launch.ssh.tunnel import Tunnel, TunnelChannel
 from rollcall.launch.token import FILE as TOKEN_FILE
 from rollcall.launch.token import launch_token
+from rollcall.redact import remember
+from rollcall.view.record import FILE as PAGE_FILE
+from rollcall.view.record import parse_record
 from rollcall.wait import say
 
 JOB = "job"  # the kind of its part
 DASHBOARD = "dashboard"  # the fact with its port on the head's loopback
 LOOK_AGAIN_S = 1.0  # after a tunnel
+LOOK_FOR_PAGE_S = 30.0  # while the run serves none
 
 
 @contextmanager
@@ -31,19 +37,47 @@ def jobs_of(record: LaunchRecord) -> Iterator[Jobs]:
 
 
 def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
-    """The dashboard on a port of this machine until Ctrl-C; a connection that breaks is made again."""
-    with open_tunnel(record, local_port=local_port) as tunnel:
-        print(tunnel.url, flush=True)
+    """The dashboard on a port of this machine until Ctrl-C, and beside it the page of the run where it has one; a connection that
+    breaks is made again."""
+    with ExitStack() as opened:
+        tunnels = [opened.enter_context(open_tunnel(record, local_port=local_port))]
+        print(tunnels[0].url, flush=True)
         say(f"the dashboard of {record.name!r}, until Ctrl-C; its token is in {record.folder / TOKEN_FILE}")
+        look_at = 0.0
         while True:
+            if len(tunnels) == 1 and time.monotonic() >= look_at:
+                if (page := open_page(record)) is not None:
+                    tunnels.append(opened.enter_context(page))
+                look_at = time.monotonic() + LOOK_FOR_PAGE_S
             time.sleep(LOOK_AGAIN_S)
-            if tunnel.is_open:
-                continue
-            try:
-                tunnel.reopen()
-                say("connected again")
-            except LaunchError as error:
-                say(f"the connection is lost, trying again: {error}")
+            for tunnel in tunnels:
+                if not tunnel.is_open:
+                    _reopen(tunnel)
+
+
+def _reopen(tunnel: Tunnel) -> None:
+    try:
+        tunnel.reopen()
+        say("connected again")
+    except LaunchError as error:
+        say(f"the connection is lost, trying again: {error}")
+
+
+def open_page(record: LaunchRecord) -> Tunnel | None:
+    """A tunnel to the page that the run serves (``trainer.page``), with its address printed; None: it serves none now."""
+    site = Site.of_record(record)
+    path = shlex.quote(f"{record.run_dir}/{PAGE_FILE}")
+    (outcome,) = site.send(
+        {site.head: site.script(f"cat {path} 2>/dev/null </dev/null || true")}, timeout_s=2 * CONNECT_S
+    )
+    page = parse_record(outcome.out) if outcome.is_good else None
+    if page is None:
+        return None
+    remember([page.secret])
+    tunnel = Tunnel(site.login, host=site.head, port=page.port)
+    print(page.address(tunnel.local_port), flush=True)
+    say(f"the page of {record.run_dir}; the address works once")
+    return tunnel
 
 
 def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:

@@ -1,0 +1,197 @@
+"""The page on a large run: 10,000 steps and 100,000 groups by default, generated. Time to each first view, memory, bytes.
+
+    python -m benchmarks.view [--steps N] [--groups-per-step N] [--keep FOLDER]
+
+The server runs in a process of its own, as `rollcall view` does, with an empty cache folder. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from shown_runs import (
+    append_groups,
+    make_group,
+    mark_trained,
+    write_events,
+    write_metrics,
+    write_run_file,
+    write_tokenizer,
+)  # noqa: E402, I001
+
+COMPLETIONS = 8
+WORDS = "let me add the tens first and then the ones so that the carry is not lost in between "
+
+
+def generate(run_dir: Path, *, steps: int, groups: int) -> None:
+    run_dir.mkdir(parents=True)
+    write_run_file(run_dir, trainer={"steps": steps})
+    write_tokenizer(run_dir)
+    write_metrics(run_dir, range(steps + 1), num_steps=steps, eval_every=50)
+    write_events(run_dir, range(1, steps + 1))
+    draw = 0
+    for step in range(1, steps + 1):
+        made = []
+        for _ in range(groups):
+            texts = [WORDS * 2 + str((draw + number) % 100) for number in range(COMPLETIONS)]
+            rewards = [float((draw + number) % 3 == 0) for number in range(COMPLETIONS)]
+            one = make_group(
+                step,
+                draw,
+                texts=texts,
+                rewards=rewards,
+                prompt=f"{draw % 1000}+{draw % 77}=",
+                prompt_id=f"row-{draw % 5000}",
+            )
+            made.append(one)
+            draw += 1
+        append_groups(run_dir, made)
+        mark_trained(run_dir, step, [group.draw for group in made])
+
+
+class Browser:
+    """Asks as the page does: with a cookie, and for compressed answers."""
+
+    def __init__(self, address: str) -> None:
+        found = re.fullmatch(r"http://(127\.0\.0\.1):(\d+)(/open/\S+)", address)
+        assert found, address
+        self._connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=120)
+        self._cookie = ""
+        _, headers = self._get(found[3])
+        self._cookie = headers["set-cookie"].partition(";")[0]
+
+    def _get(self, path: str) -> tuple[bytes, Any]:
+        self._connection.request("GET", path, headers={"cookie": self._cookie, "accept-encoding": "gzip"})
+        answer = self._connection.getresponse()
+        data = answer.read()
+        assert answer.status == 200, (path, answer.status, data[:200])
+        return data, answer.headers
+
+    def ask(self, path: str, **parameters: Any) -> tuple[Any, int, float]:
+        """The answer, its bytes on the wire, and the seconds until it was there."""
+        import gzip
+
+        began = time.perf_counter()
+        data, headers = self._get(f"{path}?{urlencode(parameters)}" if parameters else path)
+        took = time.perf_counter() - began
+        body = gzip.decompress(data) if headers.get("content-encoding") == "gzip" else data
+        return (json.loads(body) if path.startswith("/api/") else body), len(data), took
+
+
+def memory_mib(pid: int, name: str) -> float:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) / 1024
+
+
+def measure(run_dir: Path, *, cache: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "rollcall", "view", str(run_dir)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        try:
+            browser = Browser(server.stdout.readline().strip())
+            up_s = time.perf_counter() - began
+            views, total = look(browser)
+            return {
+                "server_up_s": round(up_s, 2), "views": views, "index_s": total,
+                "memory_mib": round(memory_mib(server.pid, "VmRSS")), "peak_memory_mib": round(memory_mib(server.pid, "VmHWM")),
+            }  # fmt: skip
+        finally:
+            server.terminate()
+
+
+def look(browser: Browser) -> tuple[dict[str, Any], float]:
+    """Each view for the first time, in the order of a reader, then samples again once the journal is indexed."""
+    views: dict[str, Any] = {}
+
+    def note(name: str, *asked: tuple[str, dict[str, Any]]) -> Any:
+        answers = [browser.ask(path, **parameters) for path, parameters in asked]
+        views[name] = {
+            "s": round(sum(took for _, _, took in answers), 3),
+            "kb": round(sum(size for _, size, _ in answers) / 1000, 1),
+        }
+        return answers[-1][0]
+
+    note("page", ("/", {}), ("/page/main.js", {}), ("/page/style.css", {}), ("/plotly.js", {}))
+    run = note("runs", ("/api/runs", {}))["runs"][0]["id"]
+    names = [metric["name"] for metric in browser.ask("/api/metrics", run=run)[0]["metrics"]]
+    note(
+        "curves, all",
+        ("/api/metrics", {"run": run}),
+        ("/api/curves", {"run": run, "names": ",".join(names), "points": 400}),
+    )
+    note("curves, smoothed", ("/api/curves", {"run": run, "names": ",".join(names), "points": 400, "smooth": 0.9}))
+    note("curves, no news", ("/api/runs", {}))
+    began = time.perf_counter()
+    first = note("samples, first look", ("/api/groups", {"run": run}))
+    while not first["rows"]:
+        time.sleep(0.05)
+        first = browser.ask("/api/groups", run=run)[0]
+    views["samples, first rows"] = {"s": round(time.perf_counter() - began, 3)}
+    while (index := browser.ask("/api/groups", run=run)[0]["index"])["files"] < index["total"] or not index["total"]:
+        time.sleep(0.2)
+    index_s = round(time.perf_counter() - began, 1)
+    note("samples", ("/api/groups", {"run": run}))
+    note("samples, worst", ("/api/groups", {"run": run, "sort": "worst"}))
+    note("samples, zero variance", ("/api/groups", {"run": run, "only": "zero"}))
+    row = browser.ask("/api/groups", run=run, sort="best")[0]["rows"][0]
+    note("group", ("/api/group", {"run": run, "step": row["step"], "draw": row["draw"]}))
+    note("prompt across steps", ("/api/groups", {"run": run, "prompt": row["prompt"], "limit": 200}))
+    note("search, one request", ("/api/groups", {"run": run, "search": "no such text anywhere"}))
+    note("tokens", ("/api/tokens", {"run": run, "step": row["step"], "draw": row["draw"]}))
+    note("timeline", ("/api/timeline", {"run": run}))
+    note("cluster", ("/api/cluster", {"run": run}))
+    return views, index_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--groups-per-step", type=int, default=10)
+    parser.add_argument("--keep", type=Path, help="where to make the run, and leave it")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = (given.keep or Path(folder)) / "large"
+        if not run_dir.exists():
+            generate(run_dir, steps=given.steps, groups=given.groups_per_step)
+        size = sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+        cold = measure(run_dir, cache=Path(folder) / "cache")
+        warm = measure(run_dir, cache=Path(folder) / "cache")
+    for name, one in (("no index yet", cold), ("index kept", warm)):
+        print(
+            f"{name}: server up in {one['server_up_s']} s, index {one['index_s']} s, {one['memory_mib']} MiB (peak {one['peak_memory_mib']})"
+        )
+        for view, numbers in one["views"].items():
+            print(f"  {view:<24} {numbers['s']:8.3f} s  {numbers.get('kb', 0):10.1f} kB")
+    print(
+        json.dumps(
+            {
+                "steps": given.steps,
+                "groups": given.steps * given.groups_per_step,
+                "run_bytes": size,
+                "cold": cold,
+                "warm": warm,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

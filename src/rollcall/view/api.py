@@ -1,0 +1,311 @@
+"""What the page asks for: JSON, read from run directories when it is asked. Each function is one address."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollcall.config import public_dump
+from rollcall.loop.resume import differences
+from rollcall.view import curves, groups
+from rollcall.view.cluster import show_cluster
+from rollcall.view.doing import Marks, show_marks, show_timeline
+from rollcall.view.held_out import held_out_steps, show_held_out
+from rollcall.view.inside import OutsideError
+from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
+from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.places import Places, UnknownRunError
+from rollcall.view.state import Standing, checkpoints
+from rollcall.view.token_scores import read_scores
+from rollcall.view.tokens import Vocabularies, show_tokens
+from rollcall.view.trained import Trained
+
+MOST_ROWS = 200
+MOST_CURVES = 100
+MOST_RUNS = 12  # in one picture
+
+
+class BadQuestionError(ValueError):
+    """A question that the page would not ask."""
+
+
+class Watched:
+    """A run directory that somebody looks at."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.table = MetricsTable(root)
+        self.standing = Standing(root, self.table)
+        self.trained = Trained(root)
+        self.marks = Marks(root)
+        self._lock = threading.Lock()
+        self._index: JournalIndex | None = None
+
+    @property
+    def index(self) -> JournalIndex:
+        """Made when somebody looks at samples."""
+        with self._lock:
+            if self._index is None:
+                self._index = JournalIndex(self.root)
+            return self._index
+
+    def close(self) -> None:
+        if self._index is not None:
+            self._index.close()
+
+
+class Api:
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._vocabularies = Vocabularies()
+        self._lock = threading.Lock()
+        self._watched: dict[Path, Watched] = {}
+
+    def close(self) -> None:
+        for one in self._watched.values():
+            one.close()
+
+    def watched(self, id: str) -> Watched:
+        root = self._places.find(id).dir
+        with self._lock:
+            if root not in self._watched:
+                self._watched[root] = Watched(root)
+            return self._watched[root]
+
+    def runs(self, ask: QueryParams) -> Any:
+        rows = []
+        for place in self._places.all():
+            row = self.watched(place.id).standing.row()
+            rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **row})
+        return {"runs": rows, "now_s": time.time()}
+
+    def metrics(self, ask: QueryParams) -> Any:
+        """The names that any of these runs has."""
+        names: set[str] = set()
+        for id in _runs(ask):
+            table = self.watched(id).table
+            table.refresh()
+            names.update(table.names())
+        return {"metrics": curves.describe(sorted(names))}
+
+    def curves(self, ask: QueryParams) -> Any:
+        """``names`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is
+        new, the answer is short."""
+        ids, names = _runs(ask), [name for name in ask.get("names", "").split(",") if name][:MOST_CURVES]
+        runs = [self.watched(id) for id in ids]
+        for run in runs:
+            run.table.refresh()
+        mark = "-".join(str(run.table.version) for run in runs)
+        if mark == ask.get("seen"):
+            return {"mark": mark, "same": True}
+        axis = ask.get("axis", "step")
+        if axis not in curves.SHOWN:
+            raise BadQuestionError(f"axis={axis}: use step or time")
+        how: dict[str, Any] = {
+            "axis": axis,
+            "points": _whole(ask, "points", 600, most=curves.MOST_POINTS),
+            "smooth": min(max(_number(ask, "smooth") or 0.0, 0.0), 0.999),
+            "low": _number(ask, "low"),
+            "high": _number(ask, "high"),
+        }
+        return {
+            "mark": mark,
+            "curves": {name: [curves.curve(run.table, name, **how) for run in runs] for name in names},
+            "marks": [show_marks(run.marks, run.table, axis=axis) for run in runs],
+        }
+
+    def difference(self, ask: QueryParams) -> Any:
+        """The run files of several runs, key by key where they differ, and a few numbers of each."""
+        ids = _runs(ask)
+        runs = [self.watched(id).standing for id in ids]
+        dumps = [None if run.config is None else public_dump(run.config) for run in runs]
+        keys: dict[str, None] = {}
+        first = next((dump for dump in dumps if dump is not None), None)
+        for dump in dumps:
+            if dump is not None and first is not None:
+                keys.update((change.key, None) for change in differences("", first, dump))
+        settings = [
+            {"key": key, "values": [None if dump is None else _shown(_at(dump, key)) for dump in dumps]} for key in keys
+        ]
+        rows = [run.row() for run in runs]
+        return {"settings": settings, "problems": [run.config_problem for run in runs], "rows": rows}
+
+    def run_file(self, ask: QueryParams) -> Any:
+        standing = self.watched(_one(ask)).standing
+        return {"sections": standing.public_config(), "problem": standing.config_problem}
+
+    def groups(self, ask: QueryParams) -> Any:
+        """A page of groups."""
+        run = self.watched(_one(ask))
+        progress = run.index.ask()
+        only, sort = ask.get("only") or None, ask.get("sort") or "newest"
+        if (only is not None and only not in FILTERS) or sort not in SORTS:
+            raise BadQuestionError(f"only is one of {', '.join(FILTERS)}; sort one of {', '.join(SORTS)}")
+        limit = _whole(ask, "limit", 50, most=MOST_ROWS)
+        index = {"files": progress.files, "total": progress.total, "groups": progress.groups}
+        steps = run.index.steps()
+        answer = {"index": index, "steps": steps}
+        if needle := ask.get("search", ""):
+            after = _cursor(ask.get("after"))
+            found = groups.search(run.root, run.index, needle, only=only, after=after, limit=limit)
+            return {**answer, "rows": found.rows, "cursor": found.cursor, "looked_at": found.looked_at}
+        rows, total = run.index.find(
+            step=_whole(ask, "step", None),
+            prompt=ask.get("prompt") or None,
+            only=only,
+            sort=sort,
+            limit=limit,
+            offset=_whole(ask, "offset", 0) or 0,
+        )
+        shown = [groups.summary_of(row, text=groups.preview(run.root, row)) for row in rows]
+        return {**answer, "rows": shown, "total": total}
+
+    def group(self, ask: QueryParams) -> Any:
+        run = self.watched(_one(ask))
+        group = groups.read_group(run.root, run.index, **_which(ask))
+        return groups.show_group(group, config=run.standing.config, trained_in=run.trained.step_of(group.draw))
+
+    def text(self, ask: QueryParams) -> Any:
+        """A text that ``group`` cut."""
+        run = self.watched(_one(ask))
+        group = groups.read_group(run.root, run.index, **_which(ask))
+        return {"text": groups.text_of(group, completion=_whole(ask, "completion", None))}
+
+    def tokens(self, ask: QueryParams) -> Any:
+        run = self.watched(_one(ask))
+        group = groups.read_group(run.root, run.index, **_which(ask))
+        completion = _whole(ask, "completion", 0) or 0
+        return show_tokens(
+            group,
+            completion=completion,
+            config=run.standing.config,
+            vocabulary=self._vocabularies.of(run.root),
+            learner=read_scores(run.root, group, completion=completion, trained=run.trained),
+        )
+
+    def held_out(self, ask: QueryParams) -> Any:
+        run = self.watched(_one(ask))
+        steps = held_out_steps(run.root)
+        step = _whole(ask, "step", None)
+        step = steps[-1] if step is None and steps else step
+        rows = [] if step is None else show_held_out(run.root, step=step, needle=ask.get("search", ""))
+        return {"steps": steps, "step": step, "rows": rows}
+
+    def timeline(self, ask: QueryParams) -> Any:
+        run = self.watched(_one(ask))
+        first, last = _whole(ask, "first", None), _whole(ask, "last", None)
+        return show_timeline(run.root, run.table, first_step=first, last_step=last)
+
+    def cluster(self, ask: QueryParams) -> Any:
+        run = self.watched(_one(ask))
+        about = {"sizes": run.standing.sizes(), "checkpoints": checkpoints(run.root), "now_s": time.time()}
+        return {**show_cluster(run.root, run.standing.config, marks=run.marks), **about}
+
+
+ADDRESSES = (
+    "runs", "metrics", "curves", "difference", "run_file", "groups", "group", "text", "tokens", "held_out", "timeline", "cluster",
+)  # fmt: skip
+
+
+def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
+    """An address of the server. It runs in a thread, for it reads files."""
+
+    def answer(request: Request) -> Response:
+        try:
+            return as_json(ask(request.query_params))
+        except (UnknownRunError, groups.NoGroupError, FileNotFoundError) as error:
+            return as_json({"error": str(error)}, status=404)
+        except (BadQuestionError, OutsideError) as error:
+            return as_json({"error": str(error)}, status=400)
+
+    return answer
+
+
+def as_json(value: Any, *, status: int = 200) -> Response:
+    """All of it ASCII: a text may hold half a surrogate pair, which UTF-8 has no bytes for. What is not a number is null."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return Response(text, status_code=status, media_type="application/json")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _runs(ask: QueryParams) -> list[str]:
+    ids = ask.getlist("run")[:MOST_RUNS]
+    if not ids:
+        raise BadQuestionError("name a run: run=ID")
+    return ids
+
+
+def _one(ask: QueryParams) -> str:
+    return _runs(ask)[0]
+
+
+def _which(ask: QueryParams) -> dict[str, int]:
+    step, draw = _whole(ask, "step", None), _whole(ask, "draw", None)
+    if step is None or draw is None:
+        raise BadQuestionError("name a group: step=N and draw=N")
+    return {"step": step, "draw": draw}
+
+
+def _whole(ask: QueryParams, name: str, default: int | None, *, most: int = 1 << 40) -> Any:
+    given = ask.get(name)
+    if given is None or given == "":
+        return default
+    if not given.isdecimal() or len(given) > 15:
+        raise BadQuestionError(f"{name}={given[:40]} is not a whole number")
+    return min(int(given), most)
+
+
+def _number(ask: QueryParams, name: str) -> float | None:
+    given = ask.get(name)
+    if given is None or given == "":
+        return None
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadQuestionError(f"{name}={given[:40]} is not a number")
+    return value
+
+
+def _cursor(given: str | None) -> tuple[int, int] | None:
+    if not given:
+        return None
+    step, _, draw = given.partition(".")
+    if not step.isdecimal() or not draw.isdecimal() or len(given) > 31:
+        raise BadQuestionError(f"after={given[:40]} is not a place in the journal")
+    return int(step), int(draw)
+
+
+def _at(dump: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(dump, dict):
+            dump = dump.get(part)
+        elif isinstance(dump, list) and part.isdecimal() and int(part) < len(dump):
+            dump = dump[int(part)]
+        else:
+            return None
+    return dump
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

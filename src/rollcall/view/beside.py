@@ -1,0 +1,120 @@
+"""The page of a run that trains (`trainer.page`): a process of its own beside the controller, and never in its way.
+
+The controller starts it, hands it a secret over its stdin, and passes on what it says: the address, and another one when that was
+used. Its stdin stays open, so it ends with the controller, however that ends. If it fails, the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollcall.view.keys import Keys
+from rollcall.view.missing import refuse_without_packages
+from rollcall.view.record import FILE, PageRecord
+from rollcall.wait import warn
+
+END_S = 5.0
+LOOK_EVERY_S = 0.5
+
+
+@contextmanager
+def page_beside(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None]:
+    """The page of this run directory while the block runs."""
+    refuse_without_packages()
+    keys = Keys()
+    # Of its own session: Ctrl-C in the terminal is for the controller.
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rollcall.view.beside", str(run_dir)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.stdin is not None and child.stdout is not None
+    lines = child.stdout
+
+    def listen() -> None:
+        for line in lines:
+            record = _record(line, secret=keys.secret)
+            if record is not None:
+                tell(f"page           {record.address()}   (on {record.host}; works once)")
+                _keep(record, run_dir, ended=ended)
+        if child.wait() and not ended.is_set():
+            warn(f"the page of {run_dir} has ended with status {child.returncode}; the run goes on without it")
+
+    ended = threading.Event()
+    listener = threading.Thread(target=listen, name="page", daemon=True)
+    try:
+        child.stdin.write(keys.secret + "\n")
+        child.stdin.flush()
+        listener.start()
+        yield
+    finally:
+        ended.set()
+        _end(child)
+        if listener.is_alive():
+            listener.join(END_S)
+        (run_dir / FILE).unlink(missing_ok=True)
+
+
+def _record(line: str, *, secret: str) -> PageRecord | None:
+    """What the child says when it listens, and again when an address was used; None: it says something else."""
+    try:
+        port = int(json.loads(line)["port"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return PageRecord(host=socket.gethostname(), port=port, secret=secret, pid=os.getpid())
+
+
+def _keep(record: PageRecord, run_dir: Path, *, ended: threading.Event) -> None:
+    """Write it as soon as the run has made its directory."""
+    while not run_dir.is_dir():
+        if ended.wait(LOOK_EVERY_S):
+            return
+    try:
+        record.write(run_dir)
+    except OSError as error:
+        warn(f"{run_dir / FILE} cannot be written ({error.strerror}), so `rollcall tunnel` does not find the page")
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    try:
+        child.stdin.close()
+    except BrokenPipeError:
+        pass  # it has ended already
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def main(run_dir: Path) -> None:
+    """The child."""
+    from rollcall.view.places import Places
+    from rollcall.view.server import PageServer
+
+    secret = sys.stdin.readline().strip()
+    server = PageServer(Places([run_dir], is_one=True), keys=Keys(secret))
+
+    def tell_port() -> None:
+        print(json.dumps({"port": server.port}), flush=True)
+
+    def watch() -> None:
+        sys.stdin.read()  # until the controller ends
+        server.stop()
+
+    server.on_open = tell_port
+    threading.Thread(target=watch, daemon=True).start()
+    tell_port()
+    server.run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

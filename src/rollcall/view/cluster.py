@@ -1,0 +1,101 @@
+"""The placement of a run and what sits on each slot: its role, what it does and since when, its memory, its last lines."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rollcall.config import Config
+from rollcall.errors import PlacementError
+from rollcall.observe.live import LIVE, Live, ProcessState, read_live
+from rollcall.observe.logs import LOGS, log_path, read_log
+from rollcall.plan.placement import plan_for
+from rollcall.view.doing import Marks, recent_marks
+from rollcall.view.inside import inside
+from rollcall.words import ranges
+
+LINES = 12  # of each worker
+MOST_WORKERS = 512
+
+
+def show_cluster(root: Path, config: Config | None, *, marks: Marks) -> dict[str, Any]:
+    inside(root, LIVE)
+    live = read_live(root)
+    problem = ""
+    try:
+        nodes = _planned(config) if config is not None else {}
+    except PlacementError as error:
+        nodes, problem = {}, str(error)
+    workers = [] if live is None else [_worker(root, one, live) for one in live.processes[:MOST_WORKERS]]
+    return {
+        "nodes": _with_workers(nodes, workers),
+        "workers": workers,
+        "live": None if live is None else _about(live),
+        "marks": recent_marks(marks),
+        "problem": problem,
+    }
+
+
+def _about(live: Live) -> dict[str, Any]:
+    return {
+        "time_s": live.time_s,
+        "host": live.host,
+        "is_over": live.is_over,
+        "is_stale": live.is_stale,
+        "missing_nodes": list(live.missing_nodes),
+    }
+
+
+def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
+    """Node -> its slots with their roles, as the run file places them."""
+    if config.cluster is None:
+        return {0: [{"slot": 0, "roles": ["actor", "rollout"]}]}
+    plan = plan_for(config, config.cluster)
+    return {
+        node: [{"slot": slot.local, "roles": [str(role) for role in slot.roles]} for slot in plan.node_slots(node)]
+        for node in range(plan.num_nodes)
+    }
+
+
+def _worker(root: Path, one: ProcessState, live: Live) -> dict[str, Any]:
+    inside(root, LOGS, log_path(root, one.lane).name)
+    return {
+        "lane": one.lane,
+        "roles": dict(one.roles),
+        "node": one.node,
+        "address": one.address,
+        "slots": list(one.slots),
+        "slots_text": ranges(one.slots),
+        "pid": one.pid,
+        "state": one.state,
+        "doing": one.doing,
+        "since_s": one.since_s,
+        "num_calls": one.num_calls,
+        "memory_bytes": one.memory_bytes,
+        "device_bytes": one.device_bytes,
+        "why": one.why,
+        "log": one.log,
+        "lines": read_log(root, one.lane, lines=LINES),
+    }
+
+
+def _with_workers(nodes: dict[int, list[dict[str, Any]]], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The nodes with the worker of each slot; a node that the run file does not place is shown too."""
+    at: dict[tuple[int, int], str] = {}
+    addresses: dict[int, str] = {}
+    extra: dict[int, set[int]] = defaultdict(set)
+    for worker in workers:
+        for slot in worker["slots"]:
+            at[worker["node"], slot] = worker["lane"]
+            extra[worker["node"]].add(slot)
+        if worker["address"]:
+            addresses[worker["node"]] = worker["address"]
+    shown = []
+    for node in sorted({*nodes, *extra}):
+        slots = {slot["slot"]: slot for slot in nodes.get(node, [])}
+        for slot in extra[node]:
+            slots.setdefault(slot, {"slot": slot, "roles": []})
+        rows = [{**slots[slot], "lane": at.get((node, slot))} for slot in sorted(slots)]
+        shown.append({"node": node, "address": addresses.get(node, ""), "slots": rows})
+    return shown

@@ -1,0 +1,133 @@
+"""Curves for a screen: smoothed over all points first, then as many points as a screen shows. Spikes survive that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcall.observe.metrics import METRICS
+from rollcall.view.metrics_table import MetricsTable
+
+Numbers = NDArray[np.float64]
+MOST_POINTS = 4000
+SHOWN = ("step", "time")  # what may be on the horizontal axis
+
+# In the order of the page; the first pattern that fits a name decides.
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Accuracy", ("eval/accuracy", "eval/pass_at_k", "train/accuracy", "eval/graded_fraction")),
+    ("Reward", ("train/reward_mean", "eval/reward_mean", "train/reward_std", "reward/", "train/zero_variance_groups",
+                "train/advantage_abs_mean", "train/reward_errors", "eval/reward_errors", "reward_errors/")),
+    ("Lengths", ("rollout/response_length_mean", "rollout/truncated_fraction", "eval/response_length_mean",
+                 "eval/truncated_fraction", "rollout/tokens", "eval/completions", "train/completions")),
+    ("Entropy", ("train/entropy",)),
+    ("KL", ("train/kl", "train/approx_kl")),
+    ("Mismatch", ("rollout/logprob_mismatch", "train/tis_weight_mean", "train/masked_fraction")),
+    ("Learning", ("train/loss", "train/grad_norm", "train/lr", "train/clip_fraction", "train/ratio_mean",
+                  "train/skipped_fraction", "train/value", "train/refills")),
+    ("Speed", ("rollout/tokens_per_s", "perf/train_tokens_per_s", "time/", "train/tokens")),
+    ("Memory", ("perf/peak_memory_gib", "rollout/preemptions")),
+    ("Staleness", ("rollout/staleness", "rollout/groups_from_journal")),
+)  # fmt: skip
+OTHER = "Other"
+
+
+def group_of(name: str) -> tuple[int, int]:
+    """The place of a metric on the page: its group, and its place there.
+
+    >>> GROUPS[group_of("time/step_s")[0]][0], GROUPS[group_of("rollout/tokens_per_s")[0]][0]
+    ('Speed', 'Speed')
+    """
+    found = [
+        (name != start, -len(start), group, place)
+        for group, (_, starts) in enumerate(GROUPS)
+        for place, start in enumerate(starts)
+        if name.startswith(start)
+    ]
+    _, _, group, place = min(found, default=(True, 0, len(GROUPS), 0))
+    return group, place
+
+
+def describe(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Every metric with its group, unit and meaning, in the order of the page."""
+    shown = []
+    for name in sorted(names, key=lambda name: (group_of(name), name)):
+        group, _ = group_of(name)
+        about = METRICS.get(name) or METRICS.get(f"{name.partition('/')[0]}/<part>")
+        shown.append(
+            {
+                "name": name,
+                "group": GROUPS[group][0] if group < len(GROUPS) else OTHER,
+                "unit": about.unit if about else "",
+                "meaning": about.meaning if about else "",
+            }
+        )
+    return shown
+
+
+def curve(
+    table: MetricsTable,
+    name: str,
+    *,
+    axis: str = "step",
+    points: int = 600,
+    smooth: float = 0.0,
+    low: float | None = None,
+    high: float | None = None,
+) -> dict[str, Any]:
+    """``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` has the smoothed values at the same places."""
+    steps, times, values = table.column(name)
+    x = times if axis == "time" else steps
+    even = smoothed(values, smooth) if smooth > 0 else None
+    kept = np.isfinite(x)
+    if low is not None:
+        kept &= x >= low
+    if high is not None:
+        kept &= x <= high
+    x, values, even = x[kept], values[kept], None if even is None else even[kept]
+    chosen = thinned(values, points=min(points, MOST_POINTS))
+    answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": _short(values[chosen])}
+    if axis == "time":
+        answer["step"] = steps[kept][chosen].astype(int).tolist()
+    if even is not None:
+        answer["even"] = _short(even[chosen])
+    return answer
+
+
+def smoothed(values: Numbers, weight: float) -> Numbers:
+    """An exponential mean that starts at the first value and not at 0.
+
+    >>> smoothed(np.array([1.0, 0.0, 0.0]), 0.5).round(3).tolist()
+    [1.0, 0.333, 0.143]
+    """
+    total = mass = 0.0
+    found = []
+    for value in values.tolist():
+        total = weight * total + (1 - weight) * value
+        mass = weight * mass + (1 - weight)
+        found.append(total / mass)
+    return np.array(found)
+
+
+def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
+    """Which values to show so that a line through ``points`` of them has the extremes of all: the smallest and the largest of
+    each of ``points / 2`` parts, and both ends.
+
+    >>> thinned(np.array([0.0, 9.0, 1.0, 2.0, -5.0, 3.0]), points=4).tolist()
+    [0, 1, 4, 5]
+    """
+    if len(values) <= points:
+        return np.arange(len(values))
+    cuts = np.linspace(0, len(values), max(points // 2, 1) + 1).astype(int)
+    chosen = {0, len(values) - 1}
+    for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        part = values[start:end]
+        chosen |= {start + int(part.argmin()), start + int(part.argmax())}
+    return np.array(sorted(chosen))
+
+
+def _short(values: Numbers) -> list[float]:
+    """Six digits are more than a screen shows, and half the bytes."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

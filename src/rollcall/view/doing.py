@@ -1,0 +1,94 @@
+"""What a run did over time, for the page: its timeline, and the marks of faults and recoveries on its curves."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollcall.observe.calls import CALLS
+from rollcall.observe.events import EVENTS, Mark, MarkKind, marks_in
+from rollcall.observe.live import LIVE
+from rollcall.observe.timeline import Span, idle_shares, read_timeline
+from rollcall.view.grown import GrownFile
+from rollcall.view.inside import inside
+from rollcall.view.metrics_table import MetricsTable
+
+MOST_SPANS = 5000  # in one picture
+MOST_MARKS = 300
+STEPS_SHOWN = 8  # the last ones, where nobody asks for others
+
+
+def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, last_step: int | None) -> dict[str, Any]:
+    """The spans of some steps. Where they are too many for a picture, the shortest are left out and counted."""
+    _only_inside(root)
+    table.refresh()
+    steps, _, _ = table.column("step")
+    newest = int(steps[-1]) if len(steps) else 0
+    if first_step is None and last_step is None:
+        first_step = max(newest + 2 - STEPS_SHOWN, 0)
+    found = read_timeline(root, first_step=first_step, last_step=last_step)
+    spans = sorted(found.spans, key=lambda span: span.start_s - span.end_s)
+    left_out = max(len(spans) - MOST_SPANS, 0)
+    spans = sorted(spans[:MOST_SPANS], key=lambda span: span.start_s)
+    return {
+        "lanes": list(found.lanes),
+        "spans": [_show_span(span) for span in spans],
+        "marks": [_show_mark(mark) for mark in found.marks[:MOST_MARKS]],
+        "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items()},
+        "left_out": left_out,
+        "first": first_step,
+        "last": last_step,
+        "newest": newest,
+    }
+
+
+def _show_span(span: Span) -> list[Any]:
+    return [span.lane, span.name, round(span.start_s, 3), round(span.end_s, 3), span.kind, span.step, span.note]
+
+
+def _show_mark(mark: Mark) -> dict[str, Any]:
+    return {"at_s": mark.at_s, "name": mark.name, "kind": mark.kind, "lane": mark.lane, "note": mark.note[:500]}
+
+
+class Marks:
+    """The marks of a run, read where its events have grown."""
+
+    def __init__(self, root: Path) -> None:
+        self._file = GrownFile(root, EVENTS)
+        self._lock = threading.Lock()
+        self._found: list[Mark] = []
+
+    def all(self) -> list[Mark]:
+        with self._lock:
+            again, lines = self._file.new_lines()
+            if again:
+                self._found = []
+            self._found += marks_in(lines)
+            return list(self._found)
+
+
+def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
+    """Faults and recoveries, each with its place on the axis of curves: its time, or the step that ran at that time."""
+    found = [mark for mark in marks.all() if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
+    steps, times, _ = table.column("step")
+    known = np.isfinite(times)
+    steps, times = steps[known], times[known]
+    shown = []
+    for mark in found:
+        at = float(np.interp(mark.at_s, times, steps)) if len(times) else 0.0
+        shown.append({**_show_mark(mark), "x": mark.at_s if axis == "time" else round(at, 2)})
+    return shown
+
+
+def _only_inside(root: Path) -> None:
+    """What is read below by its name must not be a link that leads elsewhere."""
+    for name in (EVENTS, CALLS, LIVE):
+        inside(root, name)
+
+
+def recent_marks(marks: Marks, *, most: int = 12) -> list[dict[str, Any]]:
+    """The newest first."""
+    return [_show_mark(mark) for mark in reversed(marks.all()[-most:])]

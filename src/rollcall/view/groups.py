@@ -1,0 +1,228 @@
+"""Groups of a journal for the page: one as a whole, and the search through all of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollcall.algo.shaping import group_advantages
+from rollcall.config import Config
+from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
+from rollcall.types import Completion, Group
+from rollcall.view.inside import OutsideError, open_inside
+from rollcall.view.journal_index import FOLDER, JournalIndex, Row
+
+SHORT = 280  # characters of a text in a list
+LONG = 20_000  # characters of a text in a group
+SEARCH_S = 0.8  # of one request; the page asks again where it ended
+_PIECE = 500  # groups
+
+
+class NoGroupError(LookupError):
+    """The journal does not hold this group."""
+
+
+def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Group:
+    """From the table where it is there, else from the step's file: a fresh group is shown before it is indexed."""
+    row = index.get(step=step, draw=draw)
+    if row is not None:
+        for group in _groups_in(root, row.file, start=row.start, most=1):
+            if (group.step, group.draw) == (step, draw):
+                return group
+    for group in _groups_in(root, f"{step:06d}.groups"):
+        if group.draw == draw:
+            return group
+    raise NoGroupError(f"step {step} has no group of draw {draw} in the journal")
+
+
+def _groups_in(root: Path, name: str, *, start: int = 0, most: int | None = None) -> Iterator[Group]:
+    try:
+        with open_inside(root, FOLDER, name) as file:
+            end = file.seek(0, 2)
+            for number, (_, payload) in enumerate(stream_records(file, start=start, end=end), start=1):
+                try:
+                    yield decode(payload)
+                except NOT_A_GROUP:
+                    pass  # a record of another program is passed over, as the journal itself does
+                if number == most:
+                    return
+    except (OSError, OutsideError):
+        return
+
+
+def summary_of(row: Row, *, text: str = "") -> dict[str, Any]:
+    return {
+        "step": row.step,
+        "draw": row.draw,
+        "prompt": row.prompt,
+        "completions": row.completions,
+        "tokens": row.tokens,
+        "reward": row.reward,
+        "lowest": row.lowest,
+        "highest": row.highest,
+        "truncated": row.truncated,
+        "failed": row.failed,
+        "worker": row.worker,
+        "finished_s": row.finished_s,
+        "text": text,
+    }
+
+
+def preview(root: Path, row: Row) -> str:
+    """How the prompt of a group ends: chat templates begin all alike."""
+    header = _header(root, row)
+    try:
+        return "" if header is None else _asked(header["prompt"])[-SHORT:]
+    except NOT_A_GROUP:
+        return ""
+
+
+def _asked(prompt: dict[str, Any]) -> str:
+    """What the user says, without the chat template around it."""
+    messages = prompt["metadata"].get("prompt_messages") or ()
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return str(said[-1] if said else prompt["text"])
+
+
+def _header(root: Path, row: Row) -> dict[str, Any] | None:
+    data = _header_bytes(root, row)
+    try:
+        return None if data is None else json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _header_bytes(root: Path, row: Row) -> bytes | None:
+    try:
+        with open_inside(root, FOLDER, row.file) as file:
+            file.seek(row.header)
+            return file.read(row.header_bytes)
+    except (OSError, OutsideError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    rows: list[dict[str, Any]]
+    cursor: tuple[int, int] | None  # the last group that was looked at; None: all were
+    looked_at: int
+
+
+def search(
+    root: Path,
+    index: JournalIndex,
+    needle: str,
+    *,
+    only: str | None = None,
+    after: tuple[int, int] | None = None,
+    limit: int = 50,
+    seconds: float = SEARCH_S,
+) -> Found:
+    """Groups whose prompt, answer or completions hold the text, in any case, the newest first. It stops after ``limit`` of them
+    or ``seconds``; ``after`` goes on from there."""
+    at, looked_at, rows = after or (1 << 60, 0), 0, []
+    until, wanted = time.monotonic() + seconds, needle.casefold()
+    # The header is ASCII with escapes, so plain text is found in its bytes without reading it as JSON.
+    raw = json.dumps(needle)[1:-1].lower().encode() if needle.isascii() else None
+    while piece := index.before(step=at[0], draw=at[1], only=only, limit=_PIECE):
+        for row in piece:
+            at, looked_at = (row.step, row.draw), looked_at + 1
+            if (hit := _hit(root, row, wanted, raw)) is not None:
+                rows.append(summary_of(row, text=hit))
+            if len(rows) >= limit or time.monotonic() > until:
+                return Found(rows=rows, cursor=at, looked_at=looked_at)
+    return Found(rows=rows, cursor=None, looked_at=looked_at)
+
+
+def _hit(root: Path, row: Row, wanted: str, raw: bytes | None) -> str | None:
+    """The text around the first place where a group holds it; None: it does not."""
+    data = _header_bytes(root, row)
+    if data is None or (raw is not None and raw not in data.lower()):
+        return None
+    try:
+        header = json.loads(data)
+        prompt = header["prompt"]
+        texts = [prompt["id"], _asked(prompt), prompt["text"], prompt["answer"]]
+        texts += [completion["text"] for completion in header["completions"]]
+        for text in map(str, texts):
+            if (place := text.casefold().find(wanted)) >= 0:
+                return text[max(place - SHORT // 3, 0) : place + SHORT]
+    except NOT_A_GROUP:
+        return None
+    return None
+
+
+def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
+    """A group as JSON; long texts are cut, and ``text_of`` has the whole."""
+    advantages = (
+        None
+        if config is None
+        else group_advantages(group, config.algorithm, max_response_tokens=config.rollout.max_response_tokens)
+    )
+    prompt = group.prompt
+    return {
+        "step": group.step,
+        "draw": group.draw,
+        "trained_in": trained_in,
+        "worker": group.worker,
+        "started_s": group.started_s,
+        "finished_s": group.finished_s,
+        "prompt": {
+            "id": prompt.id,
+            "text": prompt.text[:LONG],
+            "length": len(prompt.text),
+            "answer": prompt.answer[:LONG],
+            "tokens": len(prompt.token_ids),
+            "metadata": _brief(prompt.metadata),
+        },
+        "completions": [
+            _show_completion(completion, number=number, group=group)
+            | {"advantage": None if advantages is None else float(advantages[number])}
+            for number, completion in enumerate(group.completions)
+        ],
+        "advantages": "" if advantages is not None else _no_advantages(config),
+    }
+
+
+def _no_advantages(config: Config | None) -> str:
+    if config is None:
+        return "the run file cannot be read, so the algorithm is not known"
+    return f"with {config.algorithm.name} and these settings an advantage depends on more than the group, and is not stored"
+
+
+def _show_completion(completion: Completion, *, number: int, group: Group) -> dict[str, Any]:
+    score = group.scores[number]
+    chosen = completion.logprobs[completion.mask]
+    return {
+        "text": completion.text[:LONG],
+        "length": len(completion.text),
+        "tokens": len(completion.token_ids),
+        "finish": completion.finish.value,
+        "reward": score.value,
+        "parts": score.parts,
+        "errors": {name: str(why)[:2000] for name, why in score.errors.items()},
+        "logprob": float(chosen.mean()) if len(chosen) else None,
+        "versions": sorted({segment.version for segment in completion.segments}),
+        "masked": int(np.count_nonzero(~completion.mask)),
+    }
+
+
+def text_of(group: Group, *, completion: int | None) -> str:
+    """The whole text of a completion, or of the prompt."""
+    if completion is None:
+        return group.prompt.text
+    if not 0 <= completion < len(group.completions):
+        raise NoGroupError(f"the group has {len(group.completions)} completions, and no number {completion}")
+    return group.completions[completion].text
+
+
+def _brief(metadata: dict[str, Any]) -> dict[str, str]:
+    """The row's other columns, each as a short text; the messages are the prompt again."""
+    kept = {name: value for name, value in metadata.items() if name != "prompt_messages"}
+    return {str(name)[:100]: json.dumps(value)[:1000] for name, value in list(kept.items())[:30]}

@@ -1,0 +1,51 @@
+"""Completions on held-out prompts. The journal does not have them; ``samples/val-STEP.jsonl`` has the first of each evaluation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rollcall.durable.append_file import parse_row
+from rollcall.view.groups import LONG
+from rollcall.view.inside import entries, read_inside
+
+FOLDER = "samples"
+_FILE = re.compile(r"val-(\d{6,12})\.jsonl")
+MOST_ROWS = 200
+
+
+def held_out_steps(root: Path) -> list[int]:
+    return sorted(int(found[1]) for entry in entries(root, FOLDER) if (found := _FILE.fullmatch(entry.name)))
+
+
+def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]:
+    data, wanted, rows = read_inside(root, FOLDER, f"val-{step:06d}.jsonl") or b"", needle.casefold(), []
+    for line in data.split(b"\n"):
+        row = parse_row(line) if line else None
+        if row is None:
+            continue
+        texts = {name: _text(row.get(name)) for name in ("prompt_id", "prompt", "completion", "answer")}
+        if wanted and not any(wanted in text.casefold() for text in texts.values()):
+            continue
+        numbers = {name: _number(row.get(name)) for name in ("reward", "num_tokens")}
+        rows.append(
+            {
+                **texts,
+                **numbers,
+                "finish": _text(row.get("finish")),
+                "parts": row.get("parts"),
+                "errors": row.get("errors"),
+            }
+        )
+        if len(rows) == MOST_ROWS:
+            break
+    return rows
+
+
+def _text(value: Any) -> str:
+    return value[:LONG] if isinstance(value, str) else ""
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None

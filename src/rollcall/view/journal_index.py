@@ -1,0 +1,327 @@
+"""A table of all groups of a journal: what they are sorted, filtered and found by, and where their records are.
+
+Made once, by a thread, and then only for files that have grown. It is a SQLite file in the user's cache folder (``cache.py``), or
+in memory where there is none. Of a file, the bytes up to ``end`` are in the table. A file that is shorter than that, or another
+file of the same name, is read again.
+
+The thread works while somebody looks: each question to the index asks for a refresh, and a refresh that took long is followed by
+a longer pause, so that a page beside a run costs little.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.durable.append_file import is_count
+from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
+from rollcall.view.cache import index_path
+from rollcall.view.inside import OutsideError, entries, open_inside
+from rollcall.wait import warn
+
+FOLDER = "journal"
+_STEP_FILE = re.compile(r"(\d{6,})\.groups")
+_SCHEMA = 3  # another number: the table is made again
+_PAUSE_S = 1.0
+_PAUSE_FACTOR = 20  # a refresh takes at most a twentieth of the time
+_COMMIT_EVERY_S = 0.5
+_TABLES = """
+create table if not exists files (name text primary key, inode integer, end integer);
+create table if not exists groups (
+    step integer, draw integer, start integer, header integer, header_bytes integer, prompt text, completions integer, tokens integer,
+    reward real, lowest real, highest real, truncated integer, failed integer, worker text, finished_s real,
+    primary key (step, draw)
+) without rowid;
+create index if not exists by_prompt on groups (prompt, step);
+"""
+COLUMNS = (
+    "step", "draw", "start", "header", "header_bytes", "prompt", "completions", "tokens", "reward", "lowest", "highest",
+    "truncated", "failed", "worker", "finished_s",
+)  # fmt: skip
+SORTS = {
+    "newest": "step desc, draw desc",
+    "oldest": "step, draw",
+    "best": "reward desc, highest desc, step desc, draw desc",
+    "worst": "reward, lowest, step desc, draw desc",
+    "longest": "tokens desc, step desc, draw desc",
+    "spread": "highest - lowest desc, step desc, draw desc",
+}
+FILTERS = {
+    "truncated": "truncated > 0",
+    "failed": "failed > 0",
+    "zero": "highest = lowest and completions > 1",
+    "mixed": "highest > lowest",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A group in the table."""
+
+    step: int
+    draw: int
+    start: int  # of its record in the step's file
+    header: int  # offset of its JSON header in that file
+    header_bytes: int
+    prompt: str
+    completions: int
+    tokens: int
+    reward: float  # mean over its completions
+    lowest: float
+    highest: float
+    truncated: int
+    failed: int  # completions that a reward could not score
+    worker: str
+    finished_s: float
+
+    @property
+    def file(self) -> str:
+        return f"{self.step:06d}.groups"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    files: int  # with all their groups in the table
+    total: int
+    groups: int
+
+
+class JournalIndex:
+    def __init__(self, root: Path, *, path: Path | None = None) -> None:
+        self._root = root
+        self._path = path if path is not None else index_path(root)
+        self._lock = threading.RLock()  # of the one connection
+        self._db = self._open()
+        self._asked = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._known: dict[str, tuple[int, int, int]] = {}  # file -> inode, size, end
+        self._progress = Progress(files=0, total=0, groups=self._count())
+
+    def _open(self) -> sqlite3.Connection:
+        for attempt in range(2):
+            where = str(self._path) if self._path is not None else ":memory:"
+            db = sqlite3.connect(where, check_same_thread=False, timeout=30.0)
+            try:
+                # A cache: after a power loss it may be made again.
+                db.executescript("pragma journal_mode = memory; pragma synchronous = off;")
+                if db.execute("pragma user_version").fetchone()[0] != _SCHEMA:
+                    db.executescript(
+                        f"drop table if exists files; drop table if exists groups; pragma user_version = {_SCHEMA};"
+                    )
+                db.executescript(_TABLES)
+                db.execute("select count(*) from files").fetchone()
+                return db
+            except sqlite3.DatabaseError as error:
+                db.close()
+                if self._path is None or attempt:
+                    raise
+                warn(f"{self._path}: {error}; this index is made again")
+                self._path.unlink(missing_ok=True)
+        raise AssertionError("the second attempt returns or raises")
+
+    def close(self) -> None:
+        self._closed = True
+        self._asked.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._db.close()
+
+    def ask(self) -> Progress:
+        """How far the table is; a thread brings it up to date."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._work, name="journal index", daemon=True)
+                self._thread.start()
+        self._asked.set()
+        return self._progress
+
+    def _work(self) -> None:
+        while not self._closed:
+            self._asked.wait()
+            self._asked.clear()
+            if self._closed:
+                return
+            began = time.monotonic()
+            try:
+                self.refresh()
+            except (sqlite3.Error, OSError) as error:
+                warn(f"the journal of {self._root} cannot be indexed: {error}")
+            took = time.monotonic() - began
+            until = time.monotonic() + max(_PAUSE_S, min(took * _PAUSE_FACTOR, 30.0))
+            while not self._closed and time.monotonic() < until:
+                time.sleep(0.1)
+
+    def refresh(self) -> Progress:
+        """Bring the table up to date; returns when it is."""
+        found = {entry.name: entry for entry in entries(self._root, FOLDER) if _STEP_FILE.fullmatch(entry.name)}
+        if not self._known:
+            with self._lock:
+                rows = self._db.execute("select name, inode, end from files").fetchall()
+            # A file that was whole when it was read ended where its last record did.
+            self._known = {name: (inode, end, end) for name, inode, end in rows}
+        for name in self._known.keys() - found.keys():
+            self._drop(name)
+            del self._known[name]
+        sizes: dict[str, os.stat_result] = {}
+        for name, entry in found.items():
+            try:
+                sizes[name] = entry.stat()
+            except OSError:
+                continue
+        due = [name for name, about in sizes.items() if (about.st_ino, about.st_size) != self._known.get(name, ())[:2]]
+        # The newest first: that is what people look at while an old journal is read.
+        due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
+        self._progress = Progress(files=len(sizes) - len(due), total=len(sizes), groups=self._count())
+        with self._batches() as commit_if_due:
+            for number, name in enumerate(due, start=1):
+                if self._closed:
+                    return self._progress
+                self._index(name, inode=sizes[name].st_ino, size=sizes[name].st_size)
+                if commit_if_due():
+                    done = len(sizes) - len(due) + number
+                    self._progress = Progress(files=done, total=len(sizes), groups=self._count())
+        self._progress = Progress(files=len(sizes), total=len(sizes), groups=self._count())
+        return self._progress
+
+    @contextmanager
+    def _batches(self) -> Iterator[Any]:
+        committed = time.monotonic()
+
+        def commit_if_due() -> bool:
+            nonlocal committed
+            if time.monotonic() - committed < _COMMIT_EVERY_S:
+                return False
+            with self._lock:
+                self._db.commit()
+            committed = time.monotonic()
+            return True
+
+        try:
+            yield commit_if_due
+        finally:
+            with self._lock:
+                self._db.commit()
+
+    def _index(self, name: str, *, inode: int, size: int) -> None:
+        before = self._known.get(name)
+        end = before[2] if before is not None and before[0] == inode and before[2] <= size else 0
+        if end == 0:
+            self._drop(name)
+        rows, again = [], []
+        try:
+            with open_inside(self._root, FOLDER, name) as file:
+                for start, payload in stream_records(file, start=end, end=size):
+                    row = _row(payload, start=start)
+                    end = start + HEAD_BYTES + len(payload)
+                    if row is not None:
+                        (again if row[1] else rows).append(row[0])
+        except (OSError, OutsideError) as error:
+            warn(f"{name} of the journal is not indexed: {error}")
+        marks = ", ".join("?" * len(COLUMNS))
+        with self._lock:
+            # The first record of a draw counts, unless its group was scored again.
+            self._db.executemany(f"insert or ignore into groups values ({marks})", rows)
+            self._db.executemany(f"insert or replace into groups values ({marks})", again)
+            self._db.execute("insert or replace into files values (?, ?, ?)", (name, inode, end))
+        self._known[name] = (inode, size, end)
+
+    def _drop(self, name: str) -> None:
+        with self._lock:
+            self._db.execute("delete from groups where step = ?", (int(name.partition(".")[0]),))
+            self._db.execute("delete from files where name = ?", (name,))
+
+    def _count(self) -> int:
+        with self._lock:
+            return self._db.execute("select count(*) from groups").fetchone()[0]
+
+    def find(
+        self,
+        *,
+        step: int | None = None,
+        prompt: str | None = None,
+        only: str | None = None,
+        sort: str = "newest",
+        limit: int = 50,
+        offset: int = 0,
+    ) -> tuple[list[Row], int]:
+        """A page of groups, and how many there are in all."""
+        wanted: list[str] = []
+        values: list[Any] = []
+        if step is not None:
+            wanted.append("step = ?")
+            values.append(step)
+        if prompt is not None:
+            wanted.append("prompt = ?")
+            values.append(prompt)
+        if only:
+            wanted.append(FILTERS[only])
+        where = f"where {' and '.join(wanted)}" if wanted else ""
+        with self._lock:
+            total = self._db.execute(f"select count(*) from groups {where}", values).fetchone()[0]
+            query = f"select * from groups {where} order by {SORTS[sort]} limit ? offset ?"
+            rows = self._db.execute(query, [*values, limit, offset]).fetchall()
+        return [_as_row(row) for row in rows], total
+
+    def get(self, *, step: int, draw: int) -> Row | None:
+        with self._lock:
+            found = self._db.execute("select * from groups where step = ? and draw = ?", (step, draw)).fetchone()
+        return None if found is None else _as_row(found)
+
+    def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[Row]:
+        """The groups before this one, the newest first: what a search goes through piece by piece."""
+        more = f"and {FILTERS[only]}" if only else ""
+        query = f"select * from groups where (step, draw) < (?, ?) {more} order by step desc, draw desc limit ?"
+        with self._lock:
+            return [_as_row(row) for row in self._db.execute(query, (step, draw, limit)).fetchall()]
+
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last step that has groups."""
+        with closing(self._db.cursor()) as cursor, self._lock:
+            first, last = cursor.execute("select min(step), max(step) from groups").fetchone()
+        return None if first is None else (first, last)
+
+
+def _as_row(values: tuple[Any, ...]) -> Row:
+    return Row(**dict(zip(COLUMNS, values, strict=True)))
+
+
+def _row(payload: memoryview, *, start: int) -> tuple[tuple[Any, ...], bool] | None:
+    """A record's values in the order of COLUMNS, and whether its group was scored again; None: it is not a group."""
+    try:
+        header = header_of(payload)
+        at, length = header_span(payload)
+        step, draw = header["step"], header["draw"]
+        rewards = [float(score["value"]) for score in header["scores"]]
+        counts = [int(row["num_tokens"]) for row in header["completions"]]
+        if not is_count(step) or not is_count(draw):
+            return None
+        row = (
+            step,
+            draw,
+            start,
+            start + HEAD_BYTES + at,
+            length,
+            str(header["prompt"]["id"]).encode("utf-8", "replace").decode(),
+            len(counts),
+            sum(counts),
+            sum(rewards) / len(rewards) if rewards else 0.0,
+            min(rewards, default=0.0),
+            max(rewards, default=0.0),
+            sum(row["finish"] == "length" for row in header["completions"]),
+            sum(bool(score["errors"]) for score in header["scores"]),
+            str(header["worker"]).encode("utf-8", "replace").decode(),
+            float(header["finished_s"]),
+        )
+        return row, bool(header.get("scored_again"))
+    except NOT_A_GROUP:
+        return None

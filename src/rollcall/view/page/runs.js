@@ -1,0 +1,75 @@
+// Runs: how each stands. Two or more can be compared.
+
+import { ask } from "./ask.js";
+import { badge, bytes, clock, duration, el, message, number, replace, shown } from "./dom.js";
+import { address, go } from "./route.js";
+
+const KIND = { running: "good", finished: "done", failed: "bad", killed: "bad", waiting: "warn", stopped: "warn", new: "" };
+const chosen = new Set();
+
+function course(run) {
+  if (run.last === null) return el("span", { class: "soft" }, "no evaluation yet");
+  const share = run.headline === "held-out accuracy";
+  const text = (value) => (share ? `${(100 * value).toFixed(1)} %` : number(value));
+  return el("span", { title: `${run.headline}: first, last, best` },
+    text(run.first), el("span", { class: "soft" }, " → "), el("b", {}, text(run.last)),
+    el("span", { class: "soft" }, `  best ${text(run.best)}`));
+}
+
+function progress(run) {
+  const share = run.steps ? Math.min(run.step / run.steps, 1) : 0;
+  const bar = el("progress", { value: share, max: 1, title: `${(100 * share).toFixed(0)} %` });
+  return el("div", { class: "progress" }, `${run.step.toLocaleString("en")}${run.steps ? ` / ${run.steps.toLocaleString("en")}` : ""}`, bar);
+}
+
+function row(run, now, draw) {
+  const box = el("input", {
+    type: "checkbox", checked: chosen.has(run.id), "aria-label": `choose ${run.name}`,
+    onchange: () => { box.checked ? chosen.add(run.id) : chosen.delete(run.id); draw(); },
+  });
+  const began = run.began_s ? now - run.began_s : null;
+  const moved = run.moved_s ? Math.max(now - run.moved_s, 0) : null;
+  return el("tr", {},
+    el("td", {}, box),
+    el("td", {}, el("a", { class: "strong", href: address("curves", { run: run.id }) }, shown(run.name)),
+      el("div", { class: "soft small" }, [run.algorithm, run.model].filter(Boolean).flatMap((text, place) => [place ? " · " : "", ...shown(text)]))),
+    el("td", {}, badge(run.state, KIND[run.state] || ""), el("div", { class: "soft small" }, shown(run.text))),
+    el("td", { class: "number" }, progress(run)),
+    el("td", {}, course(run)),
+    el("td", { class: "number" }, number(run.reward)),
+    el("td", { class: "number" }, run.step_s === null ? "–" : `${duration(run.step_s)} / step`,
+      el("div", { class: "soft small" }, run.tokens_per_s === null ? "" : `${Math.round(run.tokens_per_s).toLocaleString("en")} tokens/s`)),
+    el("td", { class: "number", title: run.began_s ? `began ${clock(run.began_s)}` : "" }, began === null ? "–" : duration(began),
+      el("div", { class: "soft small" }, run.left_s !== null ? `${duration(run.left_s)} left` : moved === null ? "" : `quiet for ${duration(moved)}`)),
+    el("td", { class: "links" },
+      [["curves", "curves"], ["samples", "samples"], ["timeline", "timeline"], ["cluster", "cluster"]].map(([view, text]) =>
+        el("a", { href: address(view, { run: run.id }) }, text))));
+}
+
+export async function show(page, context) {
+  let answer = context.answer;
+  const body = el("tbody");
+  const button = el("button", { class: "primary", onclick: () => go(address("compare", { run: [...chosen] })) }, "Compare");
+  const overlay = el("button", { onclick: () => go(address("curves", { run: [...chosen] })) }, "Overlay curves");
+  const filter = el("input", { type: "search", placeholder: "Filter by name", "aria-label": "Filter by name", oninput: () => draw() });
+  const count = el("span", { class: "soft" });
+
+  function draw() {
+    const text = filter.value.toLowerCase();
+    const found = answer.runs.filter((run) => run.name.toLowerCase().includes(text));
+    for (const id of chosen) if (!answer.runs.some((run) => run.id === id)) chosen.delete(id);
+    const order = { running: 0, waiting: 1 };
+    found.sort((one, other) => (order[one.state] ?? 2) - (order[other.state] ?? 2) || (other.moved_s || 0) - (one.moved_s || 0));
+    replace(body, found.map((run) => row(run, answer.now_s, draw)));
+    button.disabled = overlay.disabled = chosen.size < 2;
+    button.textContent = chosen.size < 2 ? "Compare (choose two or more)" : `Compare ${chosen.size} runs`;
+    count.textContent = `${found.length} of ${answer.runs.length} runs`;
+  }
+
+  draw();
+  const heads = ["", "run", "state", "step", "held-out", "reward", "speed", "age", ""];
+  replace(page,
+    el("div", { class: "bar" }, el("h1", {}, "Runs"), count, el("span", { class: "grow" }), filter, overlay, button),
+    el("div", { class: "card scroll" }, el("table", { class: "runs" }, el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))), body)));
+  return { refresh(news) { answer = news; draw(); } };
+}

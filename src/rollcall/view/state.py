@@ -1,0 +1,234 @@
+"""How a run stands, in one row: state, step, accuracy, speed, age. Read from its directory alone."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.config import Config, load_saved_run, public_dump
+from rollcall.durable.append_file import is_count, parse_row
+from rollcall.durable.lease import WATCH_S, Holder, read_holder
+from rollcall.errors import ConfigError
+from rollcall.observe.events import EVENTS
+from rollcall.observe.headline import ACCURACY, GRADED, REWARD
+from rollcall.observe.progress import STEPS_COUNTED
+from rollcall.redact import redact
+from rollcall.view.inside import OutsideError, entries, inside, open_inside, read_json, size_of
+from rollcall.view.metrics_table import MetricsTable
+
+RUN_FILE = "run.yaml"
+END_BYTES = 1 << 16  # of the events: enough for the last phases
+SIZES_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    word: str  # running, waiting, finished, failed, stopped, killed, new
+    text: str  # a sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastPhase:
+    phase: str
+    step: int
+    start_s: float
+    is_over: bool
+    result: str
+
+
+class Pulse:
+    """Whether the holder of a run directory is alive. One on this machine is looked up; of one elsewhere the counter must move."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int] | None = None
+        self._moved = 0.0
+        self._first = 0.0
+
+    def is_alive(self, holder: Holder | None) -> bool | None:
+        """None: not known yet."""
+        if holder is None or holder.is_gone:
+            return False
+        if holder.is_here:
+            return True
+        now, mark = time.monotonic(), (holder.owner, holder.counter)
+        if self._seen is None or self._seen[0] != holder.owner:
+            self._seen, self._first, self._moved = mark, now, 0.0
+        elif mark != self._seen:
+            self._seen, self._moved = mark, now
+        if self._moved and now - self._moved < WATCH_S:
+            return True
+        return None if now - self._first < WATCH_S else False
+
+
+class Standing:
+    """One run directory, looked at again and again."""
+
+    def __init__(self, root: Path, table: MetricsTable) -> None:
+        self._root = root
+        self._table = table
+        self._pulse = Pulse()
+        self._lock = threading.Lock()
+        self._config: tuple[Any, Config | None, str] = (None, None, "")
+        self._sizes: tuple[float, dict[str, int]] = (float("-inf"), {})
+
+    @property
+    def config(self) -> Config | None:
+        """The settings of the run; None: they cannot be read (``config_problem`` says why)."""
+        return self._read_config()[0]
+
+    @property
+    def config_problem(self) -> str:
+        return self._read_config()[1]
+
+    def _read_config(self) -> tuple[Config | None, str]:
+        with self._lock:
+            try:
+                path = inside(self._root, RUN_FILE)
+                about = path.stat()
+                mark = (about.st_ino, about.st_mtime_ns, about.st_size)
+                if mark != self._config[0]:
+                    try:
+                        self._config = (mark, load_saved_run(path), "")
+                    except ConfigError as error:
+                        self._config = (mark, None, redact(str(error)))
+            except (OSError, OutsideError) as error:
+                self._config = (None, None, redact(str(error)))
+            return self._config[1], self._config[2]
+
+    def public_config(self) -> dict[str, Any] | None:
+        """The run file without its secrets."""
+        config = self.config
+        return None if config is None else public_dump(config)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the journal and of the checkpoints; looked up now and then, for a large folder takes long to count."""
+        with self._lock:
+            if time.monotonic() - self._sizes[0] > SIZES_EVERY_S:
+                found = {name: size_of(self._root, name) for name in ("journal", "checkpoints", "model")}
+                self._sizes = (time.monotonic(), found)
+            return self._sizes[1]
+
+    def row(self) -> dict[str, Any]:
+        table, config = self._table, self.config
+        table.refresh()
+        steps, times, seconds = table.column("time/step_s")
+        step = int(steps[-1]) if len(steps) else 0
+        num_steps = config.trainer.steps if config else None
+        headline = REWARD if any(table.column(GRADED)[2]) else ACCURACY
+        _, _, scores = table.column(headline.metric)
+        state = self._state(step=step, num_steps=num_steps)
+        all_times = table.column("step")[1]
+        recent = seconds[-STEPS_COUNTED:].tolist()
+        left_s = None
+        if state.word == "running" and recent and num_steps is not None and num_steps > step:
+            left_s = statistics.fmean(recent) * (num_steps - step)
+        return {
+            "state": state.word,
+            "text": state.text,
+            "step": step,
+            "steps": num_steps,
+            "headline": headline.words,
+            "first": float(scores[0]) if len(scores) else None,
+            "last": float(scores[-1]) if len(scores) else None,
+            "best": float(scores.max()) if len(scores) else None,
+            "reward": table.last("train/reward_mean"),
+            "step_s": statistics.median(recent) if recent else None,
+            "tokens_per_s": table.last("rollout/tokens_per_s"),
+            "began_s": float(all_times[0]) if len(all_times) else None,
+            "moved_s": self._moved_s(),
+            "left_s": left_s,
+            "model": str(config.model.path) if config else None,
+            "algorithm": config.algorithm.name if config else None,
+            "version": table.version,
+        }
+
+    def _moved_s(self) -> float | None:
+        """When the run last wrote something."""
+        moved = []
+        for name in (EVENTS, "metrics.jsonl", RUN_FILE):
+            try:
+                moved.append(inside(self._root, name).stat().st_mtime)
+            except (OSError, OutsideError):
+                continue
+        return max(moved, default=None)
+
+    def last_phase(self) -> LastPhase | None:
+        """The last that began, with its end where it has one."""
+        try:
+            with open_inside(self._root, EVENTS) as file:
+                file.seek(max(file.seek(0, 2) - END_BYTES, 0))
+                lines = file.read().splitlines()
+        except (OSError, OutsideError):
+            return None
+        return next((event for line in reversed(lines) if (event := _phase(line)) is not None), None)
+
+    def _state(self, *, step: int, num_steps: int | None) -> State:
+        holder = read_holder(self._root)
+        alive, phase = self._pulse.is_alive(holder), self.last_phase()
+        if alive or (alive is None and phase is not None and time.time() - (self._moved_s() or 0) < WATCH_S):
+            return _at_work(phase)
+        if alive is None:
+            return State(word="waiting", text=f"held by {holder}; looking whether it is alive")
+        summary = read_json(self._root, "summary.json")
+        trained = summary.get("steps") if isinstance(summary, dict) else None
+        if num_steps is not None and is_count(trained) and trained >= num_steps and step >= num_steps:
+            return State(word="finished", text=f"all {num_steps:,} steps are trained")
+        return _ended(phase, step=step)
+
+
+def _phase(line: bytes) -> LastPhase | None:
+    """None: a line of another kind, or one that was cut."""
+    row = parse_row(line)
+    if row is None or not isinstance(row.get("phase"), str) or not is_count(row.get("step")):
+        return None
+    start_s, result = row.get("start_s"), row.get("result")
+    return LastPhase(
+        phase=row["phase"],
+        step=row["step"],
+        start_s=start_s if isinstance(start_s, int | float) else 0.0,
+        is_over=row.get("end_s") is not None,
+        result=result if isinstance(result, str) else "",
+    )
+
+
+def _at_work(phase: LastPhase | None) -> State:
+    if phase is None:
+        return State(word="running", text="starting")
+    if phase.is_over:
+        return State(word="running", text=f"after {phase.phase} of step {phase.step}")
+    return State(word="running", text=f"{phase.phase} of step {phase.step}")
+
+
+def _ended(phase: LastPhase | None, *, step: int) -> State:
+    if phase is None:
+        return State(word="new", text="nothing was trained yet")
+    where = f"{phase.phase} of step {phase.step}"
+    if not phase.is_over:
+        return State(word="killed", text=f"its controller ended in {where}")
+    if phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
+        return State(word="failed", text=f"{phase.result.removeprefix('failed: ')} in {where}")
+    return State(word="stopped", text=f"stopped after step {step}; the same command continues it")
+
+
+def checkpoints(root: Path) -> list[dict[str, Any]]:
+    """Those that are kept, by their manifests; oldest first."""
+    found = []
+    for entry in sorted(entries(root, "checkpoints"), key=lambda entry: entry.name):
+        if not entry.name.startswith("step-") or not entry.name[5:].isdecimal():
+            continue
+        manifest = read_json(root, "checkpoints", entry.name, "manifest.json")
+        score = manifest.get("score") if isinstance(manifest, dict) else None
+        found.append(
+            {
+                "step": int(entry.name[5:]),
+                "score": score if isinstance(score, int | float) else None,
+                "bytes": size_of(root, "checkpoints", entry.name),
+                "saved_s": entry.stat().st_mtime,
+                "whole": isinstance(manifest, dict),
+            }
+        )
+    return found
