@@ -1,7 +1,6 @@
 // Runs: how each stands. Two or more can be compared.
 
-import { ask } from "./ask.js";
-import { badge, bytes, clock, duration, el, message, number, replace, shown } from "./dom.js";
+import { badge, clock, duration, el, number, replace, shown } from "./dom.js";
 import { address, go } from "./route.js";
 
 const KIND = { running: "good", finished: "done", failed: "bad", killed: "bad", waiting: "warn", stopped: "warn", new: "" };
@@ -13,7 +12,7 @@ function course(run) {
   const text = (value) => (share ? `${(100 * value).toFixed(1)} %` : number(value));
   return el("span", { title: `${run.headline}: first, last, best` },
     text(run.first), el("span", { class: "soft" }, " → "), el("b", {}, text(run.last)),
-    el("span", { class: "soft" }, `  best ${text(run.best)}`));
+    el("div", { class: "soft small" }, `best ${text(run.best)}`));
 }
 
 function progress(run) {
@@ -22,20 +21,30 @@ function progress(run) {
   return el("div", { class: "progress" }, `${run.step.toLocaleString("en")}${run.steps ? ` / ${run.steps.toLocaleString("en")}` : ""}`, bar);
 }
 
-function row(run, now, draw) {
-  const box = el("input", {
-    type: "checkbox", checked: chosen.has(run.id), "aria-label": `choose ${run.name}`,
-    onchange: () => { box.checked ? chosen.add(run.id) : chosen.delete(run.id); draw(); },
-  });
+// A row that stays while its cells change, so that a box that is being clicked is not replaced.
+class Row {
+  constructor(id, tell) {
+    const box = el("input", { type: "checkbox", checked: chosen.has(id), "aria-label": "choose this run", onchange: () => { box.checked ? chosen.add(id) : chosen.delete(id); tell(); } });
+    this.first = el("td", {}, box);
+    this.row = el("tr", {}, this.first);
+  }
+
+  draw(run, now) {
+    while (this.first.nextSibling) this.first.nextSibling.remove();
+    this.row.append(...cells(run, now));
+    return this.row;
+  }
+}
+
+function cells(run, now) {
   const began = run.began_s ? now - run.began_s : null;
   const moved = run.moved_s ? Math.max(now - run.moved_s, 0) : null;
-  return el("tr", {},
-    el("td", {}, box),
+  return [
     el("td", {}, el("a", { class: "strong", href: address("curves", { run: run.id }) }, shown(run.name)),
-      el("div", { class: "soft small" }, [run.algorithm, run.model].filter(Boolean).flatMap((text, place) => [place ? " · " : "", ...shown(text)]))),
+      el("div", { class: "soft small nowrap" }, [run.algorithm, run.model].filter(Boolean).flatMap((text, place) => [place ? " · " : "", ...shown(text)]))),
     el("td", {}, badge(run.state, KIND[run.state] || ""), el("div", { class: "soft small" }, shown(run.text))),
     el("td", { class: "number" }, progress(run)),
-    el("td", {}, course(run)),
+    el("td", { class: "nowrap" }, course(run)),
     el("td", { class: "number" }, number(run.reward)),
     el("td", { class: "number" }, run.step_s === null ? "–" : `${duration(run.step_s)} / step`,
       el("div", { class: "soft small" }, run.tokens_per_s === null ? "" : `${Math.round(run.tokens_per_s).toLocaleString("en")} tokens/s`)),
@@ -43,11 +52,13 @@ function row(run, now, draw) {
       el("div", { class: "soft small" }, run.left_s !== null ? `${duration(run.left_s)} left` : moved === null ? "" : `quiet for ${duration(moved)}`)),
     el("td", { class: "links" },
       [["curves", "curves"], ["samples", "samples"], ["timeline", "timeline"], ["cluster", "cluster"]].map(([view, text]) =>
-        el("a", { href: address(view, { run: run.id }) }, text))));
+        el("a", { href: address(view, { run: run.id }) }, text))),
+  ];
 }
 
 export async function show(page, context) {
   let answer = context.answer;
+  const rows = new Map();
   const body = el("tbody");
   const button = el("button", { class: "primary", onclick: () => go(address("compare", { run: [...chosen] })) }, "Compare");
   const overlay = el("button", { onclick: () => go(address("curves", { run: [...chosen] })) }, "Overlay curves");
@@ -60,10 +71,18 @@ export async function show(page, context) {
     for (const id of chosen) if (!answer.runs.some((run) => run.id === id)) chosen.delete(id);
     const order = { running: 0, waiting: 1 };
     found.sort((one, other) => (order[one.state] ?? 2) - (order[other.state] ?? 2) || (other.moved_s || 0) - (one.moved_s || 0));
-    replace(body, found.map((run) => row(run, answer.now_s, draw)));
+    const drawn = found.map((run) => {
+      if (!rows.has(run.id)) rows.set(run.id, new Row(run.id, buttons));
+      return rows.get(run.id).draw(run, answer.now_s);
+    });
+    if (drawn.length !== body.children.length || drawn.some((one, place) => body.children[place] !== one)) replace(body, drawn);
+    count.textContent = `${found.length} of ${answer.runs.length} runs`;
+    buttons();
+  }
+
+  function buttons() {
     button.disabled = overlay.disabled = chosen.size < 2;
     button.textContent = chosen.size < 2 ? "Compare (choose two or more)" : `Compare ${chosen.size} runs`;
-    count.textContent = `${found.length} of ${answer.runs.length} runs`;
   }
 
   draw();
