@@ -11,9 +11,10 @@ BIN  = $(VENV)/bin
 PIP  = $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CORE = $(VENV)/.installed
 DEV  = $(VENV)/.installed-dev
+BROWSER = $(VENV)/.installed-browser
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format slow chaos gpu vllm launchers bench docs install clean
+.PHONY: help demo test check lint format slow chaos gpu vllm launchers view bench docs install clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +22,7 @@ help:  ## list the targets
 demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes on two cores)
 	$(BIN)/rollcall train --fresh
 
-test: $(DEV)  ## the tests, without the slow ones and those that need vLLM
+test: $(DEV)  ## the tests, without the slow ones and those that need vLLM or a browser
 	$(BIN)/python -m pytest -q
 
 check: lint test  ## linter, imports, types and tests
@@ -51,6 +52,9 @@ vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/se
 launchers: $(DEV)  ## SkyPilot's and dstack's own parsers read what `rollcall launch` renders; SkyPilot runs it on the lab's Slurm (scripts/setup_peers.sh .peers skypilot dstack)
 	$(BIN)/python -m pytest -q -rs -m launchers
 
+view: $(BROWSER)  ## the page in a Chromium (Debian: apt install chromium); PICTURES=docs/img writes its pictures again
+	ROLLCALL_PICTURES=$(PICTURES) $(BIN)/python -m pytest -q -rs -m view
+
 bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_peers.sh first)
 	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)
 	$(BIN)/python -m benchmarks.rollout $(if $(filter none,$(PEER)),--peer none)
@@ -75,10 +79,15 @@ $(CORE): pyproject.toml | $(BIN)/python
 	@echo "installing $(TORCH) (the largest download; minutes on a slow line)"
 	@$(PIP) install "$(TORCH)"
 	@echo "installing rollcall and what it needs"
-	@$(PIP) install "$(TORCH)" --editable .
+	@$(PIP) install "$(TORCH)" --editable ".[view]"
 	@touch $@
 
 $(DEV): pyproject.toml | $(CORE)
 	@echo "installing what the tests need"
-	@$(PIP) install "$(TORCH)" --editable ".[dev]"
+	@$(PIP) install "$(TORCH)" --editable ".[dev,view]"
+	@touch $@
+
+$(BROWSER): pyproject.toml | $(DEV)
+	@echo "installing what drives a browser"
+	@$(PIP) install "$(TORCH)" --editable ".[dev,view,browser]"
 	@touch $@

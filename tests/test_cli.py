@@ -97,7 +97,7 @@ def test_these_are_the_verbs() -> None:
         "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
         "launch ssh", "launch status", "merge", "node", "plan", "prepare", "recover", "reward test", "simulate", "ssh", "status", "submit", "trace", "train", "tunnel",
             "upload",
-        "version",
+        "version", "view",
     ]  # fmt: skip
 
 

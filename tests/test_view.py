@@ -6,8 +6,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from rollcall.observe.live import Live, ProcessState, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.types import FinishReason
+from rollcall.view.beside import page_beside
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.journal_index import JournalIndex
 from rollcall.view.keys import OPEN, Keys
@@ -513,3 +518,23 @@ def test_a_table_leaves_out_what_is_not_a_number(tmp_path: Path) -> None:
     table.refresh()
     assert {name for name in table.names() if len(table.column(name)[2])} == {"e"}
     assert table.last("e") == 5.0
+
+
+def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
+    run_dir, said = tmp_path / "run", []
+    with page_beside(run_dir, tell=said.append):
+        write_run(tmp_path, steps=1, groups=1)
+        while not (run_dir / "page.json").exists():
+            time.sleep(0.02)
+        record = parse_record((run_dir / "page.json").read_text())
+        assert record is not None and (run_dir / "page.json").stat().st_mode & 0o777 == 0o600
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+/open/\S+", said[0])
+        opened = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        assert b"refresh" in opened.open(address, timeout=60).read()
+        shown = json.loads(opened.open(f"http://127.0.0.1:{record.port}/api/runs", timeout=60).read())
+        assert [run["name"] for run in shown["runs"]] == ["run"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(address, timeout=60)
+    assert not (run_dir / "page.json").exists()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", record.port), timeout=5)

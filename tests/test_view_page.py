@@ -197,21 +197,18 @@ def test_a_run_that_appends_is_followed_and_smoothing_log_and_zoom_work(page: An
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         until(page, "document.querySelector('[data-metric=\"train/reward_mean\"]').dataset.points === '230'")
         page.check("text=log scale")
-        until(page, 
-            "document.querySelector('[data-metric=\"train/reward_mean\"] .plot').layout.yaxis.type === 'log'"
-        )
+        until(page, "document.querySelector('[data-metric=\"train/reward_mean\"] .plot').layout.yaxis.type === 'log'")
         page.evaluate(
             "Plotly.relayout(document.querySelector('[data-metric=\"train/reward_mean\"] .plot'), {'xaxis.range': [50, 100]})"
         )
         until(page, "location.hash.includes('low=50')")
-        until(page, 
-            "document.querySelector('[data-metric=\"eval/accuracy\"] .plot').layout.xaxis.range?.[0] === 50"
-        )
+        until(page, "document.querySelector('[data-metric=\"eval/accuracy\"] .plot').layout.xaxis.range?.[0] === 50")
         page.click("text=Whole run")
         until(page, "!location.hash.includes('low=')")
         page.select_option("select[aria-label='Horizontal axis']", "time")
-        until(page, 
-            "document.querySelector('[data-metric=\"train/reward_mean\"] .plot').layout.xaxis.type === 'date' || document.querySelector('[data-metric=\"train/reward_mean\"] .plot')._fullLayout.xaxis.type === 'date'"
+        until(
+            page,
+            "document.querySelector('[data-metric=\"train/reward_mean\"] .plot').layout.xaxis.type === 'date' || document.querySelector('[data-metric=\"train/reward_mean\"] .plot')._fullLayout.xaxis.type === 'date'",
         )
 
 
@@ -277,9 +274,7 @@ def test_groups_are_filtered_and_the_worst_come_first(page: Any, tmp_path: Path)
         page.wait_for_selector(".entry[data-draw='90']")
         assert page.get_attribute(".entry", "data-draw") == "90"
         page.select_option("select[aria-label='show']", "zero")
-        until(page, 
-            "location.hash.includes('only=zero') && document.querySelectorAll('.entry').length === 2"
-        )
+        until(page, "location.hash.includes('only=zero') && document.querySelectorAll('.entry').length === 2")
         page.select_option("select[aria-label='show']", "truncated")
         page.wait_for_selector("text=No group fits")
 

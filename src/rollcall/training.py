@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from rollcall.debug.board import BOARD
 from rollcall.debug.here import post_mortem, serve
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.journal import Journal
-from rollcall.durable.lease import Lease, hold
+from rollcall.durable.lease import Lease, LeaseLostError, hold
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError, SizesUnknown, WorkerError
 from rollcall.groups.backend import Backend
@@ -32,7 +33,7 @@ from rollcall.loop.resume import Change, changes_on_resume, notes_on
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import Busy
 from rollcall.observe.console import Console, make_console
-from rollcall.observe.events import Events, Mark, MarkKind
+from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.live import REWARDS
 from rollcall.observe.plot import learning_curve
@@ -40,8 +41,9 @@ from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
-from rollcall.observe.timeline import ATTEMPT_LOST
+from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.plan.memory import element_size, read_sizes
+from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
@@ -120,12 +122,13 @@ class _Training:
         progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
         voice = in_silence if quiet else None
         with make_console(progress, quiet=quiet) as console, speaking(voice or console.note), _page_of(config):
-            controller, number = run_attempts(
-                lambda number: (self._examined(store, console, number=number), number),
-                budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
-                reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
-                note=partial(_mark_end, run_dir),
-            )
+            with _marking_failure(run_dir):
+                controller, number = run_attempts(
+                    lambda number: (self._examined(store, console, number=number), number),
+                    budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
+                    reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
+                    note=partial(_mark_end, run_dir),
+                )
             summary = build_summary(
                 run_dir / "metrics.jsonl",
                 seconds=time.perf_counter() - started,
@@ -208,11 +211,25 @@ class _Training:
 
 def _mark_end(run_dir: Path, reason: Exception) -> None:
     """Another attempt follows, for this reason."""
-    if not run_dir.is_dir():
-        return
-    name, kind = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
+    if run_dir.is_dir():
+        kinds = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
+        _mark(run_dir, *kinds, reason=reason)
+
+
+@contextmanager
+def _marking_failure(run_dir: Path) -> Iterator[None]:
+    """If the block raises, the events say why the run ended; but those of another controller are not touched."""
+    try:
+        yield
+    except Exception as error:
+        if (run_dir / EVENTS).exists() and not any(isinstance(one, LeaseLostError) for one in causes(error)):
+            _mark(run_dir, RUN_FAILED, MarkKind.FAULT, reason=error)
+        raise
+
+
+def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> None:
     events = Events(run_dir)
-    events.mark(Mark(time.time(), name, kind, None, headline(loss_of(reason) or reason)))
+    events.mark(Mark(time.time(), name, kind, None, redact(headline(loss_of(reason) or reason))))
     events.close()
 
 

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -168,7 +168,12 @@ def read_phases(run_dir: Path, *, first_step: int | None = None, last_step: int 
 
 def read_marks(run_dir: Path) -> list[Mark]:
     """In the order in which they were written."""
-    rows = (row for row in (parse_row(line) for line in _lines(run_dir) if b'"mark"' in line) if row is not None)
+    return marks_in(_lines(run_dir))
+
+
+def marks_in(lines: Iterable[bytes]) -> list[Mark]:
+    """Those among some lines of the file."""
+    rows = (row for row in (parse_row(line) for line in lines if b'"mark"' in line) if row is not None)
     return [
         Mark(
             float(row["at_s"]), row["mark"], str(row.get("kind")), _text(row.get("lane")), _text(row.get("note")) or ""
@@ -176,6 +181,12 @@ def read_marks(run_dir: Path) -> list[Mark]:
         for row in rows
         if isinstance(row.get("mark"), str) and is_time(row.get("at_s"))
     ]
+
+
+def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
+    """The last that began, with its end where it has one; None: there is none among these lines."""
+    rows = (parse_row(line) for line in reversed(lines))
+    return next((event for row in rows if row is not None and (event := _phase_event(row)) is not None), None)
 
 
 def _text(value: Any) -> str | None:

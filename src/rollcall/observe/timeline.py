@@ -30,6 +30,7 @@ SAME_S = 0.02
 HERE = "local"  # what events name the controller's own process
 CONTROLLER_ENDED = "controller ended"  # a mark
 ATTEMPT_LOST = "attempt lost"  # a mark: all workers are ended
+RUN_FAILED = "run failed"  # a mark: no other attempt follows
 WORKER_LOST, WORKER_BACK = "worker lost", "worker back"  # marks with a lane
 _PHASE_KINDS = {
     StepPhase.SYNC: "sync",

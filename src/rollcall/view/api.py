@@ -44,9 +44,9 @@ class Watched:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.table = MetricsTable(root)
-        self.standing = Standing(root, self.table)
-        self.trained = Trained(root)
         self.marks = Marks(root)
+        self.standing = Standing(root, self.table, self.marks)
+        self.trained = Trained(root)
         self._lock = threading.Lock()
         self._index: JournalIndex | None = None
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, load_saved_run, public_dump
-from rollcall.durable.append_file import is_count, parse_row
+from rollcall.durable.append_file import is_count
 from rollcall.durable.lease import WATCH_S, Holder, read_holder
 from rollcall.errors import ConfigError
-from rollcall.observe.events import EVENTS
+from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in
 from rollcall.observe.headline import ACCURACY, GRADED, REWARD
 from rollcall.observe.progress import STEPS_COUNTED
+from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.redact import redact
+from rollcall.view.doing import Marks
 from rollcall.view.inside import OutsideError, entries, inside, open_inside, read_json, size_of
 from rollcall.view.metrics_table import MetricsTable
 
@@ -29,15 +31,6 @@ SIZES_EVERY_S = 30.0
 class State:
     word: str  # running, waiting, finished, failed, stopped, killed, new
     text: str  # a sentence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastPhase:
-    phase: str
-    step: int
-    start_s: float
-    is_over: bool
-    result: str
 
 
 class Pulse:
@@ -67,9 +60,10 @@ class Pulse:
 class Standing:
     """One run directory, looked at again and again."""
 
-    def __init__(self, root: Path, table: MetricsTable) -> None:
+    def __init__(self, root: Path, table: MetricsTable, marks: Marks) -> None:
         self._root = root
         self._table = table
+        self._marks = marks
         self._pulse = Pulse()
         self._lock = threading.Lock()
         self._config: tuple[Any, Config | None, str] = (None, None, "")
@@ -156,7 +150,7 @@ class Standing:
                 continue
         return max(moved, default=None)
 
-    def last_phase(self) -> LastPhase | None:
+    def last_phase(self) -> PhaseEvent | None:
         """The last that began, with its end where it has one."""
         try:
             with open_inside(self._root, EVENTS) as file:
@@ -164,11 +158,14 @@ class Standing:
                 lines = file.read().splitlines()
         except (OSError, OutsideError):
             return None
-        return next((event for line in reversed(lines) if (event := _phase(line)) is not None), None)
+        return last_phase_in(lines)
 
     def _state(self, *, step: int, num_steps: int | None) -> State:
         holder = read_holder(self._root)
         alive, phase = self._pulse.is_alive(holder), self.last_phase()
+        mark = next(reversed(self._marks.all()), None)
+        if alive and mark is not None and mark.name == ATTEMPT_LOST:
+            return State(word="waiting", text=f"for the next attempt: {mark.note}")
         if alive or (alive is None and phase is not None and time.time() - (self._moved_s() or 0) < WATCH_S):
             return _at_work(phase)
         if alive is None:
@@ -177,39 +174,26 @@ class Standing:
         trained = summary.get("steps") if isinstance(summary, dict) else None
         if num_steps is not None and is_count(trained) and trained >= num_steps and step >= num_steps:
             return State(word="finished", text=f"all {num_steps:,} steps are trained")
-        return _ended(phase, step=step)
+        return _ended(phase, mark, step=step)
 
 
-def _phase(line: bytes) -> LastPhase | None:
-    """None: a line of another kind, or one that was cut."""
-    row = parse_row(line)
-    if row is None or not isinstance(row.get("phase"), str) or not is_count(row.get("step")):
-        return None
-    start_s, result = row.get("start_s"), row.get("result")
-    return LastPhase(
-        phase=row["phase"],
-        step=row["step"],
-        start_s=start_s if isinstance(start_s, int | float) else 0.0,
-        is_over=row.get("end_s") is not None,
-        result=result if isinstance(result, str) else "",
-    )
-
-
-def _at_work(phase: LastPhase | None) -> State:
+def _at_work(phase: PhaseEvent | None) -> State:
     if phase is None:
         return State(word="running", text="starting")
-    if phase.is_over:
+    if phase.end_s is not None:
         return State(word="running", text=f"after {phase.phase} of step {phase.step}")
     return State(word="running", text=f"{phase.phase} of step {phase.step}")
 
 
-def _ended(phase: LastPhase | None, *, step: int) -> State:
+def _ended(phase: PhaseEvent | None, mark: Mark | None, *, step: int) -> State:
+    if mark is not None and mark.name == RUN_FAILED:
+        return State(word="failed", text=mark.note)
     if phase is None:
         return State(word="new", text="nothing was trained yet")
     where = f"{phase.phase} of step {phase.step}"
-    if not phase.is_over:
+    if phase.end_s is None:
         return State(word="killed", text=f"its controller ended in {where}")
-    if phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
+    if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
         return State(word="failed", text=f"{phase.result.removeprefix('failed: ')} in {where}")
     return State(word="stopped", text=f"stopped after step {step}; the same command continues it")
 
