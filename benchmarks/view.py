@@ -16,39 +16,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from shown_runs import (
-    append_groups,
-    make_group,
-    mark_trained,
-    write_events,
-    write_metrics,
-    write_run_file,
-    write_tokenizer,
-)  # noqa: E402, I001
-
+shown: Any = import_module("shown_runs")
 COMPLETIONS = 8
 WORDS = "let me add the tens first and then the ones so that the carry is not lost in between "
 
 
 def generate(run_dir: Path, *, steps: int, groups: int) -> None:
     run_dir.mkdir(parents=True)
-    write_run_file(run_dir, trainer={"steps": steps})
-    write_tokenizer(run_dir)
-    write_metrics(run_dir, range(steps + 1), num_steps=steps, eval_every=50)
-    write_events(run_dir, range(1, steps + 1))
+    shown.write_run_file(run_dir, trainer={"steps": steps})
+    shown.write_tokenizer(run_dir)
+    shown.write_metrics(run_dir, range(steps + 1), num_steps=steps, eval_every=50)
+    shown.write_events(run_dir, range(1, steps + 1))
     draw = 0
     for step in range(1, steps + 1):
         made = []
         for _ in range(groups):
             texts = [WORDS * 2 + str((draw + number) % 100) for number in range(COMPLETIONS)]
             rewards = [float((draw + number) % 3 == 0) for number in range(COMPLETIONS)]
-            one = make_group(
+            one = shown.make_group(
                 step,
                 draw,
                 texts=texts,
@@ -58,8 +49,8 @@ def generate(run_dir: Path, *, steps: int, groups: int) -> None:
             )
             made.append(one)
             draw += 1
-        append_groups(run_dir, made)
-        mark_trained(run_dir, step, [group.draw for group in made])
+        shown.append_groups(run_dir, made)
+        shown.mark_trained(run_dir, step, [group.draw for group in made])
 
 
 class Browser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from rollcall.config import default_run
 from rollcall.durable.group_record import encode
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
-BEGAN_S = 1_700_000_000.0
-LETTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz"
+BEGAN_S = float(int(time.time()) - 3600)
+LETTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz:\n"
 SPECIAL = ("<eos>", "<pad>")
 
 
@@ -32,7 +33,7 @@ def write_tokenizer(run_dir: Path) -> None:
         {"id": place, "content": word, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         for place, word in enumerate(SPECIAL)
     ]  # fmt: skip
-    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": "(?s)."}, "behavior": "Isolated", "invert": False}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"}
     decoder = {"type": "Fuse"}
     whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": split, "model": model, "decoder": decoder}
@@ -60,7 +61,7 @@ def make_group(
         completions.append(
             Completion(
                 token_ids=own,
-                logprobs=-np.linspace(0.01, 2.0, len(own), dtype=np.float32) - number,
+                logprobs=-np.random.default_rng([step, draw, number]).exponential(0.5, len(own)).astype(np.float32),
                 mask=np.arange(len(own)) != 1,
                 segments=(
                     Segment(version=max(step - 2, 0), num_tokens=half),
@@ -122,7 +123,10 @@ def write_metrics(run_dir: Path, steps: Iterable[int], *, num_steps: int, seed: 
             if step == 0:
                 row = {"step": 0, "time": BEGAN_S}
             if step % eval_every == 0:
-                row |= {"eval/accuracy": 0.1 + 0.8 * step / num_steps, "eval/graded_fraction": 0.0}
+                row |= {
+                    "eval/accuracy": 0.1 + 0.8 * (step / num_steps) ** (1 / (1 + seed)),
+                    "eval/graded_fraction": 0.0,
+                }
             file.write(
                 json.dumps({name: float(value) if name != "step" else value for name, value in row.items()}) + "\n"
             )

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shown_runs
 from commands import start
-from shown_runs import BEGAN_S, append_groups, ids_of, make_group, write_metrics, write_run
+from shown_runs import append_groups, ids_of, make_group, write_metrics, write_run
 
 from rollcall.observe.calls import Call, CallFile
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, write_live
+from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.view.places import Places
 from rollcall.view.server import PageServer
 
@@ -137,7 +139,7 @@ def test_two_runs_are_listed_compared_and_overlaid(page: Any, tmp_path: Path) ->
     with Served(tmp_path) as served:
         open_runs(page, served)
         assert "60 / 60" in page.inner_text("table.runs") and "90.0 %" in page.inner_text("table.runs")
-        picture(page, "runs")
+        picture(page, "view-runs")
         for box in page.query_selector_all("table.runs input[type=checkbox]"):
             box.check()
         page.click("text=Compare 2 runs")
@@ -145,7 +147,7 @@ def test_two_runs_are_listed_compared_and_overlaid(page: Any, tmp_path: Path) ->
         assert "actor.lr" in page.inner_text("#settings") and "3e-05" in page.inner_text("#settings")
         drawn(page, "train/reward_mean")
         assert len(page.query_selector_all('[data-metric="train/reward_mean"] .scatterlayer .trace')) == 2
-        picture(page, "compare")
+        picture(page, "view-compare")
         page.click("text=all curves overlaid")
         drawn(page, "eval/accuracy")
         assert len(page.query_selector_all(".legend .dot")) == 2
@@ -167,6 +169,7 @@ def test_curves_of_a_live_run_move(page: Any, tmp_path: Path) -> None:
             time.sleep(0.2)
         assert "works once" in command.stdout
         page.goto(found[1])
+        page.wait_for_selector("table.runs tbody tr")
         go(page, "curves")
         drawn(page, "train/reward_mean")
         before = points(page, "train/reward_mean")
@@ -174,17 +177,18 @@ def test_curves_of_a_live_run_move(page: Any, tmp_path: Path) -> None:
         assert "live" in page.inner_text("#live")
         kept = json.loads((tmp_path / "live" / "page.json").read_text())
         assert str(kept["port"]) in found[1] and (tmp_path / "live" / "page.json").stat().st_mode & 0o777 == 0o600
-        picture(page, "live")
     finally:
+        page.goto("about:blank")
         command.kill()
-    page.close()
 
 
 def test_a_run_that_appends_is_followed_and_smoothing_log_and_zoom_work(page: Any, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, "gsm8k", steps=200, groups=1)
     events = Events(run_dir)
-    events.mark(Mark(BEGAN_S + 160.0, "worker lost", MarkKind.FAULT, "rollout 1 @ node 1", "killed by SIGKILL"))
-    events.mark(Mark(BEGAN_S + 175.0, "attempt 2 begins", MarkKind.RECOVERY, None, "from step 80"))
+    events.mark(
+        Mark(shown_runs.BEGAN_S + 160.0, "worker lost", MarkKind.FAULT, "rollout 1 @ node 1", "killed by SIGKILL")
+    )
+    events.mark(Mark(shown_runs.BEGAN_S + 175.0, "attempt 2 begins", MarkKind.RECOVERY, None, "from step 80"))
     events.close()
     with Served(tmp_path) as served:
         open_runs(page, served)
@@ -192,7 +196,7 @@ def test_a_run_that_appends_is_followed_and_smoothing_log_and_zoom_work(page: An
         drawn(page, "train/reward_mean")
         assert len(page.query_selector_all('[data-metric="train/reward_mean"] .shapelayer path')) == 2  # the marks
         assert len(page.query_selector_all('[data-metric="train/reward_mean"] .scatterlayer .trace')) == 3
-        picture(page, "curves")
+        picture(page, "view-curves")
         write_metrics(run_dir, range(201, 231), num_steps=200)
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         until(page, "document.querySelector('[data-metric=\"train/reward_mean\"]').dataset.points === '230'")
@@ -212,22 +216,41 @@ def test_a_run_that_appends_is_followed_and_smoothing_log_and_zoom_work(page: An
         )
 
 
+THOUGHT = (
+    "let me add {one} and {other} (first the ones)\nones: {a} + {b} = {ab} so write {w} and carry {k}\n"
+    "tens: {c} + {d} + {k} = {t} and that is the rest\ncheck: {one} + {other} is about {r}\nanswer = {sum}"
+)
+
+
 def sums(run_dir: Path) -> None:
-    """Groups that look like a run on sums."""
-    told = "first the ones {a} and {b} make {c} so carry what is over and add the tens = {d}"
-    groups = []
+    """Groups that look like those of a run on sums, with what a learner said of their tokens."""
+    groups, offsets = [], (0, 10, 0, -10, 0, 1)
     for place in range(12):
         one, other = 17 + 3 * place, 25 + 5 * place
-        right = one + other
-        rows = [
-            told.format(a=one % 10, b=other % 10, c=one % 10 + other % 10, d=right + wrong)
-            for wrong in (0, 10, 0, -10, 0, 1)
-        ]
-        rewards = [float(wrong == 0) for wrong in (0, 10, 0, -10, 0, 1)]
+        a, b, c, d = one % 10, other % 10, one // 10, other // 10
+        parts = {
+            "one": one,
+            "other": other,
+            "a": a,
+            "b": b,
+            "ab": a + b,
+            "w": (a + b) % 10,
+            "k": (a + b) // 10,
+            "c": c,
+            "d": d,
+        }
+        parts |= {"t": c + d + (a + b) // 10, "r": round(one + other, -1)}
+        texts = [THOUGHT.format(**parts, sum=one + other + wrong) for wrong in offsets]
+        rewards = [float(wrong == 0) for wrong in offsets]
+        prompt = f"what is {one} + {other} (think first)"
         groups.append(
-            make_group(61, 400 + place, texts=rows, rewards=rewards, prompt=f"what is {one} + {other} (think first)", answer=str(right), prompt_id=f"row-{place}")
+            make_group(61, 400 + place, texts=texts, rewards=rewards, prompt=prompt, answer=str(one + other), prompt_id=f"row-{place}")
         )  # fmt: skip
     append_groups(run_dir, groups)
+    rng, rows = np.random.default_rng(0), [one for group in groups for one in group.completions]
+    logprobs = [one.logprobs + rng.normal(0, 0.08, len(one.logprobs)).astype(np.float32) for one in rows]
+    entropy = [(-0.8 * one.logprobs + rng.exponential(0.2, len(one.logprobs))).astype(np.float32) for one in rows]
+    write_token_scores(run_dir / FOLDER, step=61, groups=groups, logprobs=logprobs, entropy=entropy)
 
 
 def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any, tmp_path: Path) -> None:
@@ -238,7 +261,7 @@ def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any
         open_runs(page, served)
         go(page, "samples")
         page.wait_for_selector(".completion")
-        picture(page, "samples")
+        picture(page, "view-samples")
         page.fill("input[aria-label='Search']", "NEEDLE")
         page.press("input[aria-label='Search']", "Enter")
         until(page, "document.querySelectorAll('.entry').length === 1")
@@ -255,10 +278,11 @@ def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any
         assert "not the policy's" in page.inner_text("#numbers")  # a click keeps a token
         page.select_option("select[aria-label='colour by']", "version")
         assert page.evaluate("document.querySelector('.t[data-place=\"4\"]').style.backgroundColor") != ""
-        go(page, "tokens?step=61&draw=405&n=1")
+        go(page, "tokens?step=61&draw=405&n=1&by=mismatch")
         page.wait_for_selector(".t.special")
-        page.hover(".t[data-place='30']")
-        picture(page, "tokens")
+        page.hover(".t[data-place='130']")
+        assert "entropy" in page.inner_text("#numbers") and "ratio" in page.inner_text("#numbers")
+        picture(page, "view-tokens")
         go(page, "samples?prompt=row-3&sort=oldest")
         page.wait_for_selector("text=Reward of this prompt across steps")
 
@@ -286,7 +310,7 @@ def test_a_hostile_completion_harms_nothing(page: Any, tmp_path: Path) -> None:
     path = run_dir / "journal" / "000004.groups"
     path.write_bytes(path.read_bytes() + b"\xff\xfe broken \xc3\x28")
     events = Events(run_dir)
-    events.mark(Mark(BEGAN_S + 3.0, HOSTILE, MarkKind.FAULT, HOSTILE, HOSTILE))
+    events.mark(Mark(shown_runs.BEGAN_S + 3.0, HOSTILE, MarkKind.FAULT, HOSTILE, HOSTILE))
     events.close()
     with Served(tmp_path) as served:
         open_runs(page, served)
@@ -322,7 +346,7 @@ def on_two_nodes(run_dir: Path) -> None:
     lanes = ["actor 0 @ node 0", "rollout 0 @ node 0", "rollout 1 @ node 1"]
     calls, file = {lane: [] for lane in lanes}, CallFile(run_dir)
     for step in range(13, 21):
-        at = BEGAN_S + 2.0 * (step - 1)
+        at = shown_runs.BEGAN_S + 2.0 * (step - 1)
         calls[lanes[0]] += [Call("update", at + 1.21, at + 1.9), Call("send_weights", at + 1.92, at + 1.99)]
         for place, lane in enumerate(lanes[1:]):
             if not (lane == lanes[2] and step in (16, 17)):
@@ -330,13 +354,21 @@ def on_two_nodes(run_dir: Path) -> None:
                     Call("advance", at + 0.01, at + 1.1 - 0.3 * place, 40),
                     Call("use_weights", at + 1.93, at + 1.98),
                 ]
-    file.append(calls, time_s=BEGAN_S + 40.0)
+    file.append(calls, time_s=shown_runs.BEGAN_S + 40.0)
     file.close()
     events = Events(run_dir)
     events.mark(
-        Mark(BEGAN_S + 30.2, "worker lost", MarkKind.FAULT, lanes[2], "pid 4711 on node 1 ended: killed by SIGKILL")
+        Mark(
+            shown_runs.BEGAN_S + 30.2,
+            "worker lost",
+            MarkKind.FAULT,
+            lanes[2],
+            "pid 4711 on node 1 ended: killed by SIGKILL",
+        )
     )
-    events.mark(Mark(BEGAN_S + 34.0, "worker back", MarkKind.RECOVERY, lanes[2], "a new process took its seat"))
+    events.mark(
+        Mark(shown_runs.BEGAN_S + 34.0, "worker back", MarkKind.RECOVERY, lanes[2], "a new process took its seat")
+    )
     events.close()
     now = time.time()
     states = [
@@ -356,7 +388,10 @@ def on_two_nodes(run_dir: Path) -> None:
     write_live(run_dir, Live(time_s=now, host="node0", is_over=False, processes=tuple(states)))
 
 
-def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(page: Any, tmp_path: Path) -> None:
+def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_runs, "BEGAN_S", time.time() - 41.5)
     run_dir = write_run(
         tmp_path, "two-nodes", steps=20,
         cluster={"nodes": [{"gpus": 2}, {"gpus": 1}], "component_placement": {"actor": "0", "rollout": "1-2"}},
@@ -371,11 +406,11 @@ def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(page: Any,
         lanes = [text.text_content() for text in page.query_selector_all(".gantt .ytick text")]
         assert "rollout 1 @ node 1" in lanes and "controller" in lanes
         assert "idle" in page.inner_text("main") and "rollout 0 @ node 0" in page.inner_text("main")
-        picture(page, "timeline")
+        picture(page, "view-timeline")
         go(page, "cluster")
         page.wait_for_selector(".slot.busy")
         assert len(page.query_selector_all(".slot")) == 3 and "10.0.0.2" in page.inner_text("main")
-        picture(page, "cluster")
+        picture(page, "view-cluster")
 
 
 def test_addresses_can_be_kept_and_wrong_ones_say_so(page: Any, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import hmac
 import secrets
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -90,7 +89,7 @@ class Guard:
 
     def _is_known(self, headers: Headers) -> bool:
         try:
-            cookies: SimpleCookie[Any] = SimpleCookie(headers.get("cookie", ""))
+            cookies = SimpleCookie(headers.get("cookie", ""))
         except CookieError:
             return False
         own = cookies.get(self._cookie)

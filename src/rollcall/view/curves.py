@@ -13,6 +13,7 @@ from rollcall.view.metrics_table import MetricsTable
 
 Numbers = NDArray[np.float64]
 MOST_POINTS = 4000
+SMOOTHED_FROM = 30  # fewer points, such as evaluations, are shown as they are
 SHOWN = ("step", "time")  # what may be on the horizontal axis
 
 # In the order of the page; the first pattern that fits a name decides.
@@ -80,7 +81,7 @@ def curve(
     """``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` has the smoothed values at the same places."""
     steps, times, values = table.column(name)
     x = times if axis == "time" else steps
-    even = smoothed(values, smooth) if smooth > 0 else None
+    even = smoothed(values, smooth) if smooth > 0 and len(values) >= SMOOTHED_FROM else None
     kept = np.isfinite(x)
     if low is not None:
         kept &= x >= low

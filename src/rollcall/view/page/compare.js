@@ -31,7 +31,7 @@ export async function show(page, context) {
   if (!context.current()) return null;
   const aborter = new AbortController();
   const say = el("span", { class: "bad-text" });
-  const own = { ids, names, settings: { smooth: 0, log: false, axis: "step", low: null, high: null }, signal: aborter.signal, zoomed: () => {}, failed: (error) => { if (error.name !== "AbortError") say.textContent = error.message; } };
+  const own = { ids, names, settings: { smooth: 0, log: false, axis: "step", low: null, high: null }, signal: aborter.signal, kept: () => ({}), zoomed: () => {}, failed: (error) => { if (error.name !== "AbortError") say.textContent = error.message; } };
   const section = new Section("Curves", SHOWN.map((name) => metrics.find((metric) => metric.name === name)).filter(Boolean), own);
   const settings = found.settings.filter((one) => one.key !== "run.name");
   const problems = found.problems.map((problem, place) => (problem ? el("p", { class: "bad-text" }, shown(`${names[place]}: ${problem}`)) : null));

@@ -2,7 +2,7 @@
 
 import { ask } from "./ask.js";
 import { SETTINGS, colour, faint, layout, plotly } from "./chart.js";
-import { clock, el, message, number, plain, replace, shown } from "./dom.js";
+import { el, message, number, plain, replace, shown } from "./dom.js";
 import { address, changed, go, note } from "./route.js";
 
 const POINTS = 400;
@@ -51,7 +51,7 @@ class Chart {
     this.empty = el("div", { class: "soft small pad" }, "no value yet");
     const link = large
       ? el("a", { href: changed({ one: null }), class: "small" }, "all metrics")
-      : el("a", { href: changed({ one: metric.name }), class: "small", title: "show this metric alone" }, "enlarge");
+      : el("a", { href: address("curves", { ...context.kept(), run: context.ids, one: metric.name }), class: "small", title: "show this metric alone" }, "enlarge");
     this.value = el("span", { class: "value" });
     this.box = el("section", { class: large ? "card chart wide" : "card chart", "data-metric": metric.name },
       el("div", { class: "chart-head" }, el("h3", { title: metric.meaning }, metric.name), el("span", { class: "soft small" }, metric.unit), el("span", { class: "grow" }), this.value, link),
@@ -153,7 +153,7 @@ export async function show(page, context) {
   const bound = (name) => (asked.get(name) === null || asked.get(name) === "" || Number.isNaN(Number(asked.get(name))) ? null : Number(asked.get(name)));
   const settings = { smooth: Number(asked.get("smooth")) || 0, log: asked.get("log") === "1", axis: asked.get("axis") === "time" ? "time" : "step", low: bound("low"), high: bound("high") };
   const own = {
-    ids, settings, signal: aborter.signal,
+    ids, settings, signal: aborter.signal, kept,
     names: ids.map((id) => runs.find((run) => run.id === id).name),
     zoomed, failed: (error) => { if (error.name !== "AbortError") say.textContent = error.message; },
   };
@@ -181,8 +181,12 @@ export async function show(page, context) {
     replace(body, sections.length ? sections.map((section) => section.box) : message("Nothing fits", "No metric has this in its name."));
   }
 
+  function kept() {
+    return { smooth: settings.smooth || null, log: settings.log ? "1" : null, axis: settings.axis === "time" ? "time" : null, low: settings.low, high: settings.high };
+  }
+
   function again() {
-    note({ smooth: settings.smooth || null, log: settings.log ? "1" : null, axis: settings.axis === "time" ? "time" : null, low: settings.low, high: settings.high });
+    note(kept());
     reset.hidden = settings.low === null;
     sections.forEach((section) => { section.seen = null; section.load().catch(own.failed); });
   }

@@ -82,7 +82,7 @@ export async function show(page, context) {
     plot.style.height = `${Math.min(Math.max(answer.lanes.length * ROW + 110, 220), 1400)}px`;
     plotly().react(plot, [...bars(answer), trace], layout({
       barmode: "overlay", bargap: 0.2, hovermode: "closest", showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, shapes, dragmode: "pan",
-      xaxis: { type: "date", tickformat: "%H:%M:%S" }, yaxis: { categoryorder: "array", categoryarray: lanes, fixedrange: true, range: [-0.6, lanes.length - 0.4] },
+      xaxis: { type: "date" }, yaxis: { categoryorder: "array", categoryarray: lanes, fixedrange: true, range: [-0.6, lanes.length - 0.4] },
       margin: { l: 130, r: 14, t: 34, b: 34 }, uirevision: live ? `live ${answer.first}` : "kept",
     }), { ...SETTINGS, scrollZoom: true });
     replace(below, tables(answer));
