@@ -7,6 +7,7 @@ One case again: ``python -m pytest tests/test_fuzz.py -k overrides`` prints the 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from asgi import Client
 from fuzz import data_files, directories, run_files
 from fuzz.judge import Failure, judge, judge_command
 from runs import finish, make_run
@@ -30,6 +32,10 @@ from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.observe.summary import build_summary
 from rollcall.training import train
+from rollcall.view.api import ADDRESSES
+from rollcall.view.keys import OPEN, Keys
+from rollcall.view.places import Places
+from rollcall.view.server import make_app
 
 Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
 
@@ -103,6 +109,7 @@ def run_dir_case(random: Random, folder: Path, *, whole: Path, trains: bool) -> 
     for arguments in (["status"], ["recover"], ["recover", "--json"], ["status", "--json"]):
         yield judge_command(case, [arguments[0], str(run), *arguments[1:]], named="run")
     yield judge(case, lambda: _look(run), named="run")
+    yield judge(case, lambda: _show(run), named="run")
     if trains:
         config = load_config(whole / "run.yaml", [f"run.dir={run}", "trainer.steps=3"])
         yield judge(case, lambda: _train(config), named="run")
@@ -118,6 +125,17 @@ def _look(run: Path) -> None:
         for step in journal.steps():
             journal.read(step)
         journal.trained()
+
+
+def _show(run: Path) -> None:
+    """Every view of the page."""
+    keys = Keys()
+    client = Client(make_app(Places([run], is_one=True), keys=keys))
+    client.get(OPEN + keys.new())
+    (one,) = client.get("/api/runs").json["runs"]
+    for name in ADDRESSES:
+        answer = client.get(f"/api/{name}", run=one["id"], names="train/loss", step=1, draw=0)
+        assert answer.status in (200, 400, 404) and json.loads(answer.body) is not None, (name, answer.status)
 
 
 def _train(config: Any) -> None:
@@ -181,6 +199,7 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "here").mkdir()
     monkeypatch.chdir(folder / "here")
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr("rollcall.durable.lease.WATCH_S", 0.1)
     monkeypatch.setattr("rollcall.durable.lease.LOOK_S", 0.02)
     found = failures(cases(whole, trains=trains)[name], name=name, count=count, folder=folder)

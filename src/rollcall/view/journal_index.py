@@ -225,6 +225,8 @@ class JournalIndex:
                     end = start + HEAD_BYTES + len(payload)
                     if row is not None:
                         (again if row[1] else rows).append(row[0])
+        except FileNotFoundError:
+            return  # removed since the folder was listed; the next look drops it
         except (OSError, OutsideError) as error:
             warn(f"{name} of the journal is not indexed: {error}")
         marks = ", ".join("?" * len(COLUMNS))
