@@ -33,7 +33,7 @@ def write_tokenizer(run_dir: Path) -> None:
         {"id": place, "content": word, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         for place, word in enumerate(SPECIAL)
     ]  # fmt: skip
-    split = {"type": "Split", "pattern": {"Regex": "(?s)."}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"}
     decoder = {"type": "Fuse"}
     whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": split, "model": model, "decoder": decoder}
