@@ -14,7 +14,7 @@ import numpy as np
 
 from rollcall.engine.protocol import Finished, Request
 from rollcall.roles.engine_seat import Advance, EngineSeat
-from rollcall.types import Completion, FinishReason, Sample, Segment
+from rollcall.types import Completion, FinishReason, Floats, Sample, Segment
 from rollcall.weights.protocol import Invitation
 
 NAP_S = 0.02  # longest sleep of an engine between two looks at its clock
@@ -110,6 +110,15 @@ class _Running:
         self.segments.append((version, int(share * num_tokens) - sum(count for _, count in self.segments)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """As ``TokenScores``, whose module imports torch."""
+
+    logprobs: Floats
+    entropy: Floats
+    certainty: Floats
+
+
 class StandIn:
     """A process with a rollout, an actor, or both."""
 
@@ -129,6 +138,10 @@ class StandIn:
 
     def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Advance:
         return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
+
+    def score(self, samples: Sequence[Sample]) -> list[Said]:
+        zeros = [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples]
+        return [Said(logprobs=row, entropy=row, certainty=row) for row in zeros]
 
     def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
         if self.pace.shares_policy:

@@ -83,6 +83,7 @@ class StandInWorkers:
     val: None = None
     stop_token_ids: tuple[int, ...] = ()
     max_positions: int = 1 << 20
+    tokenizer: None = None
 
     @property
     def eval_scorer(self) -> Scorer:
