@@ -302,5 +302,7 @@ def test_a_host_whose_disk_is_full_is_named_and_nothing_is_left(lab: Lab) -> Non
         ended = launch(lab, "ssh", str(run))
     finally:
         full.run(["mount", "-o", "remount,size=50%", "/tmp"])
-    assert ended.returncode == 1 and re.search(r"node1: .*(\n.*)*/tmp has .* of free space", ended.stderr), ended.stderr
+    assert ended.returncode == 1 and re.search(r"node1: .*(\n.*)*the disk of /tmp/.* of free space", ended.stderr), (
+        ended.stderr
+    )
     assert left(lab, lab.hosts[:2]) == {}

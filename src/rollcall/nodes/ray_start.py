@@ -136,8 +136,8 @@ def choose_temp_dir(request: NodeRequest) -> Path:
     if (free := shutil.disk_usage(there).free) < LEAST_BYTES:
         # Ray would end without a word: there is no room for one.
         raise ClusterError(
-            f"{there} has {size(free)} of free space, and Ray needs at least {size(LEAST_BYTES)} for its logs and sockets in "
-            f"{folder}; free space there, or give a --temp-dir on another disk"
+            f"the disk of {folder} has {size(free)} of free space, and Ray needs at least {size(LEAST_BYTES)} there for its logs "
+            "and sockets; free some, or give a --temp-dir on another disk"
         )
     return folder
 
