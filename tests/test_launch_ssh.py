@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,15 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request
 from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
 from rollcall.launch.ssh import shell as remote_shell
-from rollcall.launch.ssh.jobs import open_tunnel
+from rollcall.launch.ssh.jobs import open_page, open_tunnel
 from rollcall.launch.ssh.run_there import run_there
 from rollcall.launch.ssh.tunnel import TunnelChannel
 from rollcall.launch.target import LaunchRequest
 from rollcall.launch.targets import get_target
 from rollcall.nodes.address import free_ports, listens
 from rollcall.version import __version__
+from rollcall.view.keys import OPEN, Keys
+from rollcall.view.record import PageRecord
 
 HOSTS = ["a", "b"]
 TARGET = get_target("ssh")
@@ -160,6 +164,26 @@ def test_a_tunnel_that_breaks_is_opened_again(hosts: Path, tmp_path: Path) -> No
         (hosts / "a/unreachable").write_text("No route to host")
         with pytest.raises(Unreachable, match="a: ssh cannot open a tunnel to its port .*\n    No route to host"):
             channel.ask(Question("GET", "/api/jobs/"))
+
+
+def test_a_tunnel_leads_to_the_page_of_the_run(
+    hosts: Path, tmp_path: Path, dashboard: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dashboard stands in for the page's server."""
+    record = replace(start(request_on(tmp_path)), run_dir=str(tmp_path / "it's a run"))
+    assert open_page(record) is None  # it serves none
+    page = PageRecord(host="a", port=dashboard.server_address[1], secret="known-to-the-owner", pid=1)
+    Path(record.run_dir).mkdir()
+    page.write(Path(record.run_dir))
+    capsys.readouterr()
+    tunnel = open_page(record)
+    assert tunnel is not None
+    with tunnel:
+        said = capsys.readouterr()
+        key = said.out.strip().removeprefix(f"{tunnel.url}{OPEN}")
+        assert Keys(page.secret).use(key) and page.secret not in said.out + said.err
+        with urllib.request.urlopen(f"{tunnel.url}/api/jobs/", timeout=60) as answer:
+            assert answer.status == 200
 
 
 def test_down_stops_the_run_first_and_then_the_nodes(hosts: Path, tmp_path: Path, dashboard: Any) -> None:
