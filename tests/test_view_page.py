@@ -104,9 +104,14 @@ def until(page: Any, is_so: str) -> None:
 
 
 def picture(page: Any, name: str) -> None:
+    """Of what the view fills, at most a screen."""
     if folder := os.environ.get("ROLLCALL_PICTURES"):
         page.wait_for_timeout(800)
-        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+        end = page.evaluate(
+            "Math.max(...[...document.querySelectorAll('main > *')].map(one => one.getBoundingClientRect().bottom))"
+        )
+        clip = {"x": 0, "y": 0, "width": 1360, "height": min(860, int(end) + 16)}
+        page.screenshot(path=str(Path(folder) / f"{name}.png"), clip=clip)
 
 
 def open_runs(page: Any, served: Served) -> None:
