@@ -40,6 +40,8 @@ from rollcall.errors import CheckpointError, ClusterError, ConfigError, JournalE
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.attempts import RunError
 from rollcall.model.load import ModelError
+from rollcall.observe.events import read_marks
+from rollcall.observe.timeline import RUN_FAILED
 from rollcall.roles.local import LocalWorkers
 from rollcall.types import Completion
 
@@ -272,6 +274,8 @@ def test_a_nan_loss_stops_the_run_with_everything_before_it_on_disk(
     latest = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1).latest()
     assert latest is not None and latest.step == 4
     assert not (config.run.dir / "model").exists() and not (config.run.dir / "summary.json").exists()
+    failed = read_marks(config.run.dir)[-1]
+    assert failed.name == RUN_FAILED and failed.note.startswith("step 5: ")
     finish(config)
     for name, tensor in weights(config).items():
         assert tensor.tobytes() == weights(undisturbed)[name].tobytes(), "the poisoned update left a trace"

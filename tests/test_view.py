@@ -30,10 +30,12 @@ from shown_runs import (
     write_run_file,
 )
 
+from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, write_live
 from rollcall.observe.logs import keep_logs
+from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.types import FinishReason
 from rollcall.view.beside import page_beside
@@ -164,6 +166,17 @@ def test_a_run_that_was_killed_failed_or_has_finished_says_so(tmp_path: Path) ->
         "killed": "killed", "failed": "failed", "finished": "finished"
     }  # fmt: skip
     assert rows["failed"]["text"] == "ValueError in update of step 3"
+
+
+def test_a_run_says_why_it_failed_and_what_it_waits_for(tmp_path: Path) -> None:
+    for name, mark in (("over", RUN_FAILED), ("held", ATTEMPT_LOST)):
+        events = Events(write_run(tmp_path, name, steps=2, groups=1))
+        events.mark(Mark(BEGAN_S + 9.0, mark, MarkKind.FAULT, None, "rollout rank 1 on node 2 is lost"))
+        events.close()
+    with hold(tmp_path / "held"):
+        rows = {row["name"]: (row["state"], row["text"]) for row in open_page(tmp_path).get("/api/runs").json["runs"]}
+    assert rows["over"] == ("failed", "rollout rank 1 on node 2 is lost")
+    assert rows["held"] == ("waiting", "for the next attempt: rollout rank 1 on node 2 is lost")
 
 
 def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

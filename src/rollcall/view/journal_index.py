@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -288,8 +288,8 @@ class JournalIndex:
 
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step that has groups."""
-        with closing(self._db.cursor()) as cursor, self._lock:
-            first, last = cursor.execute("select min(step), max(step) from groups").fetchone()
+        with self._lock:
+            first, last = self._db.execute("select min(step), max(step) from groups").fetchone()
         return None if first is None else (first, last)
 
 
