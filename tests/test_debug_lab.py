@@ -139,3 +139,20 @@ def test_a_worker_that_raises_waits_where_it_raised_with_post_mortem(cluster: Cl
     assert run.wait(timeout_s=WAIT_S) == 1
     assert "no such row" in run.output and "attempt" not in run.output
     assert steps_trained(run_dir) == [1]
+
+
+def test_rays_own_debugger_reaches_a_worker_with_the_clusters_token(cluster: Cluster) -> None:
+    head, node, _ = cluster.hosts
+    run, run_dir = start_run(cluster, "rays", what="breakpoint()", env={"RAY_DEBUG": "legacy"})
+    wait_for(lambda: "RemotePdb session open at localhost" in run.output, run=run)
+    time.sleep(LEAST_S + 15)  # longer than any worker may be silent in a call
+    address = json.loads((cluster.shared / "default/head.json").read_text())["address"]
+    ray = Path(sys.executable).with_name("ray")
+    lines = "sleep 15; echo 0; sleep 3; echo 'p seen + 40'; sleep 3; echo c; sleep 3"
+    command = f"({lines}) | {ray} debug --address {address}"
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/tmp/rollcall-0/default/token", "RAY_DEBUG": "legacy"}
+    shown = node.run(["sh", "-c", command], env={**ENV, **NO_GPU, **token}, timeout_s=180)
+    assert "rays_optimizer.py" in shown.stdout and "42" in shown.stdout, shown.stdout + shown.stderr
+    assert run.wait(timeout_s=WAIT_S) == 0, run.output
+    assert steps_trained(run_dir) == list(range(1, NUM_STEPS + 1))
+    assert "attempt" not in run.output and "is dead" not in run.output, run.output

@@ -57,6 +57,7 @@ FUSED = native("cpu", CPU.tight, attention="fused")
 COMPILED = native("cpu", CPU.tight, compile=True)
 # KV blocks hold 64 tokens there: eight completions start in one block each and all need a second one.
 CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_tokens=60))
+STEPPED = native("cuda", CUDA.tight, graphs=False)
 
 
 def other_than(way: Way) -> list[pytest.MarkDecorator]:
@@ -70,6 +71,7 @@ def other_than(way: Way) -> list[pytest.MarkDecorator]:
         pytest.param(FUSED, id="fused", marks=other_than("fused")),
         pytest.param(COMPILED, id="compiled", marks=[pytest.mark.slow, needs_compiler]),
         pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
+        pytest.param(STEPPED, id="cuda-without-graphs", marks=pytest.mark.gpu),
     ]
 )
 def kind(request: pytest.FixtureRequest) -> Iterator[EngineKind]:

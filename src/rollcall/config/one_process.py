@@ -21,7 +21,7 @@ def in_one_process(config: Config) -> Config:
         "cluster": None,
         "launch": None,
         "actor": config.actor.model_copy(update=_WHOLE),
-        "critic": config.critic.model_copy(update=_WHOLE),
+        **({"critic": config.critic.model_copy(update=_WHOLE)} if config.algorithm.name == "ppo" else {}),
         "rollout": config.rollout.model_copy(update={"engine": "native", "compile": False}),
         "trainer": config.trainer.model_copy(update={"elastic": None}),
         "checkpoint": config.checkpoint.model_copy(update={"place": "shared"}),
