@@ -197,7 +197,9 @@ def test_a_debugger_that_the_user_has_chosen_stays(
     assert add_up(3) == 4
 
 
-def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path) -> None:
+def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(run_dir / "state"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     runner = CliRunner()
     assert "nothing waits" in runner.invoke(app, ["debug", str(run_dir)]).output
     thread, _ = beside(lambda: add_up(5))
@@ -207,6 +209,8 @@ def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path) -> None:
     assert "secret" not in found[0] and "port" not in found[0]
     listed = runner.invoke(app, ["debug", str(run_dir)]).output
     assert f"{__file__}:{waits.line}" in listed and f"rollcall debug {run_dir} 1" in listed
+    nowhere = runner.invoke(app, ["debug", "1"])
+    assert nowhere.exit_code == 1 and "rollcall debug RUN_DIR" in nowhere.output
     missed = runner.invoke(app, ["debug", str(run_dir), "7"])
     assert missed.exit_code == 1 and "number 7 does not wait; those that do: 1" in missed.output
     left = runner.invoke(app, ["debug", str(run_dir), "1"], input="p total\n")
@@ -309,6 +313,15 @@ def test_a_reward_that_raises_opens_the_debugger_once_for_a_line(
     thread.join(WAIT_S)
     assert [result.kind for result in results[0]] == ["raised", "raised"]
     assert "'aaa'" in capsys.readouterr().out
+
+
+def test_a_breakpoint_that_nobody_could_find_is_passed_over(
+    rewards: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(BOARD, "_run_dir", None)
+    results = score("stops", ["stop", "abc", "stop"], timeout_s=30.0)
+    assert [(result.value, result.kind) for result in results] == [(4.0, ""), (3.0, ""), (4.0, "")]
+    assert caplog.text.count("passed over") == 1
 
 
 def test_a_pool_that_closes_ends_a_reward_that_stopped(rewards: Path) -> None:

@@ -73,11 +73,16 @@ def _waiting(where: str | None) -> list[Waiting]:
 
 
 def _of_cluster(name: str | None) -> list[Waiting]:
-    from rollcall.nodes.which import find_cluster
+    from rollcall.nodes.which import wished_cluster
     from rollcall.on_ray.connect import connect, disconnect
     from rollcall.on_ray.waiting import read_waiting
 
-    connect(find_cluster(name), log_to_driver=False)
+    cluster = wished_cluster(name)
+    if cluster is None:
+        raise ClusterError(
+            "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
+        )
+    connect(cluster, log_to_driver=False)
     try:
         return read_waiting()
     finally:

@@ -84,6 +84,11 @@ class Board:
         """Whether somebody looks at a process of this run: nobody is late."""
         return bool(self._waiting) or is_paused()
 
+    @property
+    def is_public(self) -> bool:
+        """Whether `rollcall debug` can find what is posted here."""
+        return self._run_dir is not None or bool(self.copies)
+
     @contextmanager
     def of_run(self, run_dir: Path) -> Iterator[None]:
         """The run whose processes post here while the block runs."""
