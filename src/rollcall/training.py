@@ -23,6 +23,7 @@ from rollcall.durable.lease import Lease, LeaseLostError, hold
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError, SizesUnknown, WorkerError
 from rollcall.groups.backend import Backend
+from rollcall.groups.reachable import About, reachable
 from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
 from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
@@ -35,7 +36,7 @@ from rollcall.observe.calls import Busy
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
-from rollcall.observe.live import REWARDS
+from rollcall.observe.live import CONTROLLER, REWARDS
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
@@ -43,6 +44,7 @@ from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.plan.memory import element_size, read_sizes
+from rollcall.plan.placement import needed_roles
 from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
@@ -78,7 +80,7 @@ def train(
         old = move_aside(config.run.dir) if fresh else None
         if old is not None:
             say(f"the run that was in {config.run.dir} is now in {old}")
-        with unless_begun(config.run.dir, old=old):
+        with unless_begun(config.run.dir, old=old), reachable(_about(config)):
             training = _Training(
                 config=config,
                 bounds=bounds,
@@ -207,6 +209,13 @@ class _Training:
             )
             _drive(controller, grace_s=config.trainer.stop_grace_s)
         return controller
+
+
+def _about(config: Config) -> About:
+    """This process, to those who look for it. Without other slots it holds all roles."""
+    alone = config.cluster is None or config.cluster.num_slots == 1
+    roles = tuple(map(str, needed_roles(config))) if alone else ()
+    return About(title=CONTROLLER, roles=(CONTROLLER, *sorted(roles)), run=str(config.run.dir.resolve()))
 
 
 def _mark_end(run_dir: Path, reason: Exception) -> None:

@@ -28,6 +28,7 @@ from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
 from rollcall.cli.simulate import simulate
 from rollcall.cli.ssh import ssh, tunnel
+from rollcall.cli.stacks import profile, stacks
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train
 from rollcall.cli.upload import upload
@@ -121,6 +122,8 @@ for command in (
     compare,
     trace,
     view,
+    stacks,
+    profile,
     merge,
     init,
     config,

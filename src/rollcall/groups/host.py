@@ -22,7 +22,8 @@ from typing import Any
 from rollcall.debug.here import is_rays, post_mortem, serve
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import RemoteFailureError, is_about_a_peer
-from rollcall.groups.pulse import Pulse, write_stacks_on_signal
+from rollcall.groups.pulse import Pulse
+from rollcall.groups.reachable import About, be_reachable
 from rollcall.importing import uncollected
 from rollcall.process import environment_of, process_ids
 from rollcall.worker_env.declared import open_sealed
@@ -94,7 +95,7 @@ class Host:
         """Make the worker; returns this process's id."""
         open_sealed()
         os.environ.update(env)
-        write_stacks_on_signal()
+        be_reachable(About(title=self._name))
         self._pulse = Pulse(int(env["RANK"]))
         if DEBUG_HOST in env:
             self._serve_debugger(self._pulse, host=env[DEBUG_HOST])

@@ -194,7 +194,7 @@ class Reader:
         """Empty: it has no pulse yet."""
         try:
             if self._file is None:
-                path = _open_file(self._pid, PULSE)
+                path = memory_file(self._pid, PULSE)
                 if path is None:
                     return b""
                 self._file = path.open("rb", buffering=0)
@@ -220,7 +220,7 @@ class Reader:
 
 def write_stacks_on_signal() -> None:
     """From now on, ``STACKS_SIGNAL`` makes this process add the stacks of all its threads to a file in its memory."""
-    if _open_file(os.getpid(), STACKS) is None:
+    if memory_file(os.getpid(), STACKS) is None:
         faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(STACKS), all_threads=True)
 
 
@@ -233,28 +233,31 @@ def look(pid: int) -> Seen:
         reader.close()
 
 
-def _open_file(pid: int, name: str) -> Path | None:
+def memory_file(pid: int, name: str) -> Path | None:
     """The path through /proc of the process's memory file whose name begins so; None: it has none."""
     try:
         entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
         return None
     for entry in entries:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed meanwhile
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError, PermissionError
+        ):  # closed meanwhile, or not ours
             if os.readlink(entry).startswith(f"/memfd:{name}"):
                 return entry
     return None
 
 
-def dump_stacks(pid: int) -> str:
-    """The stacks of all threads of a process that called ``write_stacks_on_signal``; a stopped one is woken for it."""
-    path = _open_file(pid, STACKS)
+def dump_stacks(pid: int, *, wake: bool = True) -> str:
+    """The stacks of all threads of a process that called ``write_stacks_on_signal``; ``wake``: a stopped one is woken for it."""
+    path = memory_file(pid, STACKS)
     if path is None:
         return "it has no file for its stacks: it is gone, or has not begun"
     before = _size(path)
     try:
         os.kill(pid, STACKS_SIGNAL)
-        os.kill(pid, signal.SIGCONT)
+        if wake:
+            os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
         return "its process is gone, so its stacks are too"
     deadline = time.monotonic() + STACKS_WAIT_S

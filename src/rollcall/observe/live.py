@@ -59,6 +59,7 @@ class Live:
     is_over: bool  # the controller has ended, or is between two attempts
     processes: tuple[ProcessState, ...]  # the controller and its reward functions first
     missing_nodes: tuple[int, ...] = ()  # that the run goes without
+    on_ray: bool = False  # its workers are processes of a Ray cluster
 
     @property
     def is_stale(self) -> bool:
@@ -74,6 +75,7 @@ class Look:
     marks: Sequence[Mark] = ()
     logs: Mapping[str, bytes] = field(default_factory=dict)  # what was added to their logs, by lane
     missing_nodes: Sequence[int] = ()
+    on_ray: bool = False
 
 
 def write_live(run_dir: Path, live: Live) -> None:
@@ -97,6 +99,7 @@ def read_live(run_dir: Path) -> Live | None:
             is_over=bool(found["is_over"]),
             processes=processes,
             missing_nodes=missing,
+            on_ray=bool(found.get("on_ray")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None

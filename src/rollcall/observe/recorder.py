@@ -81,6 +81,7 @@ class Recorder:
             is_over=is_over,
             processes=(self._controller(), self._reward_functions(), *look.processes),
             missing_nodes=tuple(look.missing_nodes),
+            on_ray=look.on_ray,
         )
         with self._noting_faults():
             for mark in look.marks:

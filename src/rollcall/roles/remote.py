@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -88,6 +88,7 @@ class RemoteWorkers(Held[RemoteEngine]):
     processes: Sequence[PlannedProcess]  # by rank in the group
     saving: Saving
     missing_nodes: frozenset[int]  # ranks that this attempt goes without
+    on_ray: bool  # else the nodes share only a folder
     is_remote: bool = field(default=True, init=False)
 
     @property
@@ -116,7 +117,8 @@ class RemoteWorkers(Held[RemoteEngine]):
         return not set(self.team.members[Role.ROLLOUT]).isdisjoint(self.team.members[Role.ACTOR])
 
     def look(self, *, last: bool = False) -> Look:
-        return look_at(self.team.group, self.processes, missing_nodes=self.missing_nodes, last=last)
+        look = look_at(self.team.group, self.processes, missing_nodes=self.missing_nodes, last=last)
+        return replace(look, on_ray=self.on_ray)
 
     def export(self, directory: Path) -> None:
         self.team.call_role(Role.ACTOR, "export", directory.resolve())
@@ -130,6 +132,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
     """Place the plan's processes and load every role; ``backend`` None: on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
+    on_ray = backend is None
     if backend is None:
         connect(
             ray_address=config.cluster.ray_address
@@ -184,6 +187,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
             processes=sorted({worker for role in TRAINED for worker in members.get(role, ())}),
             in_parts=not in_parts.isdisjoint(TRAINED),
         ),
+        on_ray=on_ray,
         missing_nodes=frozenset(range(config.cluster.num_nodes)) - frozenset(kept),
     )
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from rollcall.config import Config
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.groups.reachable import About, be_reachable
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Body, TokenScores, score_samples, whole_body
 from rollcall.model.load import (
@@ -114,6 +115,8 @@ class RoleWorker(Trained):
         """Load what this process's roles need. ``ranks`` has its rank in each role; ``meeting`` has, for each role that several
         processes train, where rank 0 listens and how many they are."""
         roles = set(ranks)
+        title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
+        be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
         gang = self._join(ranks, meeting)
         if roles.isdisjoint(POLICY):
             model = self._outline()
