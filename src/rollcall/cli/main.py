@@ -53,6 +53,7 @@ Once installed:
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what a resume will do
   rollcall view runs          a page: curves, samples, tokens, timeline, cluster
+  rollcall stacks runs/gsm8k   what every process does; also trace, profile
   rollcall compare runs/gsm8k runs/other
   rollcall merge runs/gsm8k --out models/gsm8k
                                its newest checkpoint as one model directory
