@@ -20,9 +20,12 @@ from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
+from rollcall.observe.calls import Busy
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
+from rollcall.observe.live import REWARDS
 from rollcall.observe.progress import Progress
+from rollcall.observe.recorder import Recorder as ProcessRecorder
 from rollcall.roles.local import build_workers
 
 
@@ -116,7 +119,7 @@ def one_node(folder: Path) -> Iterator[None]:
 
 def run_steps(config: Config, workers: Workers) -> Recorder:
     """The training loop, journal and rewards included."""
-    recorder = Recorder()
+    recorder, rewards = Recorder(), Busy(REWARDS)
     run_dir = config.run.dir
     store = CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
     console = Console(Progress(name=config.run.name, num_steps=config.trainer.steps))
@@ -129,6 +132,8 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
             console=console,
             resume=None,
             events=events,
+            rewards=rewards,
         )
-        asyncio.run(controller.run())
+        with closing(ProcessRecorder(run_dir, events=events, look=workers.look, rewards=rewards)):
+            asyncio.run(controller.run())
     return recorder

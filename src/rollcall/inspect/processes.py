@@ -95,7 +95,8 @@ def ask_hosts(target: Target, function: Callable[[], Any], *, timeout_s: float, 
     connect(target.cluster, log_to_driver=False)
     try:
         nodes = {node.rank: node for node in ranked_nodes()}
-        calls = {rank: run_on(node.node_id, function, env={}) for rank, node in nodes.items()}
+        # Ray takes no partial.
+        calls = {rank: run_on(node.node_id, lambda: function(), env={}) for rank, node in nodes.items()}
         answers, failures = answers_of(calls, wait=Wait(timeout_s), to=to)
     finally:
         disconnect()
