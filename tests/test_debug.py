@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
+import resource
 import select
 import socket
 import sys
@@ -26,13 +28,17 @@ from rollcall.config.one_process import in_one_process
 from rollcall.debug import here, porter
 from rollcall.debug.attach import End, converse, is_there, reach
 from rollcall.debug.board import BOARD, FILE, Seat, Waiting, read_board
+from rollcall.debug.inbox import readable
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.host import DEBUG_HOST, Host
 from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
+from rollcall.net.frames import frame
+from rollcall.reward.line import DebugLine
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import Item, RewardResult
+from rollcall.stop import Stopped
 from rollcall.wait import Wait
 
 WAIT_S = 120.0
@@ -140,6 +146,59 @@ def _received(connection: socket.socket) -> bytes:
         return connection.recv(1024)
     except ConnectionResetError:
         return b""
+
+
+def test_what_a_prompt_evaluates_does_not_stop_and_the_prompt_keeps_its_frame(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thread, results = beside(lambda: add_up(5))
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    assert talk(waits, "p add_up(3)", "debug add_up(4)", "continue", "p total * 111", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == [11]
+    shown = capsys.readouterr().out
+    assert shown.count("at the prompt is ignored") == 2 and "1110" in shown
+
+
+def test_of_two_threads_that_stop_each_keeps_its_frame(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = [beside(lambda: add_up(5))]
+    wait_for(lambda: read_board(run_dir))
+    threads.append(beside(lambda: add_up(6)))
+    time.sleep(0.2)  # for the second to come to its breakpoint, which it does not show
+    for number in (1, 2):
+        (waits,) = wait_for(lambda number=number: [one for one in read_board(run_dir) if one.number == number])
+        assert talk(waits, "p total * 111", "continue") is End.GOES
+    for thread, results in threads:
+        thread.join(WAIT_S)
+        assert results
+    shown = capsys.readouterr().out
+    assert "1110" in shown and "1665" in shown
+
+
+def test_silent_strangers_delay_nobody(run_dir: Path) -> None:
+    thread, _ = beside(lambda: add_up(5))
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    strangers = [socket.create_connection((waits.address, waits.port)) for _ in range(100)]
+    assert talk(waits, "continue") is End.GOES
+    thread.join(WAIT_S)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_process_with_many_open_files_can_be_debugged() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    try:
+        ours, theirs = socket.socketpair()
+        high = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 2000))
+        with ours, theirs, high:
+            assert readable([high], timeout_s=0) == set()
+            theirs.send(b"x")
+            assert readable([high], timeout_s=None) == {high.fileno()}
+        with pytest.raises(ConnectionError):
+            readable([high], timeout_s=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
@@ -330,6 +389,75 @@ def test_a_pool_that_closes_ends_a_reward_that_stopped(rewards: Path) -> None:
         pool.submit([Task(item=Item(0, "", "stop", "", {}), timeout_s=5.0)])
         wait_for(lambda: pool.poll(0.01) or read_board(rewards))
     wait_for(lambda: not read_board(rewards))
+
+
+# Code of a model, in the process of a reward that runs it
+
+FORGED = """
+import json, os, struct, sys, time
+
+def _say(line, message):
+    os.write(line, struct.pack("<I", len(message)) + message)
+
+def forges(completion, answer):
+    line = next(fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd))
+    if completion:
+        _say(line, json.dumps({"stopped": {"file": [[]], "line": "one"}}).encode())
+        time.sleep(0.3)
+    if completion == "rubbish":
+        os.write(line, b"\\xff" * 64)
+    if completion == "deep":
+        _say(line, b"[" * 100_000)
+    if completion == "dies":
+        os._exit(1)
+    time.sleep(600 if completion else 0)
+    return 1.0
+
+def _is_socket(fd):
+    try:
+        return fd > 2 and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    except OSError:
+        return False
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the forger looks for its line in /proc")
+@pytest.mark.parametrize(("lie", "kind"), [("rubbish", "hung"), ("deep", "hung"), ("dies", "died"), ("waits", "hung")])
+def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
+    rewards: Path, monkeypatch: pytest.MonkeyPatch, lie: str, kind: str
+) -> None:
+    monkeypatch.setattr(porter, "UNATTENDED_S", 1.0 if lie == "waits" else 600.0)
+    (rewards / "stopping_rewards.py").write_text(FORGED)
+    thread, results = beside(lambda: score("forges", [lie, ""], timeout_s=1.0))
+    thread.join(WAIT_S)
+    assert [(result.value, result.kind) for result in results[0]] == [(0.0, kind), (1.0, "")]
+    wait_for(lambda: not BOARD.is_held and not read_board(rewards))
+
+
+@pytest.mark.parametrize(
+    "said", [b"x", b"[" * 9, frame({"text": "no prompt"}), frame({"goes": True}), frame({"prompt": 1})[:-1]]
+)
+def test_a_terminal_does_not_wait_for_a_reward_that_opens_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr("rollcall.reward.line.has_terminal", lambda: True)
+    monkeypatch.setattr("rollcall.reward.line.PROMPT_S", 0.1)
+    line = DebugLine(number=0)
+    line.theirs.send(said)
+    assert not line.answer()
+    assert line.theirs.recv(1) == b""  # what is stopped there goes on
+    line.theirs.close()
+
+
+def test_a_signal_that_stops_the_run_ends_a_rewards_prompt() -> None:
+    def told_to_stop(prompt: str) -> str:
+        raise Stopped("SIGTERM")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(frame({"prompt": "(Pdb) "}))
+        with pytest.raises(Stopped):
+            converse(ours, ask=told_to_stop, again=True)
 
 
 # At a terminal

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import select
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from rollcall.debug.board import Waiting
-from rollcall.debug.inbox import Inbox
+from rollcall.debug.inbox import Inbox, readable
 from rollcall.errors import ClusterError
 from rollcall.net.door import PROOF_S, prove, watch_peer
 from rollcall.net.frames import frame, read_exactly
+from rollcall.stop import Stopped
 from rollcall.words import visible
 
 CONNECT_S = 10.0
@@ -61,18 +62,27 @@ def is_there(waits: Waiting) -> bool:
 
 
 def converse(
-    line: socket.socket, *, ask: Callable[[str], str] = input, typed: Sequence[str] = (), again: bool = False
+    line: socket.socket,
+    *,
+    ask: Callable[[str], str] = input,
+    typed: Sequence[str] = (),
+    again: bool = False,
+    opens_within_s: float | None = None,
 ) -> End:
     """Show what the other side prints and give it what is typed, until it goes on or this side leaves.
 
     ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
+    ``opens_within_s``: without a prompt for this long at the beginning the other side is none of ours.
     """
     inbox, left = Inbox(line), list(typed)
+    ends = None if opens_within_s is None else time.monotonic() + opens_within_s
     try:
         while True:
-            select.select([inbox], [], [])
+            if not readable([inbox], timeout_s=None if ends is None else ends - time.monotonic()):
+                return End.LOST
             for message in inbox.take():
                 if "prompt" in message:
+                    ends = None
                     if left:
                         print(f"{message['prompt']}{left[0]}")
                     typed_now = left.pop(0) if left else _ask(str(message["prompt"]), ask, again=again)
@@ -80,10 +90,12 @@ def converse(
                         return End.LEFT
                     line.sendall(frame({"line": typed_now}))
                 elif (end := _shown(message)) is not None:
-                    return end
+                    return end if ends is None else End.LOST
+    except Stopped:
+        raise  # a signal that ends this command, not a Ctrl-C for the prompt
     except KeyboardInterrupt:
         return End.LEFT
-    except OSError:
+    except (OSError, RecursionError):  # what the other side says may be nested deeper than it can be shown
         return End.LOST
 
 
@@ -104,6 +116,8 @@ def _ask(prompt: str, ask: Callable[[str], str], *, again: bool) -> str | None:
         except EOFError:
             print()
             return None
+        except Stopped:
+            raise
         except KeyboardInterrupt:
             if not again:
                 print()

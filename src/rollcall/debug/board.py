@@ -169,7 +169,7 @@ def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
     path = run_dir / FILE
     try:
         if waiting and run_dir.is_dir():
-            write_atomic(path, dump_board(waiting), private=True)
+            write_atomic(path, dump_board(waiting), durable=False, private=True)
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -7,9 +7,9 @@ Where somebody else has a debugger in place it stays: an IDE, a notebook or pyte
 from __future__ import annotations
 
 import os
-import pdb
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class _Served:
     node: int  # its rank
     told: Told
     is_on: bool = False
-    line: LinePdb | None = None
+    line: socket.socket | None = None  # to the porter
     pid: int = 0  # of the process that made the line; a child of it has no porter
 
 
@@ -41,7 +41,8 @@ def _tell_board(place: Mapping[str, Any] | None) -> None:
 
 
 _served = _Served(host=LOOPBACK, node=0, told=_tell_board)
-_terminal: TerminalPdb | None = None
+_making = threading.Lock()
+_own = threading.local()  # the debuggers of a thread: each keeps the frames where that one stopped
 _opened: set[tuple[str, int, type]] = set()  # where exceptions have opened the debugger
 
 
@@ -81,17 +82,22 @@ def node_here() -> int:
     return _served.node
 
 
-def debugger() -> pdb.Pdb:
-    """At the terminal of this process if it has one; else over a line, with a porter that waits for terminals."""
-    global _terminal
+def debugger() -> TerminalPdb | LinePdb:
+    """That of this thread: at the terminal of this process if it has one; else over a line, with a porter that waits for
+    terminals."""
     if has_terminal():
-        _terminal = _terminal or TerminalPdb()
-        return _terminal
-    if _served.line is None or _served.pid != os.getpid():
-        ours, porters = socket.socketpair()
-        Porter(porters, host=_served.host, told=_served.told)
-        _served.line, _served.pid = LinePdb(ours.recv, ours.send), os.getpid()
-    return _served.line
+        if not hasattr(_own, "terminal"):
+            _own.terminal = TerminalPdb()
+        return _own.terminal
+    with _making:
+        if _served.line is None or _served.pid != os.getpid():
+            _served.line, porters = socket.socketpair()
+            _served.pid = os.getpid()
+            Porter(porters, host=_served.host, told=_served.told)
+        line = _served.line
+    if getattr(_own, "line", None) is not line:
+        _own.line, _own.over_line = line, LinePdb(line.recv, line.send)
+    return _own.over_line
 
 
 def wants_post_mortem(error: BaseException) -> bool:
@@ -119,9 +125,7 @@ def post_mortem(error: BaseException) -> None:
     """Open the debugger where this exception was raised, if the run was started with `--post-mortem`."""
     error = innermost(error)
     if wants_post_mortem(error):
-        found = debugger()
-        assert isinstance(found, TerminalPdb | LinePdb)
-        found.post_mortem(error)
+        debugger().post_mortem(error)
 
 
 _hook = stops_by(debugger)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 LONGEST = 4 << 20  # bytes of a message; longer ones are not ours
 _LENGTH = struct.Struct("<I")
+
+
+class _HasFd(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
+    """The descriptors of those that have something to read. Any number of files may be open in this process."""
+    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+    for source in sources:
+        if (fd := source.fileno()) < 0:
+            raise ConnectionError("the connection was closed here")
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)}
 
 
 class Inbox:
@@ -38,8 +54,8 @@ class Inbox:
                 break
             try:
                 message = json.loads(bytes(self._bytes[_LENGTH.size : end]))
-            except ValueError:
-                raise ConnectionError("a message that is not JSON") from None
+            except (ValueError, RecursionError):
+                raise ConnectionError("a message that is not JSON, or lists within lists without end") from None
             del self._bytes[:end]
             if not isinstance(message, dict):
                 raise ConnectionError("a message that is not a map")

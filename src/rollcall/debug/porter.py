@@ -10,14 +10,13 @@ that a model has put into code that a reward runs, must not hold a cluster for e
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollcall.debug.inbox import Inbox
+from rollcall.debug.inbox import Inbox, readable
 from rollcall.net.door import Door, listen_at, new_secret, watch_peer
 from rollcall.net.frames import frame
 from rollcall.wait import warn
@@ -42,7 +41,6 @@ class Porter:
         self._door: Door | None = None
         self._caller: Inbox | None = None
         self._is_heard = False  # the caller: what was said before it came is not for it
-        self._has_told_to_go = False
         self._thread = threading.Thread(target=self._run, name="debugger's porter", daemon=True)
         self._thread.start()
 
@@ -50,24 +48,25 @@ class Porter:
         try:
             while True:
                 self._turn()
-        except OSError:  # the line is closed: the process has ended, or its owner has ended it
-            self._goes()
+        except OSError:
+            pass  # the line is closed: the process has ended, or its owner has ended it; or what came is not ours
         finally:
+            self._goes()
             self._line.connection.close()  # without a porter, what is stopped goes on
 
     def _turn(self) -> None:
-        readers = [self._line, *([self._caller] if self._caller else [])]
-        ready, _, _ = select.select(readers, [], [], LOOK_S if self._door else None)
-        if self._line in ready:
+        sources = [one for one in (self._line, self._caller, self._door) if one is not None]
+        ready = readable(sources, timeout_s=LOOK_S if self._door else None)
+        if self._line.fileno() in ready:
             for message in self._line.take():
                 self._pass_out(message)
-        if self._caller is not None and self._caller in ready:
+        if self._caller is not None and self._caller.fileno() in ready:
             self._hear(self._caller)
         if self._door is None:
             return
         if (caller := self._door.accept(0)) is not None:
             self._welcome(caller)
-        if self._caller is None and _left_s() <= 0 and not self._has_told_to_go:
+        if self._caller is None and _left_s() <= 0:
             self._give_up()
 
     def _pass_out(self, message: Mapping[str, Any]) -> None:
@@ -84,7 +83,6 @@ class Porter:
 
     def _stopped(self, place: Any) -> None:
         """A prompt is open. While somebody steps from line to line, the door stays as it is."""
-        self._has_told_to_go = False
         if _has_given_up and self._caller is None:
             self._give_up()
             return
@@ -106,12 +104,14 @@ class Porter:
         self._reach = {"address": self._host, "port": listener.getsockname()[1], "secret": secret}
 
     def _give_up(self) -> None:
+        """The run's limits count again from here on, whatever the process makes of it."""
         global _has_given_up
         if not _has_given_up:
             warn(
                 f"nobody has come to the debugger for {UNATTENDED_S:g} s; what stops in process {os.getpid()} goes on by itself now"
             )
-        _has_given_up = self._has_told_to_go = True
+        _has_given_up = True
+        self._goes()
         self._to_line({"line": "continue"})
 
     def _goes(self) -> None:
@@ -176,6 +176,7 @@ def _left_s() -> float:
 def _checked(place: Any) -> dict[str, Any]:
     """Where it stopped, as its process says: a reward's may say anything."""
     place = place if isinstance(place, dict) else {}
+    found = {name: place.get(name) for name in ("file", "function", "why")}
+    texts = {name: text[:1000] if isinstance(text, str) else "" for name, text in found.items()}
     line = place.get("line")
-    texts = {name: str(place.get(name, ""))[:1000] for name in ("file", "function", "why")}
     return {**texts, "line": line if isinstance(line, int) else 0}

@@ -27,7 +27,7 @@ from typing import Any
 from rollcall.debug.pause import paused
 from rollcall.net.frames import frame as framed
 from rollcall.net.frames import read_exactly, read_frame
-from rollcall.stop import Stopped
+from rollcall.stop import Stopped, heeded
 
 PIECE = 1 << 16  # characters of text in one message
 LEFT = "The worker waits on. `rollcall debug` attaches again; `continue` there lets it go on."
@@ -70,6 +70,22 @@ class _Debugger(pdb.Pdb):
         self._heard: BaseException | None = None
         self._ends_prompt: type[BaseException] = Stopped
         self._error: BaseException | None = None  # that post_mortem looks at
+        self._is_open = False
+
+    def stop(self, caller: FrameType | None) -> None:
+        """``breakpoint()`` was called there. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
+        if self._is_open:
+            self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
+            return
+        self.set_trace(caller)  # the last thing here: what runs after it is traced
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
 
     def cmdloop(self, intro: Any = None) -> None:
         try:
@@ -107,7 +123,7 @@ class TerminalPdb(_Debugger):
     """At the terminal of this process. `quit` stops the run, as Ctrl-C does."""
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
-        with _one, paused(), borrowed_terminal():
+        with _one, paused(), borrowed_terminal(), self._open():
             self.stdout = sys.stdout  # without the panel it is another one
             self._tell_error()
             super().interaction(frame, traceback, *rest)
@@ -118,7 +134,8 @@ class TerminalPdb(_Debugger):
         Stop the run, as Ctrl-C does. The same command continues it.
         """
         if self._error is None:
-            self._heard = KeyboardInterrupt()
+            asked = heeded().asked  # a terminal that was closed: SIGHUP, and the end of what is typed
+            self._heard = KeyboardInterrupt() if asked is None else Stopped(asked)
         return True
 
     do_q = do_exit = do_EOF = do_quit
@@ -141,7 +158,7 @@ class LinePdb(_Debugger):
         self._goes_on = False
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
-        with _one, paused(), self._around():
+        with _one, paused(), self._around(), self._open():
             self._goes_on = self._error is not None
             self._talk.say(stopped=self._place(frame, traceback))
             self._tell_error()
@@ -267,13 +284,13 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-def stops_by(debugger: Callable[[], pdb.Pdb]) -> Callable[..., None]:
-    """A hook for ``sys.breakpointhook``. ``debugger`` gives the one of this process."""
+def stops_by(debugger: Callable[[], TerminalPdb | LinePdb]) -> Callable[..., None]:
+    """A hook for ``sys.breakpointhook``. ``debugger`` gives the one of this thread."""
 
     def stop(*args: Any, **kwargs: Any) -> None:
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
         found, caller = debugger(), sys._getframe().f_back
-        found.set_trace(caller)  # the last thing here: what runs after it is traced
+        found.stop(caller)  # the last thing here: what runs after it is traced
 
     return stop

@@ -87,6 +87,10 @@ class Door:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
+    def fileno(self) -> int:
+        """Readable when ``accept`` has something to do."""
+        return self._selector.fileno()
+
     def accept(self, timeout_s: float) -> socket.socket | None:
         """The next caller that knows the secret; None: nobody came in that time."""
         ends = time.monotonic() + timeout_s

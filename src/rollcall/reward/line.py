@@ -17,8 +17,10 @@ from rollcall.debug.here import host_here, node_here
 from rollcall.debug.pause import paused
 from rollcall.debug.porter import Porter
 from rollcall.debug.stopped import borrowed_terminal, has_terminal
-from rollcall.net.frames import frame
+from rollcall.stop import heeded
 from rollcall.wait import warn
+
+PROMPT_S = 10.0  # from the first byte of a process that has stopped to its prompt
 
 
 class DebugLine:
@@ -29,7 +31,7 @@ class DebugLine:
         self._number = number
         self.pid = 0
         self.is_held = False
-        self._has_warned = False
+        self._is_closed = False
 
     @property
     def fd(self) -> int:
@@ -37,29 +39,32 @@ class DebugLine:
 
     def answer(self) -> bool:
         """The process has stopped: talk to it at this terminal, until it goes on. False: this process has none, and from now on
-        a porter reads the line. Of a command without a run directory, nobody could find the porter: it goes on at once."""
-        if self._ours.recv(1, socket.MSG_PEEK) == b"":
-            return False  # it has ended, which others notice
+        a porter reads the line. Or nobody does, and what is stopped there goes on: what came is not from a debugger, or the command
+        has no run directory, so that nobody could find the porter."""
+        try:
+            if self._ours.recv(1, socket.MSG_PEEK) == b"":
+                return False  # it has ended, which others notice
+        except OSError:
+            return False  # the same, with something of ours unread
         if not has_terminal() and not BOARD.is_public:
-            self._pass_over()
-            return True
+            warn("a breakpoint() in a reward is passed over: this command has neither a terminal nor a run directory")
+            self.close()
+            return False
         if not has_terminal():
             Porter(self._ours, host=host_here(), told=self._note)
             return False
         with paused(), borrowed_terminal():
-            end = converse(self._ours, again=True)
+            end = converse(self._ours, again=True, opens_within_s=PROMPT_S)
         if end is End.LEFT:
+            heeded().check()  # a terminal that was closed: SIGHUP, and the end of what is typed
             raise KeyboardInterrupt
-        return True
-
-    def _pass_over(self) -> None:
-        if not self._has_warned:
-            warn("a breakpoint() in a reward is passed over: this command has neither a terminal nor a run directory")
-        self._has_warned = True
-        self._ours.recv(1 << 16)
-        self._ours.sendall(frame({"line": "continue"}))
+        if end is End.LOST:
+            self.close()
+        return end is not End.LOST
 
     def _note(self, place: Mapping[str, Any] | None) -> None:
+        if self._is_closed:
+            place = None  # a process that is being ended holds nothing
         self.is_held = place is not None
         seat = Seat(
             role="reward",
@@ -70,6 +75,7 @@ class DebugLine:
         BOARD.post(f"reward {os.getpid()} {self.pid}", seat, place)
 
     def close(self) -> None:
+        self._is_closed = True
         try:
             self._ours.shutdown(socket.SHUT_RDWR)  # wakes the porter, whose thread then ends
         except OSError:

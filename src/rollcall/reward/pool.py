@@ -208,9 +208,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._selector.unregister(worker.line.fd)
         if worker.line.answer():
             self._selector.register(worker.line.fd, selectors.EVENT_READ, worker)
-            for each in self._workers:
-                each.restart_clock()
-        worker.restart_clock()  # the porter says in a moment that it is held
+        for each in self._workers:
+            each.restart_clock()  # of this one too: its porter says in a moment that it is held
 
     def _dispatch(self) -> None:
         """Hand queued items out in chunks: large when the queue is long, single ones near its end, so that a slow item
@@ -399,7 +398,7 @@ class _Worker:
 
     def hang_up(self, selector: selectors.BaseSelector) -> None:
         for fd in (self.read_fd, self._write_fd, self.line.fd):
-            if fd in selector.get_map():
+            if fd >= 0 and fd in selector.get_map():  # a line may be closed already
                 selector.unregister(fd)
         os.close(self._write_fd)
 

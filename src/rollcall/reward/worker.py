@@ -23,6 +23,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -228,7 +229,7 @@ class _Line:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._pid = os.getpid()
-        self._debugger: Any = None
+        self._own = threading.local()  # the debugger of a thread, which keeps the frames where that one stopped
         self._examined: set[tuple[str, int, type]] = set()
         self.limit_s = 0.0  # CPU seconds of the item at hand; 0: there is none yet
 
@@ -238,8 +239,7 @@ class _Line:
         if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
             print("a breakpoint() that is not in a file of this reward is ignored", file=sys.stderr)
             return
-        found = self._open()
-        found.set_trace(caller)  # the last thing here: what runs after it is traced
+        self._open().stop(caller)  # the last thing here: what runs after it is traced
 
     def examine(self, error: BaseException) -> None:
         """Open the debugger where this was raised; once for a line and a kind of error."""
@@ -255,10 +255,10 @@ class _Line:
     def _open(self) -> Any:
         from rollcall.debug.stopped import LinePdb  # rarely needed, and a worker has to start fast
 
-        if self._debugger is None:
+        if not hasattr(self._own, "debugger"):
             read, write = (lambda count: os.read(self._fd, count)), (lambda data: os.write(self._fd, data))
-            self._debugger = LinePdb(read, write, around=self._unlimited)
-        return self._debugger
+            self._own.debugger = LinePdb(read, write, around=self._unlimited)
+        return self._own.debugger
 
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
