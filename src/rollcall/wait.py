@@ -102,3 +102,11 @@ class Wait:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(min(seconds, self.left_s))
+
+    def again(self, text: str, *, after_s: float) -> bool:
+        """Whether to look again: says what is waited for, if that is due, and sleeps. False, at once: the time is over."""
+        if self.is_over:
+            return False
+        self.tell(text)
+        self.sleep(after_s)
+        return True

@@ -169,14 +169,12 @@ class Jobs:
     def wait_started(self, job_id: str, *, timeout_s: float = START_S) -> Job:
         wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
         while (job := self.job(job_id)).status == "PENDING":
-            if wait.is_over:
+            if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
                 raise ClusterError(
                     f"job {job_id} has not started within {timeout_s:.0f} s. Ray says: {job.message}\nIt waits for the head "
                     "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
                     f"job stop {job_id}`"
                 )
-            wait.tell(f"waiting for the head node to start the driver: {job.message}")
-            time.sleep(0.3)
         return job
 
     def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
@@ -222,10 +220,8 @@ class Jobs:
         while not job.is_over:
             # A job that Ray has not started yet has no process to stop: ask again.
             asked = asked or self._read("POST", f"/api/jobs/{job_id}/stop", "stopped", bool)
-            if wait.is_over:
+            if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
                 raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
-            wait.tell(f"waiting for {job_id} to save and to end")
-            time.sleep(0.3)
             job = self.job(job_id)
         return job
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,10 +81,8 @@ def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Ros
                 f"{found.num_slots} accelerators have joined, {num_slots} were expected: {who(found.alive)}; stop what does "
                 f"not belong with `{cluster.leave_command}` there, or ask for {found.num_slots}"
             )
-        if wait.is_over:
+        if not wait.again(state, after_s=ASK_EVERY_S):
             raise ClusterError(f"after {timeout_s:.0f} s (--timeout) {state}{_advice(cluster, found)}")
-        wait.tell(state)
-        time.sleep(ASK_EVERY_S)
 
 
 def describe(found: Roster, *, num_slots: int) -> str:

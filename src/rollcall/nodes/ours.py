@@ -76,11 +76,10 @@ class OurCluster:
         while read_record(self.name) is None:
             now = time.monotonic()
             seen = now if is_coming_up(self.name) else seen
-            if wait.is_over or now - seen >= APPEAR_S:
+            what = f"waiting for `rollcall node` to make this node part of {self.title}"
+            if now - seen >= APPEAR_S or not wait.again(what, after_s=0.2):
                 require_record(self.name)  # refuses, unless it has come just now
                 return
-            wait.tell(f"waiting for `rollcall node` to make this node part of {self.title}")
-            time.sleep(0.2)
 
     def num_nodes(self, answer: HeadAnswer) -> int:
         return self.record.num_nodes

@@ -236,12 +236,10 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     while child.poll() is None:
-        if wait.is_over:
+        if not wait.again(f"starting Ray on {record.node_ip}", after_s=0.1):
             raise ClusterError(
                 f"`ray start` is not done after {wait.waited_s:.0f} s (its whole output is in {log}):\n{_tail(log)}"
             )
-        wait.tell(f"starting Ray on {record.node_ip}")
-        time.sleep(0.1)
     if child.returncode:
         raise ClusterError(f"Ray did not start on {record.node_ip} (its whole output is in {log}):\n{_tail(log)}")
 

@@ -183,7 +183,5 @@ def _poll(look: Callable[[], Found | str], *, timeout_s: float) -> Found:
         found = look()
         if isinstance(found, Found):
             return found
-        if wait.is_over:
+        if not wait.again(f"waiting for {found}", after_s=ASK_EVERY_S):
             raise ClusterError(f"rank 0 is missing after {timeout_s:.0f} s (--timeout): still waiting for {found}")
-        wait.tell(f"waiting for {found}")
-        wait.sleep(ASK_EVERY_S)

@@ -48,13 +48,12 @@ class RayBackend:
                         crew=partial(RayCrew, group=group),
                         release=partial(remove_placement_group, group),
                     )
-            if wait.is_over:
+            waiting = f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}"
+            if not wait.again(waiting, after_s=POLL_S):
                 raise NoRoomError(
                     f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for "
                     f"fewer, stop what uses the others, or add nodes (`rollcall status` lists them){_logical(ask, nodes)}"
                 )
-            wait.tell(f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}")
-            time.sleep(POLL_S)
 
 
 def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:

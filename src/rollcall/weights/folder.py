@@ -147,13 +147,11 @@ class FolderReceiver(WeightReceiver):
         path, pause_s = _path(self._invitation, version, number), LOOK_S / 16
         # Listed, not asked for by name: NFS remembers for a while that a name does not exist.
         while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
-            if deadline.is_over:
+            if not deadline.again(f"weights: waiting for {path}", after_s=pause_s):
                 raise MissingPeerError(
                     f"{self.name} does not find {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should "
                     "write; put run.dir on a folder that all nodes share"
                 )
-            deadline.tell(f"weights: waiting for {path}")
-            time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)  # most files come within moments, and a share is not asked too often
         return path
 

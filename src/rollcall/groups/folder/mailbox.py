@@ -108,10 +108,9 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
         try:
             return write_atomic(path, data, durable=durable)
         except OSError as error:
-            if error.errno not in _WAITS or wait.is_over:
+            text = f"{path.parent} cannot be written ({error.strerror}); waiting until it can"
+            if error.errno not in _WAITS or not wait.again(text, after_s=LONGEST_LOOK_S):
                 raise
-            wait.tell(f"{path.parent} cannot be written ({error.strerror}); waiting until it can")
-            time.sleep(LONGEST_LOOK_S)
 
 
 def sweep(folder: Path) -> None:

@@ -134,13 +134,12 @@ class Post:
         while missing := [rank for rank in ranks if not self._welcome(rank)]:
             self.check()
             listed = ", ".join(map(str, missing))
-            if wait.is_over:
+            what = f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}"
+            if not wait.again(what, after_s=0.1):
                 raise NoRoomError(
                     f"worker {listed} did not appear in {self.folder} within {timeout_s:g} s; on each of those nodes run `rollcall train "
                     f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
                 )
-            wait.tell(f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}")
-            time.sleep(0.1)
         return [self.members[rank] for rank in ranks]
 
     def _welcome(self, rank: int) -> bool:
