@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -24,7 +23,9 @@ from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
+from rollcall.loop.aside import together
 from rollcall.loop.evaluate import Evaluation, evaluate
+from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.files import model_folder, resolve_model
 from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
@@ -33,7 +34,7 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine
+from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, set_threads
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -139,7 +140,7 @@ def plan_evaluation(
 def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
     config = plan.config
     started = time.perf_counter()
-    torch.set_num_threads(config.trainer.num_threads or os.cpu_count() or 1)
+    set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
     path = resolve_model(plan.model_path)
@@ -217,17 +218,10 @@ def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
 
 
 def _sampling(config: Config, prompts: PromptSet, *, engine: LocalEngine, stops: tuple[int, ...]) -> Sampling:
-    greedy = config.eval.temperature == 0
     room = engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
-    return Sampling(
-        temperature=config.eval.temperature,
-        top_p=1.0 if greedy else config.rollout.top_p,
-        top_k=0 if greedy else config.rollout.top_k,
-        # No completion can pass the model's last position; without room for one token the engine refuses and says so.
-        max_tokens=max(1, min(config.rollout.max_response_tokens, room)),
-        stop_token_ids=stops,
-        stop_strings=tuple(config.rollout.stop),
-    )
+    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
+    longest = max(1, min(config.rollout.max_response_tokens, room))
+    return sampling_of(config.rollout, stops, temperature=config.eval.temperature, max_tokens=longest)
 
 
 def _scorer(config: Config, device: torch.device) -> Scorer:
@@ -249,28 +243,16 @@ async def _evaluate(
     on_progress: OnProgress,
 ) -> Evaluation:
     rollouts = Rollouts(engine)
-    work = asyncio.create_task(
-        evaluate(
-            prompts.prompts,
-            section=config.eval,
-            rollouts=rollouts,
-            scorer=scorer,
-            sampling=sampling,
-            seed=config.run.seed,
-            step=0,
-        )
+    work = evaluate(
+        prompts.prompts,
+        section=config.eval,
+        rollouts=rollouts,
+        scorer=scorer,
+        sampling=sampling,
+        seed=config.run.seed,
+        step=0,
     )
-    background = [asyncio.create_task(rollouts.pump()), asyncio.create_task(_watch(rollouts, prompts, on_progress))]
-    try:
-        await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for task in background:
-            if task.done():
-                task.result()  # these never end by themselves: this raises why one did
-        return await work
-    finally:
-        for task in (work, *background):
-            task.cancel()
-        await asyncio.gather(work, *background, return_exceptions=True)
+    return await together(work, background=[rollouts.pump(), _watch(rollouts, prompts, on_progress)])
 
 
 async def _watch(rollouts: Rollouts, prompts: PromptSet, on_progress: OnProgress) -> None:

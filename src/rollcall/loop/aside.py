@@ -1,4 +1,4 @@
-"""A blocking call beside the event loop, in a thread of its own.
+"""Work beside other work: a blocking call beside the event loop, in a thread of its own; coroutines beside a coroutine.
 
 The threads are daemons, and the end of this process does not wait for them: a call may wait for another process that is
 about to be ended. Such a call raises when that process is gone, and its caller has left by then.
@@ -10,9 +10,9 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,6 +39,23 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What ``function`` returns or raises, while the loop goes on."""
     return await asyncio.wrap_future(start(function, *args, **kwargs))
+
+
+async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Coroutine[Any, Any, None]]) -> T:
+    """The result of ``work``, with ``background`` beside it. The first failure ends all of them."""
+    wanted = asyncio.create_task(work)
+    tasks = {wanted, *map(asyncio.create_task, background)}
+    try:
+        while not wanted.done():
+            running = {task for task in tasks if not task.done()}
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        return wanted.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:

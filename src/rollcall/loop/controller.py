@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
 from rollcall.errors import JournalError
-from rollcall.loop.aside import in_thread
+from rollcall.loop.aside import in_thread, together
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
@@ -119,7 +119,7 @@ class Controller:
         with self.events.phase(StepPhase.SYNC, self.version):
             await self._call(self.workers.engine.update_weights, self.version)
         beside = [self.rollouts.pump(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
-        await _together(self._run(), background=beside)
+        await together(self._run(), background=beside)
 
     async def _run(self) -> None:
         if self.bounds.split is Split.EVAL:
@@ -130,7 +130,7 @@ class Controller:
         elif self._owes_evaluation and self.bounds.trains:
             await self._evaluate(self.start_step, title="after training")
             await self._call(self.record.add_scores, self.start_step)
-        await _together(self._train() if self.bounds.trains else self._fill(), background=[self.supply.run()])
+        await together(self._train() if self.bounds.trains else self._fill(), background=[self.supply.run()])
         if self.bounds.trains and self.version == self.config.trainer.steps:
             with self.events.phase(StepPhase.EXPORT, self.version):
                 await self._call(partial(self.record.export, step=self.version))
@@ -275,7 +275,7 @@ class Controller:
                 section=section,
                 rollouts=self.rollouts,
                 scorer=self.workers.eval_scorer,
-                sampling=sampling_of(self.config, self.workers, temperature=section.temperature),
+                sampling=sampling_of(self.config.rollout, self.workers.stop_token_ids, temperature=section.temperature),
                 seed=self.config.run.seed,
                 step=step,
             )
@@ -345,19 +345,3 @@ def _last_worker(batch: StepBatch) -> str | None:
     if batch.num_from_journal >= len(batch.groups):
         return None
     return max(batch.groups, key=lambda group: group.finished_s).worker
-
-
-async def _together(*work: Coroutine[Any, Any, None], background: Sequence[Coroutine[Any, Any, None]] = ()) -> None:
-    """Run all of ``work`` to its end, with ``background`` beside it. The first failure ends all of them."""
-    wanted = {asyncio.create_task(coroutine) for coroutine in work}
-    tasks = wanted | {asyncio.create_task(coroutine) for coroutine in background}
-    try:
-        while not all(task.done() for task in wanted):
-            running = {task for task in tasks if not task.done()}
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollcall.algo.shaping import has_signal
-from rollcall.config import Config
+from rollcall.config import Config, RolloutSection
 from rollcall.data.order import DataOrder
 from rollcall.durable.journal import Journal
 from rollcall.engine.protocol import Sampling
@@ -101,7 +101,7 @@ class GroupMaker:
         # With the draw, a prompt that comes twice in one step (small data, refills) gets different seeds.
         count = self._config.rollout.samples_per_prompt
         seeds = sampling_seeds(self._config.run.seed, step, f"{prompt.id}#{draw}", count)
-        sampling = sampling_of(self._config, self._workers)
+        sampling = sampling_of(self._config.rollout, self._workers.stop_token_ids)
         group = await self._rollouts.attempt(
             prompt, step=step, draw=draw, seeds=seeds, sampling=sampling, scorer=self._workers.scorer
         )
@@ -115,14 +115,16 @@ class GroupMaker:
         return group
 
 
-def sampling_of(config: Config, workers: Workers, *, temperature: float | None = None) -> Sampling:
-    """How the run samples; ``temperature`` is that of an evaluation."""
-    rollout, greedy = config.rollout, temperature == 0
+def sampling_of(
+    rollout: RolloutSection, stops: tuple[int, ...], *, temperature: float | None = None, max_tokens: int | None = None
+) -> Sampling:
+    """How the run samples; ``temperature`` and ``max_tokens`` are those of an evaluation."""
+    greedy = temperature == 0
     return Sampling(
         temperature=rollout.temperature if temperature is None else temperature,
         top_p=1.0 if greedy else rollout.top_p,
         top_k=0 if greedy else rollout.top_k,
-        max_tokens=rollout.max_response_tokens,
-        stop_token_ids=workers.stop_token_ids,
+        max_tokens=max_tokens or rollout.max_response_tokens,
+        stop_token_ids=stops,
         stop_strings=tuple(rollout.stop),
     )
