@@ -47,7 +47,7 @@ from rollcall.model.tiny import ALPHABET, char_tokenizer
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
-from rollcall.roles.saving import Saving
+from rollcall.checkpoint.saving import Saving
 from rollcall.roles.trained import Trained
 
 BAR = 0.25

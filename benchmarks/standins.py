@@ -36,7 +36,7 @@ from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.engines import RemoteEngine
 from rollcall.roles.remote import RemoteLearner
-from rollcall.roles.saving import Saving
+from rollcall.checkpoint.saving import Saving
 from rollcall.roles.team import Team
 from rollcall.types import Prompt
 

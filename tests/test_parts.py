@@ -30,7 +30,7 @@ from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
 from rollcall.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.learner.gang import Gang
-from rollcall.roles.saving import Saving, saving_of
+from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.roles.trained import Trained
 
 

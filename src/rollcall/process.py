@@ -1,4 +1,4 @@
-"""A row of the kernel's process table. Linux: ``/proc/PID/stat``.
+"""What the kernel tells of processes and memory. Linux: ``/proc``.
 
 A start time in clock ticks since boot tells a process from a later one with the same number. psutil has it only as a time
 of day, which moves when somebody sets the clock; records on disk need one that does not.
@@ -109,3 +109,9 @@ def environment_of(pid: int) -> dict[str, str] | None:
     except OSError:
         return None
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def available_memory() -> int:
+    """Bytes that new processes on this node can have."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10

@@ -24,6 +24,7 @@ from rollcall.nodes.state import CLUSTER, STATE_DIR
 from rollcall.on_ray.connect import disconnect
 from rollcall.plan.judge import workable_plan
 from rollcall.plan.placement import Plan
+from rollcall.process import available_memory
 from rollcall.wait import in_silence, say, speaking
 from rollcall.worker_env.declared import environment
 
@@ -194,15 +195,10 @@ def _save_tiny(kind: Any, directory: Path, **options: Any) -> Path:
 def _refuse_too_large(plan: Plan) -> None:
     num_processes = len(plan.all_processes)
     needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
-    available = _available_gib()
+    available = available_memory() / 2**30
     if needed > available:
         raise ClusterError(
             f"{plan.num_nodes} nodes with {num_processes} processes take about {needed:.0f} GiB on one machine, and "
             f"{available:.0f} are free; rehearse fewer (cluster.num_nodes=..., with a placement to match), and check the "
             "whole with `rollcall plan`"
         )
-
-
-def _available_gib() -> float:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) / 2**20

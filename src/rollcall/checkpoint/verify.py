@@ -25,7 +25,8 @@ from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
-from rollcall.model.load import loading, own_code, refuse_other_tensors
+from rollcall.model.load import loading, own_code, refuse_loaded
+from rollcall.process import available_memory
 from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir
 from rollcall.stored.tensors import Stored
@@ -152,7 +153,7 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
-    fits = 4 * elements <= _SPARE * _free_memory()
+    fits = 4 * elements <= _SPARE * available_memory()
     if code := own_code(str(model_dir)):
         raise VerifyError(
             f"{model_dir} asks to run code that comes with it ({', '.join(code)}), which verify does not do"
@@ -172,18 +173,8 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
             ignore_mismatched_sizes=True,  # refused below, by name
         )
     model, info = loaded
-    refuse_other_tensors(
-        f"the model directory {model_dir}",
-        missing=info["missing_keys"],
-        unexpected=info["unexpected_keys"],
-        misshaped={name: (found, wanted) for name, found, wanted in info["mismatched_keys"]},
-    )
+    refuse_loaded(f"the model directory {model_dir}", info)
     return model.eval(), str(model.dtype).removeprefix("torch.")
-
-
-def _free_memory() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 @torch.no_grad()

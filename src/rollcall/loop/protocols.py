@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollcall.checkpoint.manifest import Written
+from rollcall.checkpoint.saving import Saving
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
 from rollcall.learner.learner import TokenScores
@@ -49,28 +49,6 @@ class Repairs(Protocol):
     def admit(self, version: int) -> None:
         """Give this version, which the actor holds, to the new processes, and let them serve."""
         ...
-
-
-class Saving(Protocol):
-    """What is trained, to and from checkpoints."""
-
-    def copy(self) -> bool:
-        """Whether what is to be saved is copied now, so that ``write`` may run while training goes on."""
-        ...
-
-    def write(self, directory: Path) -> Written | None:
-        """Fill the folder of a checkpoint; returns what is known of files that other processes wrote."""
-        ...
-
-    def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
-        """Remove files on nodes' own disks that no checkpoint names: all but ``keep``."""
-        ...
-
-    def missing(self, directory: Path) -> str:
-        """Which file of a checkpoint no node has; empty: none is missing."""
-        ...
-
-    def read(self, directory: Path) -> None: ...
 
 
 class Workers(Protocol):

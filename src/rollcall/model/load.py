@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
                 path, trust_remote_code=trust_remote_code, **options, **hub_options(path)
             )
     model, info = loaded
-    refuse_other_tensors(
-        f"model.path={path}",
-        missing=info["missing_keys"],
-        unexpected=[name for name in info["unexpected_keys"] if not name.endswith(ROTARY)],
-        misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
-    )
+    refuse_loaded(f"model.path={path}", info, leave_out=lambda name: name.endswith(ROTARY))
     model = model.to(device).eval().requires_grad_(False)
     if bad := non_finite_of(dict(model.named_parameters()), dtype=dtype):
         raise ModelError(
@@ -206,6 +201,16 @@ def refuse_other_tensors(
             f"{what} does not hold the weights of the model: {'; '.join(told)}. Give the weights that belong to the model's "
             "config.json"
         )
+
+
+def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[str], bool] = lambda name: False) -> None:
+    """``refuse_other_tensors`` for what transformers tells of a load; extra tensors that ``leave_out`` names are fine."""
+    refuse_other_tensors(
+        what,
+        missing=info["missing_keys"],
+        unexpected=[name for name in info["unexpected_keys"] if not leave_out(name)],
+        misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
+    )
 
 
 @torch.no_grad()

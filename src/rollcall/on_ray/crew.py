@@ -20,7 +20,7 @@ import ray
 from ray._private import state as ray_state  # the pinned Ray has no public call for actor states
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcall.debug.board import BOARD
 from rollcall.errors import ClusterError, PeerLostError, WorkerDiedError, WorkerError
@@ -30,6 +30,7 @@ from rollcall.groups.failures import RemoteFailureError, died, is_about_a_peer, 
 from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, end_group
 from rollcall.groups.sightings import Sightings
 from rollcall.groups.watch import SILENT_S
+from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
 from rollcall.wait import Wait
@@ -296,9 +297,7 @@ class RayCrew:
         self._supervisor.stop()
         used = {spec.node.node_id: spec.node for spec in self._specs if spec.node.node_id not in lost}
         ends = {
-            node_id: _end.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
-                self._mark, timeout_s
-            )
+            node_id: _end.options(**pinned(node_id)).remote(self._mark, timeout_s)
             for node_id in used
             if node_id in _alive_nodes()
         }
@@ -313,7 +312,7 @@ class RayCrew:
             raise ClusterError(f"the processes of {self._specs[0].role} cannot be ended: {'; '.join(problems)}")
 
 
-@ray.remote(num_cpus=0)
+@ray.remote
 def _end(mark: str, timeout_s: float) -> list[int]:
     return end_group(mark, timeout_s=timeout_s)
 

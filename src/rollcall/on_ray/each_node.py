@@ -25,7 +25,7 @@ def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str])
     """Run the function in a process of its own on that node, with these variables."""
     import ray
 
-    options = _pinned(node_id) | {"max_retries": 0, "runtime_env": {"env_vars": dict(env)}}
+    options = pinned(node_id) | {"max_retries": 0, "runtime_env": {"env_vars": dict(env)}}
     return ray.remote(function).options(**options).remote()
 
 
@@ -39,13 +39,14 @@ class Pinned:
 
         for module in by_value:
             cloudpickle.register_pickle_by_value(module)
-        self._actor: Any = ray.remote(target).options(**_pinned(node_id), max_restarts=0).remote(*args)
+        self._actor: Any = ray.remote(target).options(**pinned(node_id), max_restarts=0).remote(*args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Pending:
         return getattr(self._actor, method).remote(*args, **kwargs)
 
 
-def _pinned(node_id: str) -> dict[str, Any]:
+def pinned(node_id: str) -> dict[str, Any]:
+    """Options of Ray for what runs on that node, and takes none of its CPUs."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.rank import rank_by_address, rank_offered
+from rollcall.on_ray.each_node import pinned
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
 NODE_ID_LABEL = "ray.io/node-id"
@@ -91,11 +92,9 @@ def settle_ranks(nodes: Sequence[RayNode]) -> None:
 def suspect(node_id: str) -> None:
     """This node does not answer: it is left out until it does."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if node_id not in _suspects:
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        _suspects[node_id] = ray.remote(_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
+        _suspects[node_id] = ray.remote(_here).options(**pinned(node_id), max_retries=0).remote()
 
 
 def _here() -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollcall.debug.board import BOARD, Seat
 from rollcall.groups.backend import WorkerSpec
@@ -34,6 +33,7 @@ from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.groups.slow import SlowCalls
 from rollcall.groups.sockets import FlowCounter, Flows, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
+from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.members import suspect
 from rollcall.wait import warn
 
@@ -196,9 +196,8 @@ class Supervisor:
         self._eyes[node_id] = (
             ray.remote(Eyes)
             .options(
-                num_cpus=0,
+                **pinned(node_id),
                 max_restarts=-1,  # it may be killed for memory as well; a node is lost when nothing answers there
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
                 runtime_env={"env_vars": {GROUP_MARK: self._mark}},
             )
             .remote(self._mark)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from rollcall.config.rewards import Reward
 from rollcall.model.hub import hub_options
-from rollcall.model.load import loading, refuse_other_tensors
+from rollcall.model.load import loading, refuse_loaded
 from rollcall.types import Completion, Prompt
 
 _ROWS_PER_FORWARD = 16
@@ -49,13 +49,8 @@ class RewardModel:
             raise ValueError(
                 f"reward model {path!r} holds no trained score.weight; give a sequence classifier, not a language model"
             )
-        refuse_other_tensors(
-            f"reward.path={path}",
-            missing=info["missing_keys"],
-            # A language model's head that was left in the file: a classifier has none.
-            unexpected=[name for name in info["unexpected_keys"] if not name.startswith("lm_head.")],
-            misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
-        )
+        # A language model's head may be left in the file: a classifier has none.
+        refuse_loaded(f"reward.path={path}", info, leave_out=lambda name: name.startswith("lm_head."))
         self._model: Any = model.to(self._device).eval()
         self._max_tokens = max_tokens
         self._text_config: Any = model.config.get_text_config()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.config import Config, Ppo
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.gang import Gang
@@ -29,7 +30,6 @@ from rollcall.roles.build import (
     load_inputs,
     set_threads,
 )
-from rollcall.roles.saving import Saving, saving_of
 from rollcall.roles.trained import Trained
 from rollcall.wait import say
 

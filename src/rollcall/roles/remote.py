@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.config import ClusterSection, Config
 from rollcall.durable.atomic import staging, swap_in
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
@@ -36,7 +37,6 @@ from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_i
 from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.lookout import look_at
-from rollcall.roles.saving import Saving, saving_of
 from rollcall.roles.team import Team
 from rollcall.roles.worker import PURPOSES, Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
