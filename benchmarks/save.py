@@ -37,6 +37,7 @@ from torch import Tensor
 
 from benchmarks.common import print_result
 from benchmarks.weight_sync import MODELS, make_model
+from rollcall.checkpoint.saving import Saving
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import export_learner, files_in_parts
 from rollcall.config import Grpo, OptimizerSection
@@ -47,7 +48,6 @@ from rollcall.model.tiny import ALPHABET, char_tokenizer
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
-from rollcall.checkpoint.saving import Saving
 from rollcall.roles.trained import Trained
 
 BAR = 0.25

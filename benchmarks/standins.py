@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.common import ROOT
 from benchmarks.ours import Recorder
 from benchmarks.standin_worker import Pace, StandIn
+from rollcall.checkpoint.saving import Saving
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config
 from rollcall.data.load import PromptSet
@@ -36,7 +37,6 @@ from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.engines import RemoteEngine
 from rollcall.roles.remote import RemoteLearner
-from rollcall.checkpoint.saving import Saving
 from rollcall.roles.team import Team
 from rollcall.types import Prompt
 

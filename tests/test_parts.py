@@ -25,12 +25,12 @@ from test_training_checkpoint import critic_of, learner_of, step
 from rollcall.checkpoint import local
 from rollcall.checkpoint.manifest import Written
 from rollcall.checkpoint.parts import File, PartTensor, PartWriter, write_image
+from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
 from rollcall.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.learner.gang import Gang
-from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.roles.trained import Trained
 
 

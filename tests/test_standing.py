@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.cli.init import init
+from rollcall.cli.config import init
 from rollcall.cli.recover import show_run
 from rollcall.config import load_config
 from rollcall.durable.lease import hold, read_holder

@@ -1,4 +1,4 @@
-"""The command line: one small module per verb, no logic. What the verbs share is here.
+"""The command line: small modules of related verbs, no logic. What the verbs share is here.
 
 Nothing in this package imports torch at the top of a module, so that help and `rollcall config` answer at once.
 """
@@ -10,9 +10,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import asdict
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +21,9 @@ from rollcall.importing import calm_transformers
 from rollcall.stop import ended_by
 from rollcall.wait import say
 from rollcall.words import visible
+
+if TYPE_CHECKING:
+    from rollcall.config import Config
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 RunFile = Annotated[str | None, typer.Argument(metavar="FILE", help="Run file. Without one: the demo.")]
@@ -37,6 +41,13 @@ def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path
     if file is not None and "=" in file:
         return None, [file, *(overrides or [])]
     return Path(file) if file is not None else None, overrides or []
+
+
+def read_run(file: str | None, overrides: list[str] | None) -> Config:
+    """The settings of the run that a command line names."""
+    from rollcall.config import load_config
+
+    return load_config(*split_arguments(file, overrides))
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,15 +72,18 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
     debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), debug])  # type: ignore[attr-defined]
+    run.__annotations__ = {}  # the signature has them
     return run
 
 
 def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
     """What a command has found: one JSON object on stdout, or what ``show`` makes of it for a reader."""
-    if as_json:
-        print(json.dumps(found if isinstance(found, dict) else found.as_json(), default=str))
-    else:
+    if not as_json:
         show(found)
+        return
+    if not isinstance(found, dict):
+        found = getattr(found, "as_json", partial(asdict, found))()
+    print(json.dumps(found, default=str))
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

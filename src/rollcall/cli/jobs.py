@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
 from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
 from rollcall.stop import INTERRUPTED, STOPPED
@@ -61,11 +61,9 @@ def submit(
       rollcall submit run.yaml --page    the log has the page's address; `rollcall tunnel` brings it here
       RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray that someone else started
     """
-    from rollcall.config import load_config
     from rollcall.plan.judge import workable_plan
 
-    path, changes = split_arguments(file, overrides)
-    config = load_config(path, [*changes, *(["trainer.page=true"] if page else [])])
+    config = read_run(file, [*(overrides or []), *(["trainer.page=true"] if page else [])])
     if config.cluster is not None:
         workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
     wished = config.cluster.ray_address if config.cluster is not None else None
@@ -98,12 +96,9 @@ def job_list(
       rollcall job list --json
     """
     jobs = _reach(cluster, address, rendezvous).jobs()
-    if as_json:
-        print(json.dumps({"jobs": [job.as_json() for job in jobs]}))
-        return
     rows = [("ID", "RUN", "STATUS", "SUBMITTED", "TOOK", "BY")]
     rows += [(job.id, job.run, job.status, _when(job), _took(job), job.submitter) for job in jobs]
-    print_table(rows)
+    answer({"jobs": [job.as_json() for job in jobs]}, lambda _: print_table(rows), as_json=as_json)
 
 
 def job_status(
@@ -180,21 +175,17 @@ def env(
       rollcall env run.yaml
       rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
     """
-    from rollcall.config import load_config
     from rollcall.doctor.worker_view import view_workers
     from rollcall.nodes.which import find_cluster
     from rollcall.worker_env.declared import submitted_env
     from rollcall.worker_env.node_shell import hint, missed
 
-    section = load_config(*split_arguments(file, overrides)).cluster
+    section = read_run(file, overrides).cluster
     submitted = submitted_env(section)
     say("asking a worker on each node")
     meant = find_cluster(cluster, ray_address=section.ray_address if section is not None else None)
     views = view_workers(meant, section, submitted=submitted)
-    if as_json:
-        print(json.dumps({"nodes": [asdict(view) for view in views]}))
-    else:
-        _print_environment(views)
+    answer({"nodes": [asdict(view) for view in views]}, lambda _: _print_environment(views), as_json=as_json)
     given = {seen.name for view in views for seen in view.variables if seen.value is not None}
     if names := missed(os.environ, given=given):
         say(hint(names))

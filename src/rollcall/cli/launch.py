@@ -1,10 +1,12 @@
-"""`rollcall launch`: get nodes from ssh, Slurm, SkyPilot, dstack or KubeRay, and run a run file on them."""
+"""`rollcall launch`: get nodes from ssh, Slurm, SkyPilot, dstack or KubeRay, and run a run file on them. `rollcall ssh` and
+`rollcall tunnel`: the hosts of a launch, and its dashboard on this machine."""
 
 from __future__ import annotations
 
 import json
 import re
 from datetime import datetime
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rollcall.cli import Json, Overrides, RunFile, print_table, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
 from rollcall.config.launch import describe_targets
 from rollcall.stop import heed
 from rollcall.wait import say
@@ -48,29 +50,31 @@ launch = typer.Typer(
 
 def _launch(
     target: str,
-    file: str | None,
-    overrides: list[str] | None,
-    *,
-    dry_run: bool,
-    wait: bool,
-    name: str | None,
-    as_json: bool,
+    file: RunFile = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the rendered files and the commands; start nothing.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and end with its status.")] = False,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of this launch. Default: the run's name.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    from rollcall.config import load_config
     from rollcall.launch.launch import make_request, start
     from rollcall.launch.record import check_name
     from rollcall.launch.targets import get_target
 
     if wait and as_json and not dry_run:
         raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; give one of them")
-    config = load_config(*split_arguments(file, overrides))
+    config = read_run(file, overrides)
     chosen = get_target(target)
     request = make_request(
         config, target=target, name=check_name(name or default_name(config.run.name)), cwd=Path.cwd()
     )
     rendered = chosen.render(request)
     if dry_run:
-        print(json.dumps(rendered.as_json()) if as_json else shown(rendered, request.folder))
+        answer(rendered, lambda _: print(shown(rendered, request.folder)), as_json=as_json)
         return
     for note in rendered.notes:
         say(f"note: {note}")
@@ -83,32 +87,6 @@ def _launch(
         print(json.dumps(_facts(record)))
     if wait:
         raise typer.Exit(chosen.follow(record))
-
-
-def _verb(target: str) -> None:
-    def run(
-        file: RunFile = None,
-        overrides: Overrides = None,
-        dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print the rendered files and the commands; start nothing.")
-        ] = False,
-        wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and end with its status.")] = False,
-        name: Annotated[
-            str | None, typer.Option(metavar="NAME", help="Name of this launch. Default: the run's name.")
-        ] = None,
-        as_json: Json = False,
-    ) -> None:
-        _launch(target, file, overrides, dry_run=dry_run, wait=wait, name=name, as_json=as_json)
-
-    run.__doc__ = f"""Start a run on {TARGETS[target]}.
-
-    \b
-    Examples:
-      rollcall launch init {target} >> run.yaml
-      rollcall launch {target} run.yaml --dry-run
-      rollcall launch {target} run.yaml --wait
-    """
-    launch.command(target)(reported(run))
 
 
 def _facts(record: LaunchRecord) -> dict[str, str]:
@@ -181,9 +159,10 @@ def list_launches(as_json: Json = False) -> None:
     from rollcall.launch.record import readable_records
 
     records = readable_records()
-    if as_json:
-        print(json.dumps({"launches": [_facts(each) for each in records]}))
-        return
+    answer({"launches": [_facts(each) for each in records]}, lambda _: _show(records), as_json=as_json)
+
+
+def _show(records: list[LaunchRecord]) -> None:
     if not records:
         say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` does")
         return
@@ -204,10 +183,8 @@ def status(name: Name = None, as_json: Json = False) -> None:
 
     record = named_record(name)
     told = visible(get_target(record.target).status(record))
-    if as_json:
-        print(json.dumps({**_facts(record), "told": told}))
-    else:
-        print(f"{record.name} ({record.target}, {record.state} {_when(record)}): {told}")
+    line = f"{record.name} ({record.target}, {record.state} {_when(record)}): {told}"
+    answer({**_facts(record), "told": told}, lambda _: print(line), as_json=as_json)
 
 
 def logs(
@@ -230,7 +207,73 @@ def logs(
     target.logs(record)
 
 
-for _target in TARGETS:
-    _verb(_target)
+def ssh(
+    where: Annotated[str, typer.Argument(metavar="all|HOST", help="All hosts of the launch, or one of them.")],
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND", help="After `--`: a command with its arguments, or one argument with a line of shell."
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the launch. Default: the only one with ssh.")
+    ] = None,
+) -> None:
+    """Run a command on the hosts of a launch, on all of them at once.
+
+    It runs in the environment of the nodes, and `rollcall` there means the cluster of the launch. Each line of its output has
+    the host's name in front. The exit status is 1 if the command failed on a host.
+
+    \b
+    Examples:
+      rollcall ssh all -- nvidia-smi
+      rollcall ssh node1 -- rollcall status
+      rollcall ssh all --name gsm8k -- 'df -h /local | tail -1'
+    """
+    from rollcall.launch.record import named_record
+    from rollcall.launch.ssh.run_there import run_there
+
+    problems = run_there(named_record(name, target="ssh"), where=where, command=command)
+    for problem in problems:
+        say(problem)
+    if problems:
+        raise typer.Exit(FAILED)
+
+
+def tunnel(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Name of the launch. Default: the only one with ssh.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port on this machine. Default: one that is free.")
+    ] = None,
+) -> None:
+    """Forward the dashboard of a launch to a port of this machine, until Ctrl-C, and the page of its run to another.
+
+    The first address works with `rollcall job ... --address` and in a browser. Both need the token of the launch. The second is there
+    if the run has trainer.page=true, as soon as it runs; it works once.
+
+    \b
+    Examples:
+      rollcall tunnel
+      rollcall tunnel gsm8k --port 8265
+    """
+    from rollcall.launch.record import named_record
+    from rollcall.launch.ssh.jobs import hold_tunnel
+
+    hold_tunnel(named_record(name, target="ssh"), local_port=port)
+
+
+for _target, _where in TARGETS.items():
+    _start = partial(_launch, _target)
+    _start.__doc__ = f"""Start a run on {_where}.
+
+    \b
+    Examples:
+      rollcall launch init {_target} >> run.yaml
+      rollcall launch {_target} run.yaml --dry-run
+      rollcall launch {_target} run.yaml --wait
+    """
+    launch.command(_target)(reported(_start))
 for _name, _command in {"init": init, "down": down, "list": list_launches, "status": status, "logs": logs}.items():
     launch.command(_name)(reported(_command))

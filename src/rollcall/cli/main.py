@@ -11,23 +11,20 @@ import typer
 from rollcall.cli import reported
 from rollcall.cli.cluster import check, down, here, node, status
 from rollcall.cli.compare import compare
-from rollcall.cli.config import config
+from rollcall.cli.config import config, init
 from rollcall.cli.data import data
 from rollcall.cli.debug import debug
 from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
 from rollcall.cli.finish import finish
 from rollcall.cli.gather import gather
-from rollcall.cli.init import init
 from rollcall.cli.jobs import env, job, submit
-from rollcall.cli.launch import launch
+from rollcall.cli.launch import launch, ssh, tunnel
 from rollcall.cli.merge import merge
-from rollcall.cli.plan import plan
+from rollcall.cli.plan import plan, simulate
 from rollcall.cli.prepare import fetch_model, prepare
 from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
-from rollcall.cli.simulate import simulate
-from rollcall.cli.ssh import ssh, tunnel
 from rollcall.cli.stacks import profile, stacks
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train

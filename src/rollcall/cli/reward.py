@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, reported, split_arguments
+from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run, reported
 
 if TYPE_CHECKING:
     from rollcall.roles.reward_trial import Trial
@@ -32,10 +32,9 @@ def test(
       rollcall reward test run.yaml --rows 20 reward.0.timeout_s=5
     """
     calm_libraries()
-    from rollcall.config import load_config
     from rollcall.roles.reward_trial import try_run
 
-    trial = try_run(load_config(*split_arguments(file, overrides)), num_rows=rows)
+    trial = try_run(read_run(file, overrides), num_rows=rows)
     answer(trial, _show, as_json=as_json)
     if trial.broken:
         raise typer.Exit(FAILED)

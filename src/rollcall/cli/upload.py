@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -33,4 +32,4 @@ def upload(
     from rollcall.finish.upload import upload as send
 
     done = send(model_dir, repo, private=private, revision=revision)
-    answer(asdict(done), lambda _: print(f"uploaded {done.num_files} files: {done.url}"), as_json=as_json)
+    answer(done, lambda _: print(f"uploaded {done.num_files} files: {done.url}"), as_json=as_json)
