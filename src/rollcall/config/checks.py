@@ -3,8 +3,8 @@
 What one key decides alone is checked where the key stands (``check_stops`` and the like); ``check_ruin`` looks at keys that
 ruin a run together. A run that an earlier version started is not held to the latter when it is resumed.
 
-What can never act with the rest of the file ruins nothing, and a run file shared between modes has such keys: ``unused``
-names them, and who starts the run is told.
+A key that can never act with the rest of the file ruins nothing, and a run file shared between modes has such keys:
+``unused`` names them for the user who starts the run.
 """
 
 from __future__ import annotations

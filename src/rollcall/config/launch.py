@@ -59,8 +59,8 @@ class _OnNodes(TargetSection):
 
 class SshSection(_OnNodes):
     hosts: list[str] | Path = Field(
-        description="The machines, by rank: `[node0, node1]`, or a file with one in each line. Of a file, the first hosts that "
-        "no other launch uses."
+        description="The machines, by rank: `[node0, node1]`, or a file with one in each line. A launch takes the first "
+        "hosts of the file that no other launch uses."
     )
     user: Word | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
     port: int | None = field(None, "Port of sshd; `null`: as ssh's configuration says.", ge=1, le=65535)

@@ -43,7 +43,7 @@ def read_yaml(path: Path | str, *, what: str) -> Any:
 
 
 def read_small(path: Path | str, *, most: int) -> bytes:
-    """A regular file of at most ``most`` bytes; ValueError for what is none, so that a pipe or a device is not waited for."""
+    """A regular file of at most ``most`` bytes. Anything else is a ValueError, so that nothing waits for a pipe or a device."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):

@@ -378,8 +378,8 @@ def _url(address: str) -> str:
 def _token(
     cluster: str, *, record: NodeRecord | None, rendezvous: Path | None, is_rays_own: bool
 ) -> tuple[str | None, str]:
-    """The token and where it comes from, in words; None: none is known, and the cluster may want none. That of our own clusters
-    opens all of their nodes, so no other Ray gets it."""
+    """The token, and where it comes from in words. None: no token is known, and the cluster may need none. A token of our own
+    clusters opens all of their nodes, so no other Ray gets it."""
     if record is not None:
         return read_token(cluster), str(token_path(cluster))
     if not is_rays_own and (given := os.environ.get(TOKEN)):

@@ -74,7 +74,7 @@ class PlainRay:
         return
 
     def num_nodes(self, answer: HeadAnswer) -> int:
-        """Those with slots, if any has one: the head of a cluster is often a node without."""
+        """The nodes with slots; all nodes where none has a slot. The head of a cluster is often a node without."""
         return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:

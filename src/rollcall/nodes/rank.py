@@ -83,7 +83,7 @@ def _integer(name: str, environ: Mapping[str, str]) -> int | None:
 def rank_by_address(
     nodes: Mapping[str, tuple[int | None, str, bool]], *, known: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """The rank of each node, by its name; given are the rank it carries, if any, its address, and whether it has slots.
+    """The rank of each node, by its name. ``nodes`` has the rank that it carries, if any, its address, and whether it has slots.
 
     Nodes that carry none follow those that do: by address, as a number, those with slots before those without. ``known`` are ranks
     of earlier, by name: such a node keeps its rank, and one that is new takes the lowest that no living node has.

@@ -87,7 +87,7 @@ class Cluster(Protocol):
         ...
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:
-        """The node of the cluster that this machine is; raise if it is none."""
+        """This machine as a node of the cluster; raises if it is not one."""
         ...
 
     def dashboard_url(self, answer: HeadAnswer) -> str | None:

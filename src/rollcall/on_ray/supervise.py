@@ -145,8 +145,8 @@ class Supervisor:
             return {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id not in self._silent_nodes}
 
     def slow_links(self, specs: Collection[WorkerSpec]) -> str:
-        """Those of the nodes of these workers, as the end of a sentence; empty: none is known to be slow. Of a node that does
-        not answer, all links for which bytes wait."""
+        """The slow links of these workers' nodes, as the end of a sentence; empty: no link is known to be slow. For a node that
+        does not answer: all links for which bytes wait."""
         with self._lock:
             silent = any(spec.node.node_id in self._silent_nodes for spec in specs)
             nodes = {spec.node.node_rank for spec in specs}

@@ -219,8 +219,8 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def seen_here() -> dict[str, tuple[str, str]]:
-    """All variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker. Of a
-    secret only whether it is set leaves the node."""
+    """All variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker. The
+    value of a secret does not leave the node."""
     open_sealed()
     found = origins(os.environ)
     return {name: (value, found[name]) for name, value in redact_env(os.environ).items()}
