@@ -113,7 +113,8 @@ def plan_evaluation(
         "eval.temperature": temperature,
     }
     values = {key: value for key, value in given.items() if value is not None}
-    if _is_model_dir(target):
+    # A model directory, or a checkpoint with a config, of ours or of others.
+    if target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None:
         if data is None:
             raise ConfigError(
                 f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
@@ -186,11 +187,6 @@ def _sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
     section = changes.get("model")
     in_section = isinstance(section, Mapping) and "path" in section
     return in_section or "model.path" in changes or any(text.startswith("model.path=") for text in overrides)
-
-
-def _is_model_dir(target: Path) -> bool:
-    """Or a checkpoint with a config, of ours or of others."""
-    return target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None
 
 
 def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:

@@ -70,6 +70,20 @@ class Completion:
         assert num_tokens == len(self.logprobs) == len(self.mask), "token ids, log-probs and mask differ in length"
         assert num_tokens == sum(segment.num_tokens for segment in self.segments), "segments do not add up"
 
+    @classmethod
+    def given(cls, token_ids: Ints, *, text: str = "") -> Completion:
+        """Tokens that nobody sampled, with log-probs of 0."""
+        num_tokens = len(token_ids)
+        return cls(
+            token_ids=token_ids,
+            logprobs=np.zeros(num_tokens, dtype=np.float32),
+            mask=np.ones(num_tokens, dtype=np.bool_),
+            segments=(Segment(version=0, num_tokens=num_tokens),),
+            finish=FinishReason.STOP,
+            seed=0,
+            text=text,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:

@@ -69,10 +69,6 @@ def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     return [line[0] for line in lines], int(inode) if inode.isdecimal() else None
 
 
-def is_used(checkpoints: Path) -> bool:
-    return (checkpoints / FOLDER_NAME).exists()
-
-
 def folder_of(name: str) -> Path:
     """The run's folder on this node; only this user can enter it."""
     root = Path(tempfile.gettempdir()) / f"rollcall-{os.getuid()}"

@@ -21,7 +21,7 @@ from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.learner.learner import Learner, score_samples
 from rollcall.stored.find import PROBE
-from rollcall.types import Completion, FinishReason, Sample, Segment
+from rollcall.types import Completion, Sample
 from rollcall.version import __version__
 
 MOST_BYTES = 1 << 28  # of a small file that Rollcall wrote itself
@@ -86,17 +86,7 @@ def probe_rows(vocabulary: int, *, longest: int) -> list[list[int]]:
 
 def _sample(row: Sequence[int], *, draw: int) -> Sample:
     ids = np.array(row, dtype=np.int32)
-    rest = len(ids) - 1
-    completion = Completion(
-        token_ids=ids[1:],
-        logprobs=np.zeros(rest, dtype=np.float32),
-        mask=np.ones(rest, dtype=np.bool_),
-        segments=(Segment(version=0, num_tokens=rest),),
-        finish=FinishReason.LENGTH,
-        seed=0,
-        text="",
-    )
-    return Sample.of(completion, draw=draw, prompt_ids=ids[:1])
+    return Sample.of(Completion.given(ids[1:]), draw=draw, prompt_ids=ids[:1])
 
 
 def _finite(value: float) -> float | None:

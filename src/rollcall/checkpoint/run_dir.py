@@ -87,14 +87,10 @@ def unless_begun(run_dir: Path, *, old: Path | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not was_there and not has_begun(run_dir) and not _has_rows(run_dir):
+        rows = run_dir / "metrics.jsonl"
+        if not was_there and not has_begun(run_dir) and not (rows.exists() and rows.stat().st_size):
             shutil.rmtree(run_dir, ignore_errors=True)
             if old is not None and not run_dir.exists():
                 old.rename(run_dir)
                 warn(f"nothing was trained, so the old run was moved back to {run_dir}")
         raise
-
-
-def _has_rows(run_dir: Path) -> bool:
-    path = run_dir / "metrics.jsonl"
-    return path.exists() and path.stat().st_size > 0

@@ -61,7 +61,7 @@ class Saving:
 
     def tidy(self, checkpoints: Path, *, keep: Sequence[str]) -> None:
         """Remove parts on the nodes' own disks that no checkpoint names any more."""
-        if local.is_used(checkpoints):
+        if (checkpoints / local.FOLDER_NAME).exists():
             run = local.name_of_run(checkpoints, run=self.run_name)
             self.call(self.processes, "tidy_parts", run, list(keep))
 

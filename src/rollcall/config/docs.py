@@ -28,18 +28,15 @@ rollcall train run.yaml actor.lr=1e-5 reward.0.weight=0.5
 
 
 def render_docs() -> str:
-    parts = [_INTRO, _default_run(), _contents()]
+    default = yaml.safe_dump(default_run(), sort_keys=False, default_flow_style=None, width=110)
+    without = f"Without a run file, `rollcall train` uses this one:\n\n```yaml\n{default}```\n"
+    parts = [_INTRO, without, _contents()]
     shown: dict[type[BaseModel], str] = {}  # section class -> name of the section that has its table
     for name, info in Config.model_fields.items():
         classes = section_classes(info.annotation)
         parts.append(_section(name, info, like=shown.get(classes[0])))
         shown.setdefault(classes[0], name)
     return "\n".join(parts)
-
-
-def _default_run() -> str:
-    text = yaml.safe_dump(default_run(), sort_keys=False, default_flow_style=None, width=110)
-    return f"Without a run file, `rollcall train` uses this one:\n\n```yaml\n{text}```\n"
 
 
 def _contents() -> str:

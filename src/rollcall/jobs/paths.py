@@ -40,7 +40,8 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
             f"{key}=/SHARED/{place[name]}"
         )
     for _, place, name in relative:
-        place[name] = _absolute(place[name], folder)
+        kind = HUB if place[name].startswith(HUB) else ""
+        place[name] = f"{kind}{folder / place[name].removeprefix(kind)}"
     # The dump is in JSON's terms and holds the secrets of cluster.env.
     return parse_config(run)
 
@@ -51,11 +52,6 @@ def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
     found += [(f"data.{split}", run["data"], split) for split in ("train", "val") if run["data"][split]]
     models = [(index, reward) for index, reward in enumerate(run["reward"]) if reward["type"] == "model"]
     return found + [(f"reward.{index}.path", reward, "path") for index, reward in models]
-
-
-def _absolute(text: str, folder: Path) -> str:
-    kind = HUB if text.startswith(HUB) else ""
-    return f"{kind}{folder / text.removeprefix(kind)}"
 
 
 def _is_relative(text: str, key: str, folder: Path) -> bool:

@@ -45,7 +45,7 @@ class RunPlan:
             ],
             "processes": {role: _processes_json(processes) for role, processes in self.plan.processes.items()},
             "groups": [
-                {"roles": list(group.roles), "slots": _slots_of(group.processes), "processes": len(group.processes)}
+                {"roles": list(group.roles), "slots": group.slots, "processes": len(group.processes)}
                 for group in self.plan.groups
             ],
             "meshes": {role: asdict(mesh) for role, mesh in self.plan.meshes.items()},
@@ -279,10 +279,6 @@ def describe_model(run: RunPlan) -> str:
     count = run.sizes.num_parameters
     shown = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     return f"{run.config.model.path} ({run.sizes.model_type}, {shown} parameters, {dtype})"
-
-
-def _slots_of(processes: Sequence[PlannedProcess]) -> str:
-    return ranges(slot for process in processes for slot in process.slots)
 
 
 def _processes_json(processes: Sequence[PlannedProcess]) -> list[dict[str, Any]]:

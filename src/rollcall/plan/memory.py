@@ -20,7 +20,6 @@ from rollcall.config import Config, OptimizerSection
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
-from rollcall.words import ranges
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -96,9 +95,6 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         return self.body_parameters + (0 if self.tied else self.vocab * self.hidden)
-
-    def kv_elements(self, num_tokens: int) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * num_tokens
 
     def kept_elements(self, tensor: int) -> int:
         """Numbers that one layer keeps for one token until the backward pass."""
@@ -193,7 +189,7 @@ def slot_memory(
     )
     return tuple(
         SlotMemory(
-            slots=ranges(slot for process in group.processes for slot in process.slots),
+            slots=group.slots,
             roles=tuple(job.role(role, plan.meshes[role], group) for role in group.roles),
             runtime=RUNTIME if on_gpu else 0,
         )
@@ -290,12 +286,13 @@ class _Job:
 
     def _kv(self, mesh: Mesh) -> int:
         rollout, data = self.config.rollout, self.config.data
-        per_token = self.sizes.kv_elements(1) * self.width // mesh.tensor
+        sizes = self.sizes
+        per_token = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * self.width // mesh.tensor
         if rollout.kv_tokens is not None:
             return rollout.kv_tokens * per_token
         if self.card is None:
             return rollout.max_running * (data.max_prompt_tokens + rollout.max_response_tokens) * per_token
-        most = rollout.max_running * -(-self.sizes.positions // KV_BLOCK) * KV_BLOCK * per_token
+        most = rollout.max_running * -(-sizes.positions // KV_BLOCK) * KV_BLOCK * per_token
         return min(int(self.card * rollout.kv_memory_fraction), most)
 
     def _reward(self, mesh: Mesh) -> RoleMemory:

@@ -71,6 +71,11 @@ class RoleGroup:
     roles: tuple[Role, ...]
     processes: tuple[PlannedProcess, ...]
 
+    @property
+    def slots(self) -> str:
+        """As text: 0-19."""
+        return ranges(slot for process in self.processes for slot in process.slots)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:

@@ -17,7 +17,7 @@ import numpy as np
 from rollcall.config import Config
 from rollcall.reward.functions import decode_entry
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.types import Completion, FinishReason, Prompt, Segment
+from rollcall.types import Completion, Prompt
 
 SAMPLE_TEXT = "Let me think about it. I do not know the answer."
 ANSWER, EMPTY, SAMPLE = "its answer", "empty", "a text"
@@ -111,7 +111,7 @@ def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
 
 def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
     started = time.perf_counter()
-    (score,) = scorer.score(prompt, (_completion(text),))
+    (score,) = scorer.score(prompt, (Completion.given(np.zeros(1, dtype=np.int32), text=text),))
     return Scored(
         row=prompt.id,
         completion=kind,
@@ -120,17 +120,4 @@ def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
         parts=score.parts,
         errors=score.errors,
         seconds=time.perf_counter() - started,
-    )
-
-
-def _completion(text: str) -> Completion:
-    """A completion that nobody sampled: rewards read its text."""
-    return Completion(
-        token_ids=np.zeros(1, dtype=np.int32),
-        logprobs=np.zeros(1, dtype=np.float32),
-        mask=np.ones(1, dtype=np.bool_),
-        segments=(Segment(version=0, num_tokens=1),),
-        finish=FinishReason.STOP,
-        seed=0,
-        text=text,
     )
