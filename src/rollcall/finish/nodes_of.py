@@ -18,10 +18,9 @@ from typing import IO, Any, Protocol
 from rollcall.errors import ClusterError
 from rollcall.finish import node_files
 from rollcall.finish.node_files import CHUNK_BYTES, NodeFiles
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import all_records
 from rollcall.launch.ssh.hosts import checked_hosts
-from rollcall.launch.ssh.shell import NO_FORWARDS, NO_SSH, Login
+from rollcall.launch.ssh.shell import NO_FORWARDS, Login, close_pipes, start_ssh
 from rollcall.launch.ssh.site import FACT, Site
 from rollcall.on_ray.connect import connect
 from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of
@@ -143,17 +142,8 @@ class SshNode:
         code = Path(node_files.__file__).read_text()
         # What follows the line in stdin is the question: bash reads no further than it has to.
         script = f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n"
-        try:
-            process = subprocess.Popen(
-                self.login.words(self.host, *NO_FORWARDS),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                bufsize=0,  # what is buffered here would be hidden from select
-            )
-        except FileNotFoundError:
-            raise LaunchError(NO_SSH) from None
+        # What is buffered here would be hidden from select.
+        process = start_ssh(self.login.words(self.host, *NO_FORWARDS), bufsize=0)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
             try:
@@ -165,11 +155,7 @@ class SshNode:
         finally:
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+            close_pipes(process)
 
     def _write(self, pipe: IO[bytes], data: bytes) -> None:
         """A host that does not read takes no more than the pipe holds."""

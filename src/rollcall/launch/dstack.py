@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.errors import ElsewhereError
-from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
@@ -27,6 +26,7 @@ from rollcall.launch.tool import (
     need_tool,
     refuse_others,
     run,
+    unlike_slots,
     wait_until_ended,
     watch,
 )
@@ -46,11 +46,12 @@ class Dstack:
         check_for_tool(request, target=self.name, image_key="launch.dstack.image")
 
     def render(self, request: LaunchRequest) -> Rendered:
+        section = request.section(DstackSection)
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
         return Rendered(
-            files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, _section(request))))),
+            files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
             commands=(Command(words=words, what="start the task"),),
-            notes=_notes(request, _section(request)),
+            notes=_notes(request, section),
         )
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
@@ -102,11 +103,6 @@ def _runs_on(record: LaunchRecord, *, id: str) -> bool:
     """Whether this run of the name has machines still; another one may have taken its place."""
     found = _run(record)
     return found is not None and found.is_active and found.id == id
-
-
-def _section(request: LaunchRequest) -> DstackSection:
-    assert request.launch.dstack is not None  # make_request refuses a run file without it
-    return request.launch.dstack
 
 
 def _name(name: str) -> str:

@@ -56,7 +56,7 @@ class Kuberay:
         check_for_tool(request, target=self.name, image_key="launch.kuberay.image")
 
     def render(self, request: LaunchRequest) -> Rendered:
-        section = _section(request)
+        section = request.section(KuberaySection)
         words = ("kubectl", "apply", "--namespace", section.namespace, "-f", str(request.folder / MANIFEST))
         return Rendered(
             files=(request.run_file, RenderedFile(name=MANIFEST, text=yaml_text(_job(request, section)))),
@@ -77,7 +77,7 @@ class Kuberay:
         return names if found is not None and own and found.state not in ENDED else ()
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        namespace, name = _section(request).namespace, _name(request.name)
+        namespace, name = request.section(KuberaySection).namespace, _name(request.name)
         if found := _get(namespace, name):
             refuse_others(name, tool="Kubernetes", record=record, where=namespace, id=found.metadata.uid)
         record = replace(record, facts={**record.facts, CONTEXT: _context()})
@@ -140,8 +140,7 @@ class Kuberay:
                 raise LaunchError(f"the RayJob {_name(record.name)!r} was deleted while its end was waited for")
             if found.state in until:
                 return found
-            wait.tell(f"waiting for the RayJob, which is {found.state or 'new'}")
-            wait.sleep(LOOK_EVERY_S)
+            wait.again(f"waiting for the RayJob, which is {found.state or 'new'}", after_s=LOOK_EVERY_S)
 
 
 def _notes(request: LaunchRequest, section: KuberaySection) -> tuple[str, ...]:
@@ -149,11 +148,6 @@ def _notes(request: LaunchRequest, section: KuberaySection) -> tuple[str, ...]:
         return ()
     lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
     return (f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it",)
-
-
-def _section(request: LaunchRequest) -> KuberaySection:
-    assert request.launch.kuberay is not None  # make_request refuses a run file without it
-    return request.launch.kuberay
 
 
 def _name(name: str) -> str:

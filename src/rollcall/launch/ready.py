@@ -52,10 +52,8 @@ def _wait_for_nodes(cluster: Cluster, *, num_slots: int) -> list[NodeInfo]:
     wait = Wait(JOIN_S, first_s=0.0)
     cluster.wait_until_known(wait)
     while (found := list_nodes(cluster)).num_slots < num_slots:
-        if wait.is_over:
-            raise ClusterError(f"after {wait.waited_s:.0f} s {describe(found, num_slots=num_slots)}")
-        wait.tell(describe(found, num_slots=num_slots))
-        wait.sleep(2.0)
+        if not wait.again(state := describe(found, num_slots=num_slots), after_s=2.0):
+            raise ClusterError(f"after {wait.waited_s:.0f} s {state}")
     return [node for node in found.alive if node.slots]
 
 

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.gpu import unlike_slots
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
@@ -30,6 +29,7 @@ from rollcall.launch.tool import (
     need_tool,
     refuse_others,
     run,
+    unlike_slots,
     wait_until_ended,
     watch,
 )
@@ -50,7 +50,7 @@ class Skypilot:
     def check(self, request: LaunchRequest) -> None:
         check_for_tool(request, target=self.name, image_key="launch.skypilot.resources.image_id")
         run_dir = request.config.run.dir
-        for path, source in _section(request).file_mounts.items():
+        for path, source in request.section(SkypilotSection).file_mounts.items():
             if isinstance(source, str) and "://" in source and run_dir.is_relative_to(path):
                 raise LaunchError(
                     f"launch.skypilot.file_mounts has {path}: {source}, which SkyPilot copies to each node and never back, so "
@@ -58,7 +58,7 @@ class Skypilot:
                 )
 
     def render(self, request: LaunchRequest) -> Rendered:
-        section = _section(request)
+        section = request.section(SkypilotSection)
         secrets = [TOKEN, *section.secrets]
         options = [word for name in secrets for word in ("--secret", name)]
         start = _thing(managed=section.managed, name=request.name).start
@@ -80,7 +80,7 @@ class Skypilot:
         return names if thing.is_busy(own) else ()
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        thing = _thing(managed=_section(request).managed, name=record.name)
+        thing = _thing(managed=request.section(SkypilotSection).managed, name=record.name)
         found = thing.find()
         for id in found:
             refuse_others(thing.name, tool="SkyPilot", record=record, where=WHERE, id=id)
@@ -256,11 +256,6 @@ def _of(record: LaunchRecord) -> ManagedJob | SkyCluster:
     if not record.parts:
         raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
     return _thing(managed=record.parts[-1].kind == ManagedJob.kind, name=record.name)
-
-
-def _section(request: LaunchRequest) -> SkypilotSection:
-    assert request.launch.skypilot is not None  # make_request refuses a run file without it
-    return request.launch.skypilot
 
 
 def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:

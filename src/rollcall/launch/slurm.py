@@ -56,7 +56,7 @@ class Slurm:
         """A job of Slurm runs in the folder of this command, so it finds relative paths too."""
 
     def render(self, request: LaunchRequest) -> Rendered:
-        section = _section(request)
+        section = request.section(SlurmSection)
         node = RenderedFile(name=NODE, text=_text(_node(request, section)), executable=True)
         job = RenderedFile(name=JOB, text=_text(_job(request, section)), executable=True)
         if section.attach is None:
@@ -82,7 +82,7 @@ class Slurm:
         return names if slurm_queue.find(record) else ()
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        attach = _section(request).attach
+        attach = request.section(SlurmSection).attach
         slurm_queue.refuse_other_cluster(record)
         record = replace(record, facts={**record.facts, slurm_queue.CLUSTER: slurm_queue.cluster_here()})
         if attach is not None:
@@ -110,11 +110,6 @@ class Slurm:
     def stop(self, record: LaunchRecord) -> None:
         slurm_queue.refuse_other_cluster(record)
         slurm_queue.stop(record)
-
-
-def _section(request: LaunchRequest) -> SlurmSection:
-    assert request.launch.slurm is not None  # make_request refuses a run file without it
-    return request.launch.slurm
 
 
 # job.sh

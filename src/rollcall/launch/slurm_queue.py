@@ -119,11 +119,10 @@ def attach(record: LaunchRecord, command: Command, *, job: str, num_nodes: int) 
         )
     wait = Wait(STEP_S)
     while find(record) is None:
-        if holder.poll() is not None or wait.is_over:
+        what = f"waiting for the nodes to start inside job {job}"
+        if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
             last = "\n".join((record.folder / LOG).read_text(errors="replace").splitlines()[-15:])
             raise LaunchError(f"the nodes did not start inside job {job}; the end of {record.folder / LOG}:\n{last}")
-        wait.tell(f"waiting for the nodes to start inside job {job}")
-        wait.sleep(LOOK_EVERY_S)
     return record
 
 
@@ -226,10 +225,8 @@ def _cancel(id: str, *options: str) -> None:
 def _wait_until_gone(record: LaunchRecord, *, timeout_s: float) -> bool:
     wait = Wait(timeout_s)
     while (found := find(record)) is not None:
-        if wait.is_over:
+        if not wait.again(f"waiting for Slurm to end {found.id}", after_s=LOOK_EVERY_S):
             return False
-        wait.tell(f"waiting for Slurm to end {found.id}")
-        wait.sleep(LOOK_EVERY_S)
     return True
 
 
@@ -240,10 +237,9 @@ def _find_again(record: LaunchRecord) -> Queued | None:
         try:
             return find(record)
         except LaunchError as error:
-            if wait.is_over:
+            text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
+            if not wait.again(text, after_s=10 * LOOK_EVERY_S):
                 raise
-            wait.tell(f"Slurm does not answer: {str(error).splitlines()[-1].strip()}")
-            wait.sleep(10 * LOOK_EVERY_S)
 
 
 def _ended(record: LaunchRecord) -> int | None:

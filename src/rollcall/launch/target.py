@@ -7,17 +7,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rollcall.config import Config
-from rollcall.config.launch import LaunchSection
+from rollcall.config.launch import LaunchSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.gpu import gpu_variables
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Rendered, RenderedFile
 
 RUN_FILE = "run.yaml"
+AnySection = TypeVar("AnySection", bound=TargetSection)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,10 @@ class LaunchRequest:
     profile: Mapping[str, str] = field(default_factory=dict)  # the variables that the file `launch.profile` has
     hosts: tuple[str, ...] = ()  # by rank, where the target has to be told
 
+    def section(self, kind: type[AnySection]) -> AnySection:
+        """The target's own; ``make_request`` refuses a run file without it."""
+        return next(section for _, section in self.launch if isinstance(section, kind))
+
     @property
     def container_name(self) -> str:
         """Users of one machine share its containers, and an old one of the name is removed: theirs has another."""
@@ -41,7 +45,11 @@ class LaunchRequest:
     @property
     def node_env(self) -> dict[str, str]:
         """For `rollcall node` on every target."""
-        return {**gpu_variables(self.launch, self.cluster), **self.profile}
+        if self.launch.gpu != "rocm" or self.cluster.accelerator == "cpu":
+            return dict(self.profile)
+        # Ray hands out AMD cards by HIP_VISIBLE_DEVICES, and refuses to start where ROCR_VISIBLE_DEVICES is set.
+        visible = ",".join(str(index) for index in range(self.cluster.num_gpus_per_node))
+        return {"HIP_VISIBLE_DEVICES": visible, "HSA_NO_SCRATCH_RECLAIM": "1", **self.profile}
 
     @property
     def run_file(self) -> RenderedFile:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from rollcall.config.sections import ClusterSection
 from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord, Part
@@ -50,6 +51,17 @@ def check_for_tool(request: LaunchRequest, *, target: str, image_key: str) -> No
         )
     if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
         resolve_paths(request.config, folder=request.cwd, shared=None)
+
+
+def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
+    """A note, where a number of GPUs such as ``H100:8`` is not the number of slots of each node."""
+    found = re.search(r"(?:^|:)(\d+)$", str(asked))
+    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
+        return ()
+    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
+    return (
+        f"{key}={asked} gives each node {found[1]} GPUs, and the run file has {slots} slots on each; make them the same",
+    )
 
 
 def need_tool(name: str, *, install: str) -> None:
@@ -126,12 +138,10 @@ def wait_until_ended(name: str, *, tool: str, runs: Callable[[], bool], look: st
     """Tools that were told to end something say so before its machines are gone. ``look``: how a user sees what is left."""
     wait = Wait(END_S)
     while runs():
-        if wait.is_over:
+        if not wait.again(f"waiting for {tool} to end {name!r}", after_s=ASK_EVERY_S):
             raise LaunchError(
                 f"{tool} was told to end {name!r} and has not after {END_S:g} s; see `{look}`, then run this again"
             )
-        wait.tell(f"waiting for {tool} to end {name!r}")
-        wait.sleep(ASK_EVERY_S)
 
 
 def leave_others(name: str, *, tool: str) -> None:

@@ -172,10 +172,8 @@ def _known(jobs: Jobs) -> list[Job]:
         try:
             return jobs.jobs()
         except Unreachable:
-            if wait.is_over:
+            if not wait.again("waiting for the dashboard of this node, which takes jobs", after_s=1.0):
                 raise
-            wait.tell("waiting for the dashboard of this node, which takes jobs")
-            wait.sleep(1.0)
 
 
 def _tell_nodes(cluster: str, status: int) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -99,6 +100,24 @@ class Outcome:
         return f"{self.host}: failed with status {self.status}{shown}"
 
 
+def start_ssh(
+    words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE, bufsize: int = -1
+) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C in the terminal is for the launcher, which then ends this in its own way."""
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True, bufsize=bufsize)
+    except FileNotFoundError:
+        raise LaunchError(NO_SSH) from None
+
+
+def close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        with suppress(BrokenPipeError):  # what was not sent is for nobody
+            if pipe is not None:
+                pipe.close()
+
+
 class RemoteShell:
     """A script that runs on a host."""
 
@@ -114,18 +133,7 @@ class RemoteShell:
         self._out: deque[str] = deque()
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._num_read = 0  # lines
-        try:
-            # A session of its own: Ctrl-C in the terminal is for the launcher, which then ends this in its own way.
-            self._process = subprocess.Popen(
-                self._words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except FileNotFoundError:
-            raise LaunchError(NO_SSH) from None
-        process = self._process
+        process = self._process = start_ssh(self._words)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._stdin = process.stdin
         self._lock = threading.Lock()

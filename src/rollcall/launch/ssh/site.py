@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from rollcall.config.launch import SshSection
 from rollcall.launch.container import Container, container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord
@@ -42,8 +43,7 @@ class Site:
 
     @classmethod
     def of_request(cls, request: LaunchRequest) -> Site:
-        section = request.launch.ssh
-        assert section is not None
+        section = request.section(SshSection)
         container = container_of(request.launch, request.cluster, name=request.container_name)
         return cls(
             cluster=request.name,

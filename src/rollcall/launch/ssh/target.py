@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rollcall.config.launch import SshSection
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import resolve_paths
 from rollcall.jobs.submit import new_id, to_stdout
@@ -62,8 +63,7 @@ class Ssh:
 
     def render(self, request: LaunchRequest) -> Rendered:
         site = Site.of_request(request)
-        section = request.launch.ssh
-        assert section is not None
+        section = request.section(SshSection)
         named = ("--cluster", request.name)
         interface = ("--interface", section.interface) if section.interface else ()
         look = shlex.join(("rollcall", "here", *named, *interface))
@@ -186,8 +186,7 @@ def node_file(rank: int) -> str:
 
 def _node_line(request: LaunchRequest, rank: int) -> str:
     """`rollcall node` as a line of shell. ``$head`` and the token come before the script."""
-    section, cluster = request.launch.ssh, request.cluster
-    assert section is not None
+    section, cluster = request.section(SshSection), request.cluster
     words = ["rollcall", "node", "--tied", "--cluster", request.name]
     words += ["--rank", str(rank), "--num-nodes", str(cluster.num_nodes)]
     if cluster.accelerator == "cpu" or cluster.nodes is not None:

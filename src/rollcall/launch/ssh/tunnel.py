@@ -6,7 +6,6 @@ The `ssh` that forwards the port runs a script that waits for its stdin to end. 
 from __future__ import annotations
 
 import selectors
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,7 +15,8 @@ from typing import IO
 
 from rollcall.jobs.channel import HttpChannel, Question, Reply, Unreachable
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.ssh.shell import CONNECT_S, NO_SSH, Login
+from rollcall.launch.ssh.shell import CONNECT_S, Login, close_pipes, start_ssh
+from rollcall.nodes.address import free_ports
 
 # A connection that the user's ssh shares would keep the port open after this.
 OWN_CONNECTION = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
@@ -33,7 +33,7 @@ class Tunnel:
         self._login, self._host, self._port = login, host, port
         self._process: subprocess.Popen[bytes] | None = None
         for attempt in range(TRIES):
-            self.local_port = local_port or _free_port()
+            self.local_port = local_port or free_ports(1)[0]
             try:
                 self.reopen()
                 return
@@ -55,12 +55,7 @@ class Tunnel:
         words = self._login.words(self._host, *OWN_CONNECTION, "-o", "ExitOnForwardFailure=yes", "-L", forward)
         # A file, because nobody reads a pipe while the tunnel is open, and ssh complains there of every refused connection.
         with tempfile.TemporaryFile() as said:
-            try:
-                self._process = subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, start_new_session=True
-                )
-            except FileNotFoundError:
-                raise LaunchError(NO_SSH) from None
+            self._process = start_ssh(words, stderr=said)
             try:
                 self._wait_ready(self._process, said)
             except BaseException:
@@ -71,12 +66,7 @@ class Tunnel:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None and process.stdout is not None
-        for pipe in (process.stdin, process.stdout):
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
+        close_pipes(process)
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -142,9 +132,3 @@ class TunnelChannel(HttpChannel):
             self._tunnel.reopen()
         except LaunchError as error:
             raise Unreachable(str(error)) from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
