@@ -10,9 +10,9 @@ from typing import Any
 
 from tiny import make_tokenizer
 
-from rollcall.checkpoint.manifest import Written, join_written
 from rollcall.checkpoint.parts import PartWriter
-from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.saving import join_written
+from rollcall.checkpoint.store import CheckpointStore, Written
 from rollcall.checkpoint.training import Beside, files_in_parts, write_critic, write_learner
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner

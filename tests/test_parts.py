@@ -23,10 +23,9 @@ from saved import commit, write_parts
 from test_training_checkpoint import critic_of, learner_of, step
 
 from rollcall.checkpoint import local
-from rollcall.checkpoint.manifest import Written
 from rollcall.checkpoint.parts import File, PartTensor, PartWriter, write_image
 from rollcall.checkpoint.saving import Saving, saving_of
-from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.store import CheckpointStore, Written
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
 from rollcall.errors import CheckpointError, ConfigError, WorkerError

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.checkpoint.manifest import Written
+from rollcall.checkpoint.store import Written
 from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import NodeDiskError, plain_disk_errors
 from rollcall.learner.layout import Block

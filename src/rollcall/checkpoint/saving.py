@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rollcall.checkpoint import local
-from rollcall.checkpoint.manifest import Written, join_written
+from rollcall.checkpoint.store import Written
 from rollcall.config import Config
 from rollcall.errors import CheckpointError, ConfigError
 
@@ -102,6 +102,14 @@ class Saving:
         for process, share in shares.items():
             if share:
                 self.call([process], "bring_parts", directory, share, copy)
+
+
+def join_written(everyone: Iterable[Written]) -> Written:
+    joined = Written()
+    for one in everyone:
+        joined.files.update(one.files)
+        joined.facts.update(one.facts)
+    return joined
 
 
 def saving_of(config: Config, call: Call, *, processes: Sequence[int], in_parts: bool) -> Saving:

@@ -6,7 +6,7 @@ only fill its own folder. ``latest`` accepts a checkpoint only if its manifest i
 before. One process saves; any number may read. On a full or read-only disk a save clears its folder, waits and
 begins again (``durable/patience.py``).
 
-Files that other processes have written and described (``manifest.py``) are not read again. Some may lie on those processes'
+Files that other processes have written and described (``Written``) are not read again. Some may lie on those processes'
 nodes, outside the folder: the manifest says on which node and where. A reader here checks those that it finds here.
 """
 
@@ -18,20 +18,27 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.manifest import Written, kind_of
 from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
 from rollcall.stored.files import file_checksum
-from rollcall.stored.manifest import MANIFEST, STEP_NAME
+from rollcall.stored.manifest import MANIFEST, NOT_A_MANIFEST, STEP_NAME, parse_manifest
 from rollcall.wait import warn
 
 STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What one process has written of a checkpoint, and what it tells of the whole of it."""
+
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: size, blake2b, kind, node, host, place
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +248,19 @@ def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
                 "whole; put run.dir on a folder that all nodes share"
             )
     own = describe_files(root, leave_out=written.files)
-    described = {name: {**facts, "kind": kind_of(name)} for name, facts in own.items()}
+    described = {name: {**facts, "kind": _kind_of(name)} for name, facts in own.items()}
     return dict(sorted({**described, **written.files}.items()))
+
+
+def _kind_of(name: str) -> str:
+    """What a file of a whole checkpoint is for.
+
+    >>> _kind_of("model/model.safetensors"), _kind_of("model/config.json"), _kind_of("actor.pt"), _kind_of("state.json")
+    ('weights', 'model', 'optimizer', 'state')
+    """
+    if name.startswith("model/"):
+        return "weights" if name.endswith(".safetensors") else "model"
+    return "state" if name == "state.json" else "optimizer"
 
 
 def _digests(paths: list[Path]) -> list[str]:
@@ -256,26 +274,26 @@ def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
         return CheckpointEntry(path=path, step=step, manifest=None, reason=reason)
 
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        files = {name: (int(facts["size"]), str(facts["blake2b"])) for name, facts in manifest["files"].items()}
-        recorded = manifest["step"], manifest["score"]
-        for score in (recorded[1], *manifest.get("scores", {}).values()):
+        read = parse_manifest(path)
+        manifest, files = read.fields, read.files
+        for score in (manifest["score"], *manifest.get("scores", {}).values()):
             if score is not None and not math.isfinite(score):
                 raise ValueError(f"a score of {score}")
         here = _files_here(path, manifest)
     except FileNotFoundError:
         return torn(f"no {MANIFEST}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except NOT_A_MANIFEST as error:
         return torn(f"{MANIFEST} cannot be read: {type(error).__name__} {error}")
-    if recorded[0] != step or STATE not in files:
-        return torn(f"{MANIFEST} is not of step {step}" if recorded[0] != step else f"{MANIFEST} lacks {STATE}")
+    if manifest["step"] != step:
+        return torn(f"{MANIFEST} is not of step {step}")
+    if STATE not in files:
+        return torn(f"{MANIFEST} lacks {STATE}")
     for name, file in here.items():
+        where = _written_where(manifest["files"][name])
         if not file.is_file():
-            return torn(f"{name} is missing{_written_where(manifest['files'][name])}")
-        if file.stat().st_size != files[name][0]:
-            return torn(
-                f"{name} has {file.stat().st_size} bytes instead of {files[name][0]}{_written_where(manifest['files'][name])}"
-            )
+            return torn(f"{name} is missing{where}")
+        if (size := file.stat().st_size) != files[name].size:
+            return torn(f"{name} has {size} bytes instead of {files[name].size}{where}")
     return CheckpointEntry(path=path, step=step, manifest=manifest, reason="")
 
 
@@ -292,7 +310,8 @@ def _files_here(path: Path, manifest: dict[str, Any]) -> dict[str, Path]:
 
 
 def _written_where(facts: Mapping[str, Any]) -> str:
-    return f" (written on node {facts['node']}, {facts['host']})" if "node" in facts else ""
+    where = ", ".join(str(facts[key]) for key in ("node", "host") if key in facts)
+    return f" (written on node {where})" if "node" in facts else ""
 
 
 def _changed_file(entry: CheckpointEntry) -> str:

@@ -1,4 +1,4 @@
-"""`rollcall finish`: a run's model gathered, merged, verified and uploaded."""
+"""`rollcall gather`, `finish` and `upload`: what follows a run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,62 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcall.cli import Json, Overrides, answer, calm_libraries, print_table
-from rollcall.cli.gather import Hosts, split_hosts
 from rollcall.cli.merge import progress_bar
 from rollcall.wait import say
+from rollcall.words import counted, size
 
 if TYPE_CHECKING:
     from rollcall.finish.finish import FinishedRun
+    from rollcall.finish.gather import Gathered
+    from rollcall.finish.upload import Uploaded
+
+Hosts = Annotated[
+    str | None,
+    typer.Option("--hosts", metavar="HOST,HOST", help="Ask these over ssh. Without it: the cluster, or the run's ssh launch."),
+]  # fmt: skip
+
+
+def gather(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint, or a run directory: its newest one.")
+    ],
+    hosts: Hosts = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Then remove the parts from the nodes, if all of them are here.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Bring the parts of a checkpoint from the nodes' own disks (checkpoint.place=local) to its folder.
+
+    Over the cluster, or over ssh when it is down. Every part is compared with its checksum. The same command goes on after an
+    interruption.
+
+    \b
+    Examples:
+      rollcall gather runs/gsm8k
+      rollcall gather runs/gsm8k/checkpoints/step-000040 --hosts node1,node2
+      rollcall gather runs/gsm8k --delete
+    """
+    from rollcall.finish.finish import checkpoint_at
+    from rollcall.finish.gather import gather as bring
+    from rollcall.finish.nodes_of import find_nodes
+
+    chosen = checkpoint_at(checkpoint)
+    done = bring(chosen, lambda: find_nodes(chosen.parent.parent, hosts=split_hosts(hosts)), delete=delete)
+    answer(done, _show_gathered, as_json=as_json)
+
+
+def split_hosts(hosts: str | None) -> list[str]:
+    return [host.strip() for host in (hosts or "").split(",") if host.strip()]
+
+
+def _show_gathered(done: Gathered) -> None:
+    if done.parts:
+        print(f"gathered {counted(len(done.parts), 'part')} ({size(done.num_bytes)}) in {done.checkpoint}")
+    else:
+        print(f"all parts are in {done.checkpoint}")
+    if done.removed:
+        print(f"removed {counted(len(done.removed), 'part')} from the nodes")
 
 
 def finish(
@@ -41,10 +91,38 @@ def finish(
 
     with progress_bar("finish") as progress:
         done = work(run, overrides=overrides or [], hosts=split_hosts(hosts), dry_run=dry_run, progress=progress)
-    answer(done, _show, as_json=as_json)
+    answer(done, _show_finished, as_json=as_json)
 
 
-def _show(done: FinishedRun) -> None:
+def _show_finished(done: FinishedRun) -> None:
     print_table([(step.name, step.state, step.words) for step in done.steps])
     if done.uploaded is not None:
-        print(f"uploaded {done.uploaded.num_files} files: {done.uploaded.url}")
+        _show_uploaded(done.uploaded)
+
+
+def upload(
+    model_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Model directory, such as one that merge made.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the hub; made if it does not exist.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make it private; refuse one that everyone can read.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch to upload to.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Upload a model directory to the hub, after verify: only the model that was trained goes there.
+
+    The token is HF_TOKEN's, or that of `hf auth login`. HF_ENDPOINT names another hub.
+
+    \b
+    Examples:
+      rollcall upload runs/gsm8k/model me/gsm8k-model --private
+      rollcall upload runs/gsm8k/merged me/gsm8k-model --revision step-200
+    """
+    calm_libraries()
+    from rollcall.finish.upload import upload as send
+
+    answer(send(model_dir, repo, private=private, revision=revision), _show_uploaded, as_json=as_json)
+
+
+def _show_uploaded(done: Uploaded) -> None:
+    print(f"uploaded {done.num_files} files: {done.url}")

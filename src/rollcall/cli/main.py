@@ -16,8 +16,7 @@ from rollcall.cli.data import data
 from rollcall.cli.debug import debug
 from rollcall.cli.doctor import doctor
 from rollcall.cli.eval import evaluate
-from rollcall.cli.finish import finish
-from rollcall.cli.gather import gather
+from rollcall.cli.finish import finish, gather, upload
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch, ssh, tunnel
 from rollcall.cli.merge import merge
@@ -28,7 +27,6 @@ from rollcall.cli.reward import reward
 from rollcall.cli.stacks import profile, stacks
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train
-from rollcall.cli.upload import upload
 from rollcall.cli.view import view
 from rollcall.redact import guard_streams
 from rollcall.version import __version__

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,6 @@ class Gathered:
     parts: list[str] = field(default_factory=list)  # that were brought here
     num_bytes: int = 0  # that came over the network or from another folder
     removed: list[str] = field(default_factory=list)  # from their nodes
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def parts_elsewhere(checkpoint: Path, *, kinds: Collection[str] | None = None) -> list[NodePart]:
@@ -278,7 +275,8 @@ class _Work:
                     raise
                 self._advance(-_size(begun), received=0)
                 say(f"{part.name}: {error}; going on in {wait_s:.0f} s")
-                self._pause(wait_s)
+                if self._stop.wait(wait_s):
+                    raise _Stopped from None
                 continue
             if here == part.size and digest.hexdigest() == part.blake2b:
                 return self._keep(begun, part)
@@ -310,10 +308,6 @@ class _Work:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(begun, target)
             fsync(target.parent)
-
-    def _pause(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise _Stopped
 
     def _advance(self, num_bytes: int, *, received: int) -> None:
         with self._lock:

@@ -65,10 +65,11 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
         _patiently(f"making branch {branch}", lambda: api.create_branch(repo, branch=branch, exist_ok=True))
     say(f"uploading {len(names)} files to {repo} ({branch})")
     commit = _patiently(f"uploading to {repo}", lambda: _commit(api, model_dir, names, repo=repo, branch=branch))
-    held = _patiently(f"asking what {repo} holds", lambda: _sizes(api, repo, names, commit.oid))
+    held = _patiently(f"asking what {repo} holds", lambda: api.get_paths_info(repo, names, revision=commit.oid))
+    sizes = {info.path: info.size for info in held}
     for name in names:
-        if held.get(name) != (model_dir / name).stat().st_size:
-            was = "nothing" if name not in held else f"{held[name]:,} bytes"
+        if sizes.get(name) != (model_dir / name).stat().st_size:
+            was = "nothing" if name not in sizes else f"{sizes[name]:,} bytes"
             raise UploadError(
                 f"{repo} has {was} for {name}, which has {(model_dir / name).stat().st_size:,} bytes here; upload it again, "
                 "and see whether the repository's .gitignore names it"
@@ -143,10 +144,6 @@ def _commit(api: Any, model_dir: Path, names: list[str], *, repo: str, branch: s
         commit_message="Upload a model trained with Rollcall",
         revision=branch,
     )
-
-
-def _sizes(api: Any, repo: str, names: list[str], commit: str) -> dict[str, int]:
-    return {info.path: info.size for info in api.get_paths_info(repo, names, revision=commit)}
 
 
 def _patiently(what: str, call: Callable[[], T]) -> T:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint import local
-from rollcall.checkpoint.manifest import Written
 from rollcall.checkpoint.parts import PartWriter
+from rollcall.checkpoint.store import Written
 from rollcall.checkpoint.training import (
     Beside,
     export_learner,

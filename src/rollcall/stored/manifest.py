@@ -19,6 +19,7 @@ from rollcall.wait import warn
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 1 << 28
+NOT_A_MANIFEST = (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 STEP_NAME = re.compile(r"step-(\d{6,})")
 _PART = re.compile(r"model/part-\d+-of-\d+\.safetensors")
 
@@ -28,7 +29,7 @@ class Manifest:
     """``fields`` is all of it; ``files`` are the files by their names in the checkpoint."""
 
     path: Path  # the checkpoint
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
     files: Mapping[str, StoredFile]
 
     @property
@@ -52,17 +53,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest alone; whether its files are there is another question (``missing_file``)."""
     path = checkpoint / MANIFEST
     try:
-        fields = json.loads(read_small(path, most=MOST_MANIFEST_BYTES))
-        files = {}
-        for name, facts in fields["files"].items():
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"it names the file {name}, which is not in the checkpoint")
-            files[name] = _file(checkpoint, name, facts)
-        int(fields["step"])
+        return parse_manifest(checkpoint)
     except FileNotFoundError:
         raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; give another") from None
-    except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+    except NOT_A_MANIFEST as error:
         raise StoredError(f"{path} cannot be read ({type(error).__name__}: {error}); give another checkpoint") from None
+
+
+def parse_manifest(checkpoint: Path) -> Manifest:
+    """The same for those who have words of their own for what is missing or wrong: it raises what Python does."""
+    fields = json.loads(read_small(checkpoint / MANIFEST, most=MOST_MANIFEST_BYTES))
+    files = {}
+    for name, facts in fields["files"].items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names the file {name}, which is not in the checkpoint")
+        files[name] = _file(checkpoint, name, facts)
+    int(fields["step"])
     return Manifest(path=checkpoint, fields=fields, files=files)
 
 
@@ -79,7 +85,7 @@ def _file(checkpoint: Path, name: str, facts: Mapping[str, Any]) -> StoredFile:
 
 
 def missing_file(manifest: Manifest) -> str:
-    """Which file is not here, or not of its size; empty if none. Checksums are for who reads the bytes."""
+    """Which file is not here, or not of its size; empty if none. The code that reads the bytes compares checksums."""
     for file in manifest.files.values():
         if not file.path.is_file():
             return f"{file} does not exist here"

@@ -118,7 +118,9 @@ class Ssh:
         return [*(nodes if has_nodes else []), *run]
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        _refuse_what_cannot_be_sent(request)
+        # Variables and modules of rewards that are not here are refused before anything is started.
+        passed(request.cluster, environ=os.environ)
+        build_package(request.config, run_file="", folder=request.cwd)
         site = Site.of_request(request)
         record = claim(site.kept_in(record), site.hosts)
         is_fresh = record.state == "starting" and not job_id_of(
@@ -199,12 +201,6 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
     if request.launch.rendezvous is not None:
         return f"{line} --rendezvous {shell_path(request.launch.rendezvous)}"
     return f'{line} --head-address "$head"'
-
-
-def _refuse_what_cannot_be_sent(request: LaunchRequest) -> None:
-    """Before anything is started: variables and modules of rewards that are not here."""
-    passed(request.cluster, environ=os.environ)
-    build_package(request.config, run_file="", folder=request.cwd)
 
 
 def _container_lines(request: LaunchRequest) -> list[str] | None:
