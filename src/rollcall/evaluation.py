@@ -28,13 +28,13 @@ from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.files import model_folder, resolve_model
-from rollcall.model.load import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
-from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
+from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, set_threads
+from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, set_threads, tokenizer_of
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -147,8 +147,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
     path = resolve_model(plan.model_path)
     say(f"loading {plan.model_path} ({plan.origin})")
     trust = config.model.trust_remote_code
-    tokenizer = load_tokenizer(path, chat_template=config.model.chat_template, trust_remote_code=trust)
-    check_stop_strings(tokenizer, config.rollout.stop)
+    tokenizer = tokenizer_of(config, path)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val,

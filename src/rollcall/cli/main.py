@@ -139,9 +139,9 @@ for command in (
     ssh,
     tunnel,
     upload,
+    prepare,
 ):
     app.command(command.__name__)(reported(command))
-app.command("prepare")(reported(prepare))
 app.command("fetch-model")(reported(fetch_model))
 app.command("here", hidden=True)(reported(here))
 app.command("version")(version)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcall.cli import Json, answer, calm_libraries
-from rollcall.wait import say
+from rollcall.wait import Wait, say
 from rollcall.words import counted, size
 
 if TYPE_CHECKING:
@@ -107,25 +106,14 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        yield _lines(title)
+        wait = Wait(first_s=SAY_EVERY_S, every_s=SAY_EVERY_S)
+        yield lambda done, total: wait.tell(f"{title}: {size(done)} of {size(total)}")
         return
     with Progress(
         title, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console
     ) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _lines(title: str) -> Callable[[int, int], None]:
-    due = time.monotonic() + SAY_EVERY_S
-
-    def progress(done: int, total: int) -> None:
-        nonlocal due
-        if time.monotonic() >= due:
-            due = time.monotonic() + SAY_EVERY_S
-            say(f"{title}: {size(done)} of {size(total)}")
-
-    return progress
 
 
 def _show(merged: Merged) -> None:

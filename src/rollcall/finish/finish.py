@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,23 +98,24 @@ def finish(
     )
 
 
+@dataclass(slots=True, kw_only=True)
 class _Work:
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        checkpoint: Path,
-        section: FinishSection,
-        hosts: Sequence[str],
-        dry_run: bool,
-        progress: Progress,
-    ) -> None:
-        self.checkpoint, self.model = checkpoint, run_dir / MERGED
-        self.uploaded: Uploaded | None = None
-        self._run_dir, self._section, self._hosts = run_dir, section, hosts
-        self._dry_run, self._progress = dry_run, progress
-        self._begun = False  # whether a step was done, or would be: then those after it are too
-        self._notes = _read_notes(run_dir / NOTES)
+    run_dir: Path
+    checkpoint: Path
+    section: FinishSection
+    hosts: Sequence[str]
+    dry_run: bool
+    progress: Progress
+    uploaded: Uploaded | None = None
+    begun: bool = False  # whether a step was done, or would be: then those after it are too
+    notes: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notes = _read_notes(self.run_dir / NOTES)
+
+    @property
+    def model(self) -> Path:
+        return self.run_dir / MERGED
 
     def gather(self) -> FinishStep:
         parts = parts_elsewhere(self.checkpoint, kinds=("weights",))
@@ -129,9 +130,9 @@ class _Work:
             words,
             lambda: gather(
                 self.checkpoint,
-                lambda: find_nodes(self._run_dir, hosts=self._hosts),
+                lambda: find_nodes(self.run_dir, hosts=self.hosts),
                 kinds=("weights",),
-                progress=self._progress,
+                progress=self.progress,
             ),
         )
 
@@ -139,11 +140,11 @@ class _Work:
         wanted = {
             "checkpoint": self.checkpoint.name,
             "manifest": _digest(self.checkpoint / "manifest.json"),
-            "dtype": self._section.dtype,
-            "max_shard_size": self._section.max_shard_size,
+            "dtype": self.section.dtype,
+            "max_shard_size": self.section.max_shard_size,
         }
-        noted = self._notes.get("merge", {})
-        same = not self._begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
+        noted = self.notes.get("merge", {})
+        same = not self.begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
         if same and noted.get("weights") == _weights(self.model):  # another merge may have put its own there
             return FinishStep(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
 
@@ -151,32 +152,32 @@ class _Work:
             merge(
                 self.checkpoint,
                 self.model,
-                dtype=self._section.dtype,
-                max_shard_size=self._section.max_shard_size,
-                progress=self._progress,
+                dtype=self.section.dtype,
+                max_shard_size=self.section.max_shard_size,
+                progress=self.progress,
             )
             self._note("merge", {**wanted, "weights": _weights(self.model)})
 
-        return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self._section.dtype}", work)
+        return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self.section.dtype}", work)
 
     def verify(self) -> FinishStep:
-        wanted = DTYPES.get(self._section.dtype)
+        wanted = DTYPES.get(self.section.dtype)
         dtype = None if wanted is None else wanted.name
-        if not self._begun and not why_not_verified(self.model):
+        if not self.begun and not why_not_verified(self.model):
             return FinishStep(name="verify", state="was done", words=f"{self.model} is as it was verified")
-        if self._dry_run:
+        if self.dry_run:
             return self._step("verify", f"{self.model} against the log-probs of the trained model", lambda: None)
-        self._begun = True
+        self.begun = True
         return FinishStep(name="verify", state="done", words=verify(self.model, dtype=dtype).words)
 
     def upload(self) -> FinishStep:
-        section = self._section.upload
+        section = self.section.upload
         if section is None:
             return FinishStep(name="upload", state="not asked for", words="the run file has no finish.upload")
         wanted = {**section.model_dump(), "endpoint": _endpoint(), "files": self._files()}
         where = f"{section.repo} ({section.revision or 'main'})"
-        if not self._begun and self._notes.get("upload", {}).get("of") == wanted:
-            return FinishStep(name="upload", state="was done", words=f"{self._notes['upload'].get('url')}")
+        if not self.begun and self.notes.get("upload", {}).get("of") == wanted:
+            return FinishStep(name="upload", state="was done", words=f"{self.notes['upload'].get('url')}")
 
         def work() -> None:
             self.uploaded = upload(self.model, section.repo, private=section.private, revision=section.revision)
@@ -185,8 +186,8 @@ class _Work:
         return self._step("upload", f"{self.model} to {where}", work)
 
     def _step(self, name: str, words: str, work: Callable[[], object]) -> FinishStep:
-        self._begun = True
-        if self._dry_run:
+        self.begun = True
+        if self.dry_run:
             return FinishStep(name=name, state="would be done", words=words)
         work()
         return FinishStep(name=name, state="done", words=words)
@@ -197,8 +198,8 @@ class _Work:
         return None if mark is None else hashlib.sha256(json.dumps(mark["files"], sort_keys=True).encode()).hexdigest()
 
     def _note(self, name: str, value: Any) -> None:
-        self._notes[name] = value
-        write_atomic(self._run_dir / NOTES, json.dumps({"format": 1, **self._notes}, indent=1))
+        self.notes[name] = value
+        write_atomic(self.run_dir / NOTES, json.dumps({"format": 1, **self.notes}, indent=1))
 
 
 def _read_notes(path: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Container:
             words += ["--ulimit", "memlock=-1:-1"]
         for mount in self._mounts():
             words += ["--volume", mount]
-        for device in self._devices():
+        for device in (*(ROCM_DEVICES if self.gpu == "rocm" else ()), *section.devices):
             words += ["--device", device]
         if self.gpu == "rocm":
             words += ["--group-add", "video", "--security-opt", "seccomp=unconfined"]
@@ -103,9 +103,6 @@ class Container:
     def _mounts(self) -> list[str]:
         given = [mount if ":" in mount else f"{mount}:{mount}" for mount in self.section.mounts]
         return [*given, *(f"{folder}:{folder}" for folder in self.folders)]
-
-    def _devices(self) -> list[str]:
-        return [*(ROCM_DEVICES if self.gpu == "rocm" else ()), *self.section.devices]
 
 
 def container_of(

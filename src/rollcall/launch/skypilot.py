@@ -61,8 +61,9 @@ class Skypilot:
         section = request.section(SkypilotSection)
         secrets = [TOKEN, *section.secrets]
         options = [word for name in secrets for word in ("--secret", name)]
-        start = _thing(managed=section.managed, name=request.name).start
-        command = Command(words=(*start, *options, str(request.folder / TASK)), what="start the task")
+        thing = _thing(managed=section.managed, name=request.name)
+        words = (*thing.start, thing.name, *options, str(request.folder / TASK))
+        command = Command(words=words, what="start the task")
         text = yaml_text(_task(request, section))
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=text)),
@@ -90,10 +91,12 @@ class Skypilot:
         return record.with_part(Part(kind=thing.kind, where=WHERE, id=thing.newest() or thing.name)).save()
 
     def follow(self, record: LaunchRecord) -> int:
-        return watch(Command(words=(*_of(record).logs, *WHOLE, "--follow"), what="follow the log"))
+        thing = _of(record)
+        return watch(Command(words=(*thing.logs, thing.name, *WHOLE, "--follow"), what="follow the log"))
 
     def logs(self, record: LaunchRecord) -> None:
-        watch(Command(words=(*_of(record).logs, *WHOLE, "--no-follow"), what="read the log"))
+        thing = _of(record)
+        watch(Command(words=(*thing.logs, thing.name, *WHOLE, "--no-follow"), what="read the log"))
 
     def status(self, record: LaunchRecord) -> str:
         return _of(record).status()
@@ -151,18 +154,10 @@ class ManagedJob:
     name: str
     kind: ClassVar[str] = "managed job"
     look: ClassVar[str] = "sky jobs queue"
-
-    @property
-    def start(self) -> tuple[str, ...]:
-        return ("sky", "jobs", "launch", "--yes", "--detach-run", "--name", self.name)
-
-    @property
-    def logs(self) -> tuple[str, ...]:
-        return ("sky", "jobs", "logs", "--name", self.name)
-
-    @property
-    def end(self) -> tuple[str, ...]:
-        return ("sky", "jobs", "cancel", "--yes")
+    # The name comes last.
+    start: ClassVar[Sequence[str]] = ("sky", "jobs", "launch", "--yes", "--detach-run", "--name")
+    logs: ClassVar[Sequence[str]] = ("sky", "jobs", "logs", "--name")
+    end: ClassVar[Sequence[str]] = ("sky", "jobs", "cancel", "--yes")
 
     def named(self, ids: Sequence[str]) -> tuple[str, ...]:
         return tuple(ids)
@@ -196,18 +191,9 @@ class SkyCluster:
     name: str
     kind: ClassVar[str] = "cluster"
     look: ClassVar[str] = "sky status"
-
-    @property
-    def start(self) -> tuple[str, ...]:
-        return ("sky", "launch", "--yes", "--detach-run", "--cluster", self.name)
-
-    @property
-    def logs(self) -> tuple[str, ...]:
-        return ("sky", "logs", self.name)
-
-    @property
-    def end(self) -> tuple[str, ...]:
-        return ("sky", "down", "--yes")
+    start: ClassVar[Sequence[str]] = ("sky", "launch", "--yes", "--detach-run", "--cluster")
+    logs: ClassVar[Sequence[str]] = ("sky", "logs")
+    end: ClassVar[Sequence[str]] = ("sky", "down", "--yes")
 
     def named(self, ids: Sequence[str]) -> tuple[str, ...]:
         return (self.name,)

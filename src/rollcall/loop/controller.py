@@ -108,8 +108,8 @@ class Controller:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
         self.rollouts = Rollouts(self.workers.engine, rewards=self._rewards)
         self.maker = GroupMaker(
-            self.config,
-            self.workers,
+            config=self.config,
+            workers=self.workers,
             journal=self.journal,
             rollouts=self.rollouts,
             generates=self.bounds.generates,

@@ -6,6 +6,7 @@ After a crash the same steps run again and get the same groups, so they train on
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,32 +26,30 @@ from rollcall.reward.scorer import why_unscored
 from rollcall.types import Group, Prompt, failed_on_all
 
 
+@dataclass(slots=True, kw_only=True)
 class GroupMaker:
     """``call`` runs a function that takes long, in a thread where other work can go on meanwhile."""
 
-    def __init__(
-        self,
-        config: Config,
-        workers: Workers,
-        *,
-        journal: Journal,
-        rollouts: Rollouts,
-        generates: bool,
-        call: Callable[..., Awaitable[Any]],
-    ) -> None:
-        self._config = config
-        self._workers = workers
-        self._journal = journal
-        self._rollouts = rollouts
-        self._generates = generates
-        self._call = call
-        self._order = DataOrder(len(workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
-        self.trained = {step: entry.draws for step, entry in journal.trained().items()}  # by earlier processes
-        self._journaled: dict[int, dict[int, Group]] = {}  # step -> draw -> the group of an earlier process
-        self._unscored: set[int] = set()  # steps in which a reward failed on every completion
+    config: Config
+    workers: Workers
+    journal: Journal
+    rollouts: Rollouts
+    generates: bool
+    call: Callable[..., Awaitable[Any]]
+    trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
+    _order: DataOrder = field(init=False)
+    _journaled: dict[int, dict[int, Group]] = field(
+        default_factory=dict
+    )  # step -> draw -> the group of an earlier process
+    _unscored: set[int] = field(default_factory=set)  # steps in which a reward failed on every completion
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._order = DataOrder(len(self.workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
+        self.trained = {step: entry.draws for step, entry in self.journal.trained().items()}
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
-        prompt = self._workers.train.prompts[self._order.index(draw)]
+        prompt = self.workers.train.prompts[self._order.index(draw)]
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
@@ -61,13 +60,13 @@ class GroupMaker:
                 f"{prompt.id!r}): the data has changed since the run began; restore it, or start over with --fresh"
             )
         if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
-            group = await self._rollouts.score_again(group, scorer=self._workers.scorer)
-            await self._call(partial(self._journal.append, group, again=True))
+            group = await self.rollouts.score_again(group, scorer=self.workers.scorer)
+            await self.call(partial(self.journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
     def has_signal(self, group: Group) -> bool:
         """A step that is trained again keeps the groups that it had the first time."""
-        if self._config.algorithm.dynamic_sampling and self._config.trainer.order == "in_order":
+        if self.config.algorithm.dynamic_sampling and self.config.trainer.order == "in_order":
             recorded = self.trained.get(group.step, ())
             if len(recorded) > 1:  # a single one may stand in for a step without any signal
                 return group.draw in recorded
@@ -78,7 +77,7 @@ class GroupMaker:
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
-                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self._workers.scorer)}\n"
+                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.workers.scorer)}\n"
                 "Nothing was trained on them. Correct the reward (`rollcall reward test RUN.yaml` tries it), then run the same "
                 "command again (leave out --fresh): the completions are kept and scored again"
             )
@@ -89,29 +88,29 @@ class GroupMaker:
     def _take_journaled(self, step: int, draw: int) -> Group | None:
         """A step's file is read before this process adds to it."""
         if step not in self._journaled:
-            groups = self._journal.read(step)
+            groups = self.journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
             if failed_on_all(groups):
                 self._unscored.add(step)
         return self._journaled[step].pop(draw, None)
 
     async def _generate(self, step: int, draw: int, prompt: Prompt) -> Group:
-        if not self._generates:
+        if not self.generates:
             raise NothingLeftError
         # With the draw, a prompt that comes twice in one step (small data, refills) gets different seeds.
-        count = self._config.rollout.samples_per_prompt
-        seeds = sampling_seeds(self._config.run.seed, step, f"{prompt.id}#{draw}", count)
-        sampling = sampling_of(self._config.rollout, self._workers.stop_token_ids)
-        group = await self._rollouts.attempt(
-            prompt, step=step, draw=draw, seeds=seeds, sampling=sampling, scorer=self._workers.scorer
+        count = self.config.rollout.samples_per_prompt
+        seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", count)
+        sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
+        group = await self.rollouts.attempt(
+            prompt, step=step, draw=draw, seeds=seeds, sampling=sampling, scorer=self.workers.scorer
         )
         if not all(np.isfinite(completion.logprobs).all() for completion in group.completions):
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
-                f"{self._config.run.dir / 'checkpoints'} to go on from an older one, or start over with --fresh"
+                f"{self.config.run.dir / 'checkpoints'} to go on from an older one, or start over with --fresh"
             )
-        await self._call(self._journal.append, group)
+        await self.call(self.journal.append, group)
         return group
 
 

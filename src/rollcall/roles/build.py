@@ -80,10 +80,7 @@ def load_inputs(config: Config) -> Inputs:
     if path != config.model.path and not config.model.path.startswith("builtin:"):
         say(f"reading model.path={config.model.path} from its checkpoint {path}")
     say(f"reading the tokenizer and the prompts of {config.data.train}")
-    tokenizer = load_tokenizer(
-        path, chat_template=config.model.chat_template, trust_remote_code=config.model.trust_remote_code
-    )
-    check_stop_strings(tokenizer, config.rollout.stop)
+    tokenizer = tokenizer_of(config, path)
     load = partial(
         load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
     )
@@ -98,6 +95,14 @@ def load_inputs(config: Config) -> Inputs:
                 f"{config.data.max_prompt_tokens} tokens"
             )
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
+
+
+def tokenizer_of(config: Config, path: str) -> Any:
+    """The model's at ``path``, with the run's chat template; refuses stop strings that it would never show."""
+    model = config.model
+    tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+    check_stop_strings(tokenizer, config.rollout.stop)
+    return tokenizer
 
 
 def set_threads(num_threads: int | None, *, processes_here: int = 1) -> None:

@@ -24,7 +24,6 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Body, TokenScores, score_samples, whole_body
 from rollcall.model.load import (
     load_causal_lm,
-    load_tokenizer,
     outline_causal_lm,
     resolve_device,
     resolve_dtype,
@@ -42,6 +41,7 @@ from rollcall.roles.build import (
     build_learner,
     build_reference,
     set_threads,
+    tokenizer_of,
 )
 from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.roles.trained import Trained
@@ -97,9 +97,7 @@ class RoleWorker(Trained):
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.trust = config.model.trust_remote_code
-        self.tokenizer = load_tokenizer(
-            model_path, chat_template=config.model.chat_template, trust_remote_code=self.trust
-        )
+        self.tokenizer = tokenizer_of(config, model_path)
         self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
         self._weights = WorkerWeights(
