@@ -32,7 +32,7 @@ from rollcall.launch.launch import make_request
 from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
 from rollcall.launch.ssh import shell as remote_shell
 from rollcall.launch.ssh.jobs import open_page, open_tunnel
-from rollcall.launch.ssh.run_there import run_there
+from rollcall.launch.ssh.site import run_there
 from rollcall.launch.ssh.tunnel import TunnelChannel
 from rollcall.launch.target import LaunchRequest
 from rollcall.launch.targets import get_target

@@ -11,12 +11,13 @@ import pytest
 from test_finish import Trained
 from test_learner import make_learner, trainable
 
-from rollcall.checkpoint.probe import PROBE, read_probe
+from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.verify import verify
 from rollcall.engine.vllm.child import child_environment
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 from rollcall.finish.gather import gather
 from rollcall.merge.merge import merge
+from rollcall.stored.find import PROBE
 
 pytestmark = pytest.mark.vllm
 

@@ -15,13 +15,13 @@ from test_training_checkpoint import learner_of, step
 from tiny import make_tokenizer, save_model
 from typer.testing import CliRunner
 
-from rollcall.checkpoint.probe import PROBE
 from rollcall.checkpoint.training import export_learner
 from rollcall.checkpoint.verify import VERIFIED, VerifyError, verify
 from rollcall.cli.main import app
 from rollcall.finish import upload as module
 from rollcall.finish.upload import UploadError, upload
 from rollcall.learner.gang import Gang
+from rollcall.stored.find import PROBE
 
 REPO = "someone/a-model"
 

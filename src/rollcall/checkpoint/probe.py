@@ -16,11 +16,8 @@ import numpy as np
 import torch
 
 from rollcall.config.yaml import read_small
-from rollcall.durable.atomic import write_atomic
-from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.learner.learner import Learner, score_samples
-from rollcall.stored.find import PROBE
 from rollcall.types import Completion, Sample
 from rollcall.version import __version__
 
@@ -42,13 +39,6 @@ class TrainedProbe:
 
     def dump(self) -> str:
         return json.dumps({"format": 1, **asdict(self)}, indent=1)
-
-
-def write_probe(learner: Learner, folder: Path) -> None:
-    """Write ``folder/probe.json``. All ranks of a gang call this; the first one writes."""
-    if (probe := probe_of(learner)) is not None:
-        with plain_disk_errors(folder):
-            write_atomic(folder / PROBE, probe.dump())
 
 
 def probe_of(learner: Learner) -> TrainedProbe | None:
@@ -94,7 +84,7 @@ def _finite(value: float) -> float | None:
 
 
 def read_probe(path: Path) -> TrainedProbe:
-    """A probe as ``write_probe`` left it; anything else is refused."""
+    """What ``TrainedProbe.dump`` wrote; anything else is refused."""
     try:
         found: Any = json.loads(read_small(path, most=MOST_BYTES))
         found.setdefault("beside", {})  # earlier versions noted none

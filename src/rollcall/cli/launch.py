@@ -231,7 +231,7 @@ def ssh(
       rollcall ssh all --name gsm8k -- 'df -h /local | tail -1'
     """
     from rollcall.launch.record import named_record
-    from rollcall.launch.ssh.run_there import run_there
+    from rollcall.launch.ssh.site import run_there
 
     problems = run_there(named_record(name, target="ssh"), where=where, command=command)
     for problem in problems:

@@ -28,6 +28,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -61,40 +62,31 @@ LEASE_LOOK_S = 1.0
 SAVES_LOOK_S = 0.5
 
 
+@dataclass(eq=False, repr=False)
 class Controller:
-    def __init__(
-        self,
-        config: Config,
-        workers: Workers,
-        *,
-        journal: Journal,
-        record: Record,
-        console: Console,
-        resume: Checkpoint | None,
-        events: Events,
-        bounds: Bounds = Bounds(),  # noqa: B008 - frozen
-        lease: Lease | None = None,
-        stop: Stop | None = None,
-        rewards: Busy | None = None,
-    ):
-        self.config = config
-        self.workers = workers
-        self.record = record
-        self.journal = journal
-        self.console = console
-        self.events = events
-        self.bounds = bounds
-        self.lease = lease
-        self.stop = stop or Stop()
-        self._rewards = rewards
+    config: Config
+    workers: Workers
+    _: KW_ONLY
+    journal: Journal
+    record: Record
+    console: Console
+    resume: InitVar[Checkpoint | None]
+    events: Events
+    bounds: Bounds = Bounds()
+    lease: Lease | None = None
+    stop: Stop = field(default_factory=Stop)
+    rewards: Busy | None = None
+
+    def __post_init__(self, resume: Checkpoint | None) -> None:
         self.start_step = resume.step if resume else 0
         state: dict[str, Any] = resume.state if resume else {"next_draw": 0}
-        self.cursor = Cursor.of(state, where=str(resume.path if resume else config.run.dir))
-        self.steps_ahead = range(self.start_step + 1, bounds.last_step(config.trainer, start_step=self.start_step) + 1)
+        self.cursor = Cursor.of(state, where=str(resume.path if resume else self.config.run.dir))
+        last = self.bounds.last_step(self.config.trainer, start_step=self.start_step)
+        self.steps_ahead = range(self.start_step + 1, last + 1)
         self.version = self.start_step
-        if state.get("data", record.data_mark) != record.data_mark:
+        if state.get("data", self.record.data_mark) != self.record.data_mark:
             raise JournalError(
-                f"{workers.train.source} has changed since this run began (rows, answers or tokenizer differ), so the data "
+                f"{self.workers.train.source} has changed since this run began (rows, answers or tokenizer differ), so the data "
                 f"order of step {self.start_step} is lost; restore it, or start over with --fresh"
             )
         self.rollouts: Rollouts
@@ -106,7 +98,7 @@ class Controller:
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
-        self.rollouts = Rollouts(self.workers.engine, rewards=self._rewards)
+        self.rollouts = Rollouts(self.workers.engine, rewards=self.rewards)
         self.maker = GroupMaker(
             config=self.config,
             workers=self.workers,

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,29 +43,22 @@ class Update:
     update_s: float
 
 
+@dataclass(eq=False, repr=False)
 class Record:
-    def __init__(
-        self,
-        config: Config,
-        workers: Workers,
-        *,
-        store: CheckpointStore,
-        sinks: Sequence[Sink],
-        console: Console,
-        callbacks: Callbacks = Callbacks(),  # noqa: B008 - frozen
-    ) -> None:
-        self._config = config
-        self._workers = workers
-        self._run_dir = config.run.dir
-        self._store = store
-        self._sinks = sinks
-        self._console = console
-        self.data_mark = _fingerprint(workers.train.prompts)  # a checkpoint keeps it
-        self._callbacks = callbacks
-        self._num_steps = config.trainer.steps
-        self.unsaved: StepBatch | None = (
-            None  # trained since the newest checkpoint, or since the one that is being written
-        )
+    config: Config
+    workers: Workers
+    _: KW_ONLY
+    store: CheckpointStore
+    sinks: Sequence[Sink]
+    console: Console
+    callbacks: Callbacks = Callbacks()
+
+    def __post_init__(self) -> None:
+        self._run_dir = self.config.run.dir
+        self._num_steps = self.config.trainer.steps
+        self.data_mark = _fingerprint(self.workers.train.prompts)  # a checkpoint keeps it
+        # Trained since the newest checkpoint, or since the one that is being written.
+        self.unsaved: StepBatch | None = None
         self.update_s = 0.0  # of the last step
         self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
         self._saves = Saves()
@@ -73,7 +66,7 @@ class Record:
         self._scores: dict[str, float] = {}  # of that step, by the metrics that can rank checkpoints
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for sink in (*self._sinks, self._console):
+        for sink in (*self.sinks, self.console):
             sink.log(step, metrics)
 
     def note_update(self, batch: StepBatch, update: Update, clock: Clock, *, started: float) -> None:
@@ -93,7 +86,7 @@ class Record:
             self.log(batch.step, metrics)
             self._row = None
             groups = tuple(batch.groups)
-            self._callbacks.tell(StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=groups))
+            self.callbacks.tell(StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=groups))
 
     def log_evaluation(self, step: int, result: Evaluation, *, seconds: float) -> None:
         metrics = {**result.metrics(), "time/eval_s": seconds}
@@ -101,7 +94,7 @@ class Record:
         self.write_samples(step, "val", result.groups[:64])
         self._evaluated_step = step
         self._scores = {headline.metric: metrics[headline.metric] for headline in (ACCURACY, REWARD)}
-        self._callbacks.tell(EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result))
+        self.callbacks.tell(EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result))
 
     def write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
         directory = self._run_dir / "samples"
@@ -111,7 +104,7 @@ class Record:
     def write_token_scores(self, batch: StepBatch, samples: Sequence[Sample]) -> None:
         """What the learner says of the tokens of the first groups, before the step's update. ``samples`` are the batch's."""
         groups = batch.groups[:GROUPS]
-        rows = self._workers.learner.score(samples[: sum(len(group.completions) for group in groups)])
+        rows = self.workers.learner.score(samples[: sum(len(group.completions) for group in groups)])
         directory = self._run_dir / FOLDER
         write = partial(
             write_token_scores,
@@ -126,11 +119,11 @@ class Record:
     def save(self, batch: StepBatch) -> None:
         """Write the checkpoint of a step, or only begin to where the bytes can be written while the run goes on (``settle``
         ends it). Samples first: after a kill they are written again with the checkpoint."""
-        step, trainer = batch.step, self._config.trainer
+        step, trainer = batch.step, self.config.trainer
         self.settle()
         self.write_samples(step, "train", batch.groups[:8])
         ranking = self._ranking(step)
-        evaluates = self._workers.val is not None and is_due(step, every=trainer.eval_every, last=trainer.steps)
+        evaluates = self.workers.val is not None and is_due(step, every=trainer.eval_every, last=trainer.steps)
         state = {
             "step": step,
             "next_draw": batch.cursor.next_draw,
@@ -140,7 +133,7 @@ class Record:
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
-            goes_on = self._workers.saving.copy()
+            goes_on = self.workers.saving.copy()
             score = ranking["scores"].get(ranking["best_by"])
             write = partial(self._write, step, state=state, score=score, **ranking)
             if goes_on:
@@ -150,9 +143,9 @@ class Record:
         self.unsaved = None
 
     def _write(self, step: int, **about: Any) -> Path:
-        saving = self._workers.saving
-        path = self._store.save(step, write=saving.write, **about)
-        saving.tidy(self._store.dir, keep=self._store.places())
+        saving = self.workers.saving
+        path = self.store.save(step, write=saving.write, **about)
+        saving.tidy(self.store.dir, keep=self.store.places())
         return path
 
     def settle(self) -> None:
@@ -165,16 +158,16 @@ class Record:
 
     def _tell_saved(self, saved: Saved | None) -> None:
         if saved is not None:
-            self._callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self._num_steps, path=saved.path))
+            self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self._num_steps, path=saved.path))
 
     def add_scores(self, step: int) -> None:
         """Of a checkpoint that was saved before its evaluation."""
-        self._store.add_scores(step, **self._ranking(step))
+        self.store.add_scores(step, **self._ranking(step))
 
     def export(self, *, step: int) -> None:
         target = self._run_dir / "model"
         with self.explaining_divergence(step, lost="no model was exported"):
-            write = partial(self._workers.export, target)
+            write = partial(self.workers.export, target)
             persist(write, path=target, what="the trained model", refuse=CheckpointError)
 
     @contextmanager
@@ -186,7 +179,7 @@ class Record:
             found = next((cause for cause in causes(error) if isinstance(cause, NonFiniteError)), None)
             if found is None:
                 raise
-            newest = self._store.latest()
+            newest = self.store.latest()
             where = f"goes on from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
             raise RunError(
                 f"step {step}: {found}; {lost}, and nothing on disk is lost. Lower actor.lr, set actor.grad_clip, or look at "
@@ -200,13 +193,13 @@ class Record:
 
     def _metrics(self, batch: StepBatch, update: Update, clock: Clock) -> dict[str, float]:
         """The step's row, put together while the next rollout runs."""
-        first_reward, threshold = self._workers.scorer.names[0], self._config.eval.threshold
+        first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
         metrics = batch_metrics(batch, update.samples, clock=clock, threshold=threshold, first_reward=first_reward)
         metrics |= {f"train/{name}": value for name, value in update.metrics.items()}
         metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
         metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
         return metrics | {
-            "rollout/preemptions": float(self._workers.take_preemptions()),
+            "rollout/preemptions": float(self.workers.take_preemptions()),
             "train/tokens": float(update.num_tokens),
             "time/score_s": update.score_s,
             "time/update_s": update.update_s,

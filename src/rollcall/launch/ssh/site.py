@@ -22,11 +22,13 @@ from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import exports, shell_path
 from rollcall.launch.ssh.hosts import hosts_of
-from rollcall.launch.ssh.shell import Login, Outcome, Tell, run_on_all
+from rollcall.launch.ssh.shell import Login, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
+from rollcall.wait import on_stdout
 
 FACT = "ssh"
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +123,29 @@ def _end_of(container: Container | None) -> str | None:
         return None
     seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
     return f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # one that is gone already is fine
+
+
+def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
+    """A command of the user, on all hosts or one; prints what comes and returns what went wrong. A single word is a line of shell."""
+    site = Site.of_record(record)
+    if where != ALL and where not in site.hosts:
+        known = ", ".join(site.hosts)
+        raise LaunchError(f"{where!r} is not a host of launch {record.name!r}; use all, or one of {known}")
+    hosts = site.hosts if where == ALL else (where,)
+    line = command[0] if len(command) == 1 else shlex.join(command)
+    scripts = dict.fromkeys(hosts, site.script(*_tied(line)))
+    outcomes = site.send(scripts, tell=prefixed(hosts, write=on_stdout))
+    return [
+        f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
+        for each in outcomes
+        if not each.is_good
+    ]
+
+
+def _tied(line: str) -> list[str]:
+    """The line, ended when stdin ends: on Ctrl-C here. What it leaves in the background stays when it ends by itself."""
+    return [
+        "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
+        f"( {line}\n) </dev/null; status=$?",
+        "disown $watch; kill $watch; return $status",
+    ]
