@@ -26,6 +26,7 @@ from rollcall.launch.record import (
     find_record,
     get_record,
     held,
+    launch_token,
     named_record,
     new_record,
     own_folder,
@@ -38,7 +39,6 @@ from rollcall.launch.ssh.hosts import HOSTS, choose_hosts, claim, hosts_of
 from rollcall.launch.ssh.shell import Outcome, RemoteShell
 from rollcall.launch.ssh.site import Site
 from rollcall.launch.targets import get_target, target_names
-from rollcall.launch.token import launch_token
 from rollcall.launch.tool import ask
 from rollcall.nodes.here import Here
 from rollcall.redact import redact

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollcall.cli.config import init
-from rollcall.cli.recover import show_run
+from rollcall.cli.runs import show_run
 from rollcall.config import load_config
 from rollcall.durable.lease import hold, read_holder
 from rollcall.observe.headline import GRADED

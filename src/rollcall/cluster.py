@@ -20,23 +20,17 @@ if TYPE_CHECKING:
     from rollcall.groups.sharding import NamedSharding
     from rollcall.on_ray.connect import init_ray
 
-_HOME = {
-    "Seat": "groups.backend",
-    "WorkerDiedError": "errors",
-    "WorkerError": "errors",
-    "WorkerTimeoutError": "errors",
-    "NamedSharding": "groups.sharding",
-    "ClusterError": "errors",
-    "RayVirtualCluster": "groups.cluster",
-    "VirtualCluster": "groups.cluster",
-    "init_ray": "on_ray.connect",
-    "MultiWorkerFuture": "groups.group",
-    "RayWorkerBuilder": "groups.group",
-    "RayWorkerGroup": "groups.group",
-    "Worker": "groups.group",
-    "WorkerBuilder": "groups.group",
-    "WorkerGroup": "groups.group",
-}
+_NAMES = {
+    "errors": ("ClusterError", "WorkerDiedError", "WorkerError", "WorkerTimeoutError"),
+    "groups.backend": ("Seat",),
+    "groups.cluster": ("RayVirtualCluster", "VirtualCluster"),
+    "groups.group": (
+        "MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "Worker", "WorkerBuilder", "WorkerGroup",
+    ),
+    "groups.sharding": ("NamedSharding",),
+    "on_ray.connect": ("init_ray",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

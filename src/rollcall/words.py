@@ -74,6 +74,11 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def span(first: int, last: int) -> str:
+    """The steps of a run from one to another, in words."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def visible(text: str) -> str:
     """What others wrote, such as a model, a tool or another machine: it must not control the terminal that shows it.
 

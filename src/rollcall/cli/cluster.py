@@ -182,7 +182,7 @@ def status(
       rollcall status --cluster mine --json
     """
     if run_dir is not None:
-        from rollcall.cli.recover import show_run
+        from rollcall.cli.runs import show_run
 
         show_run(run_dir, as_json=as_json)
         return

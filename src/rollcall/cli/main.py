@@ -10,7 +10,6 @@ import typer
 
 from rollcall.cli import reported
 from rollcall.cli.cluster import check, down, here, node, status
-from rollcall.cli.compare import compare
 from rollcall.cli.config import config, init
 from rollcall.cli.data import data
 from rollcall.cli.debug import debug
@@ -22,8 +21,8 @@ from rollcall.cli.launch import launch, ssh, tunnel
 from rollcall.cli.merge import merge
 from rollcall.cli.plan import plan, simulate
 from rollcall.cli.prepare import fetch_model, prepare
-from rollcall.cli.recover import recover
 from rollcall.cli.reward import reward
+from rollcall.cli.runs import compare, recover
 from rollcall.cli.stacks import profile, stacks
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train

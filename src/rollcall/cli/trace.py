@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rollcall.cli import Json, answer
+from rollcall.cli import Json, RunDir, answer
 from rollcall.words import counted
 
 
 def trace(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")],
+    run_dir: RunDir,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("trace.json"),
     first_step: Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="First step.")] = None,
     last_step: Annotated[int | None, typer.Option("--to", metavar="STEP", min=0, help="Last step.")] = None,

@@ -1,4 +1,4 @@
-"""The workers of a group as they were last seen, and what they did: collected by whoever watches them, taken by whoever asks.
+"""The workers of a group as they were last seen, and what they did: one thread collects it, another takes it.
 
 Times of a worker are its host's monotonic clock. ``Clock`` turns them into unix time of this host. It trusts no clock of another
 host: a node tells its monotonic time in every answer, and of the last answers the one with the shortest round trip says how far

@@ -23,7 +23,7 @@ from rollcall.errors import ConfigError
 from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained
 from rollcall.observe.events import PhaseEvent, read_phases
 from rollcall.wait import say
-from rollcall.words import all_of, counted
+from rollcall.words import all_of, counted, span
 
 SET_ASIDE = "set-aside"
 
@@ -56,8 +56,9 @@ class RunReport:
             return [*lines, f"find {all_of(self.num_steps, 'step')} trained; {done}"]
         lines.append(f"start from {'the checkpoint of step ' + str(self.start_step) if self.last else 'the beginning'}")
         if self.replayed:
-            steps = _span(self.replayed)
-            lines.append(f"train {steps} again, on the groups it was trained on before, with the same result")
+            lines.append(
+                f"train {span(self.replayed[0], self.replayed[-1])} again, on the groups it was trained on before, with the same result"
+            )
         for step, count in self.groups.items():
             if step not in self.replayed:
                 missing = (self.prompts_per_step or count) - count
@@ -151,10 +152,6 @@ def _about(holder: Holder | None) -> str:
     if holder.is_here:
         return f"refuse: {holder} has the run directory and runs"
     return f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"
-
-
-def _span(steps: tuple[int, ...]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _set_aside(torn: Torn, target: Path) -> None:

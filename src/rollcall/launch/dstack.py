@@ -13,11 +13,10 @@ from pydantic import TypeAdapter
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.errors import ElsewhereError
-from rollcall.launch.record import LaunchRecord, Part
+from rollcall.launch.record import LaunchRecord, Part, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.token import launch_token
 from rollcall.launch.tool import (
     ask_json,
     check_for_tool,

@@ -12,6 +12,8 @@ import fcntl
 import getpass
 import json
 import os
+import re
+import secrets
 import shutil
 import socket
 import stat
@@ -28,11 +30,14 @@ from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.launch.errors import LaunchError, reason
 from rollcall.nodes.state import NAME
+from rollcall.redact import remember
 from rollcall.wait import say
 
 FOLDER = "ROLLCALL_LAUNCHES"
 RECORD = "launch.json"
+TOKEN_FILE = "token"
 MOST_BYTES = 16 << 20  # of a record
+_TOKEN = re.compile("[0-9a-f]{64}")  # it is a word of shell on the hosts
 _WHOLE = ConfigDict(extra="forbid", strict=True)
 State = Literal["starting", "started", "stopping"]
 
@@ -135,6 +140,20 @@ def _refuse_foreign(folder: Path) -> None:
         raise LaunchError(
             f"{folder} belongs to user {found.st_uid}, not to you; give another --name, or set {FOLDER} to a folder of yours"
         )
+
+
+def launch_token(folder: Path) -> str:
+    """Of a launch whose nodes share no folder: made once, kept beside the record, readable only by its owner."""
+    path = folder / TOKEN_FILE
+    if not path.exists():
+        write_atomic(path, secrets.token_hex(32), private=True)
+    token = read_small(path, most=1024).decode(errors="replace").strip()
+    if not _TOKEN.fullmatch(token):
+        raise LaunchError(
+            f"{path} holds no token of a launch; end the launch with `rollcall launch down {folder.name}`"
+        )
+    remember([token])
+    return token
 
 
 def find_record(name: str) -> LaunchRecord | None:

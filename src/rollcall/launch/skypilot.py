@@ -15,11 +15,10 @@ from pydantic import TypeAdapter
 
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, Part
+from rollcall.launch.record import LaunchRecord, Part, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.token import launch_token
 from rollcall.launch.tool import (
     ask,
     ask_json,

@@ -33,8 +33,8 @@ UNSAFE = re.compile(r"[\"'\\#`]")  # sbatch has its own rules for these in a scr
 OF_SLURM = (  # for a container
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 )  # fmt: skip
-# Slurm numbers the cards as a process of the job sees them, which need not be all of the node's. A container of docker is no such
-# process: it sees all of them.
+# Slurm numbers the cards as a process of the job sees them, which need not be all of the node's. A container of docker is not
+# a process of the job: it sees all of them.
 CARDS_FOR_DOCKER = '[ -z "${SLURM_STEP_GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$SLURM_STEP_GPUS"'
 GPU_OPTION = re.compile(r"--gpus|-G|--gres=(.*,)?gpu\b")
 # Options of sbatch by which a launch finds its job again, or knows how many tasks there are and when they end.

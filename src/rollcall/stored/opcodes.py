@@ -227,7 +227,7 @@ class _Machine:
     def name_of_stack(self, at: int) -> int:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise ValueError("a name that is no text")
+            raise ValueError("a name that is not a text")
         self.stack.append(self._builder.find(module, name))
         return at
 

@@ -138,7 +138,7 @@ def _member(cls: Any, name: Any) -> Thing:
 
 def _words(*parts: Any) -> str:
     if not all(isinstance(part, int) or (isinstance(part, str) and len(part) <= LONGEST_WORD) for part in parts):
-        raise ValueError("a name that is no short text")
+        raise ValueError("a name that is not a short text")
     return "/".join(str(part) for part in parts)
 
 
@@ -148,7 +148,7 @@ def _empty_dict() -> OrderedDict[Any, Any]:
 
 def _set(values: Any = ()) -> set[Any]:
     if not isinstance(values, list | tuple) or len(values) > MOST_FIELDS:
-        raise ValueError("a set of what is no short list")
+        raise ValueError("a set of something that is not a short list")
     return set(values)
 
 
@@ -200,7 +200,7 @@ class _StandIns:
     def record(self, pid: Any) -> Storage:
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, Storage):
-            raise ValueError("a record that is no storage")
+            raise ValueError("a record that is not a storage")
         if not isinstance(key, str | int):
             raise ValueError("a storage without a name")
         return Storage(key=str(key), dtype=storage.dtype)

@@ -10,12 +10,10 @@ from contextlib import ExitStack, contextmanager
 from rollcall.errors import ClusterError
 from rollcall.jobs.submit import Job, Jobs
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord
+from rollcall.launch.record import TOKEN_FILE, LaunchRecord, launch_token
 from rollcall.launch.ssh.shell import CONNECT_S
 from rollcall.launch.ssh.site import Site
 from rollcall.launch.ssh.tunnel import Tunnel, TunnelChannel
-from rollcall.launch.token import FILE as TOKEN_FILE
-from rollcall.launch.token import launch_token
 from rollcall.redact import remember
 from rollcall.view.record import FILE as PAGE_FILE
 from rollcall.view.record import parse_record

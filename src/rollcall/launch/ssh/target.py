@@ -25,7 +25,7 @@ from rollcall.jobs.paths import resolve_paths
 from rollcall.jobs.submit import new_id, to_stdout
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, Part, forget, get_record
+from rollcall.launch.record import LaunchRecord, Part, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
 from rollcall.launch.ssh.answers import OF_CHECK, OF_STATUS, last_answer
 from rollcall.launch.ssh.hosts import claim
@@ -33,7 +33,6 @@ from rollcall.launch.ssh.jobs import DASHBOARD, JOB, find_job, is_running, job_i
 from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.ssh.site import Site
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.token import launch_token
 from rollcall.launch.tool import need_tool
 from rollcall.nodes.here import Here
 from rollcall.stop import INTERRUPTED

@@ -1,4 +1,4 @@
-"""`rollcall recover` and `rollcall status RUN_DIR`: explain a run directory, without a cluster."""
+"""Verbs that read run directories, without a cluster: `rollcall recover`, `rollcall status RUN_DIR`, `rollcall compare`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from rollcall.cli import Json
-from rollcall.words import counted
+from rollcall.cli import Json, RunDir, answer
+from rollcall.words import counted, span
 
 if TYPE_CHECKING:
+    from rollcall.inspect.compare import Comparison
     from rollcall.inspect.recover import RunReport
     from rollcall.observe.events import PhaseEvent
 
@@ -21,7 +26,7 @@ STEPS_SHOWN = 3
 
 
 def recover(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory (run.dir).")],
+    run_dir: RunDir,
     repair: Annotated[
         bool, typer.Option("--repair", help="Move torn files to RUN_DIR/set-aside/. Deletes nothing.")
     ] = False,
@@ -114,9 +119,7 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
         else:
             runs.append((step, step, count))
     return [
-        f"step {first}: {counted(count, 'finished group')}"
-        if first == last
-        else f"steps {first} to {last}: {counted(count, 'finished group')} each"
+        f"{span(first, last)}: {counted(count, 'finished group')}{'' if first == last else ' each'}"
         for first, last, count in runs
     ]
 
@@ -139,3 +142,43 @@ def _show(report: RunReport) -> None:
     print("the next `rollcall train` would")
     for line in report.next():
         print(f"  - {line}")
+
+
+def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
+    """Compare two runs: settings that differ, accuracy, reward, lengths, speed.
+
+    \b
+    Examples:
+      rollcall compare runs/grpo runs/dapo
+      rollcall compare runs/grpo runs/dapo --json
+    """
+    from rollcall.inspect.compare import compare as side_by_side
+    from rollcall.inspect.run import load_run
+
+    answer(side_by_side(load_run(first), load_run(second)), _show_both, as_json=as_json)
+
+
+def _show_both(comparison: Comparison) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    settings = _table("setting", comparison)
+    for key, pair in comparison.settings.items():
+        settings.add_row(*(Text(str(value)) for value in (key, *pair)))
+    if comparison.settings:
+        console.print(settings)
+    else:
+        console.print("all settings are the same")
+    numbers = _table("number", comparison)
+    numbers.add_column("second/first", justify="right")
+    for line in comparison.lines:
+        shown = ["-" if value is None else f"{value:,.{line.digits}f}" for value in line.values]
+        numbers.add_row(line.name, *shown, "" if line.ratio is None else f"{line.ratio:.2f}")
+    console.print(numbers)
+
+
+def _table(what: str, comparison: Comparison) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(what)
+    right: Any = "right" if what == "number" else "left"
+    for name in comparison.runs:
+        table.add_column(Text(name), justify=right, overflow="fold")
+    return table
