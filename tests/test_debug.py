@@ -298,6 +298,18 @@ def test_a_list_that_a_killed_run_left_behind_shows_nobody(tmp_path: Path) -> No
     assert "nothing waits" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
 
 
+def test_what_stops_before_a_run_has_a_directory_can_be_found(run_dir: Path) -> None:
+    early = run_dir / "early"
+    with BOARD.of_run(early):
+        thread, _ = beside(lambda: add_up(5))
+        wait_for(lambda: BOARD.is_held)
+        wait_for(lambda: read_board(early))
+        assert CliRunner().invoke(app, ["debug", str(early), "--continue"]).exit_code == 0
+        thread.join(WAIT_S)
+        wait_for(lambda: not BOARD.is_held)
+    assert not early.exists()
+
+
 # Rewards, in their confined processes
 
 REWARDS = """

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class Board:
     @contextmanager
     def of_run(self, run_dir: Path) -> Iterator[None]:
         """The run whose processes post here while the block runs."""
+        was_there = run_dir.is_dir()
         with self._lock:
             self._run_dir, self._num_posted = run_dir, 0
             self._show()
@@ -102,6 +103,9 @@ class Board:
                 self._waiting.clear()
                 self._show()
                 self._run_dir = None
+            if not was_there:
+                with suppress(OSError):  # it is a run's, or was never made
+                    run_dir.rmdir()
 
     def post(self, key: str, seat: Seat, place: Mapping[str, Any] | None) -> None:
         """What a porter told of this seat. ``key`` is the process's own."""
@@ -168,7 +172,8 @@ def dump_board(waiting: Sequence[Waiting]) -> str:
 def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
     path = run_dir / FILE
     try:
-        if waiting and run_dir.is_dir():
+        if waiting:
+            run_dir.mkdir(exist_ok=True)  # a run that still reads its data, model and rewards has none
             write_atomic(path, dump_board(waiting), durable=False, private=True)
         else:
             path.unlink(missing_ok=True)
