@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, cast
 
+import cloudpickle
 import pytest
 import torch
 from runs import make_run
@@ -26,7 +28,7 @@ from rollcall.durable.lease import hold
 from rollcall.groups import reachable as module
 from rollcall.groups.profiling import ProfileError, profile_process
 from rollcall.groups.reachable import About, about_process, be_reachable, find_py_spy, reachable, reachable_here
-from rollcall.inspect.processes import find_target
+from rollcall.inspect.processes import Target, find_target
 from rollcall.inspect.profile import Format, profile_role
 from rollcall.inspect.stacks import read_stacks, threads_of
 from rollcall.observe.live import Live, read_live, write_live
@@ -165,6 +167,28 @@ def test_what_cannot_be_asked_is_refused_with_what_to_do(run_dir: Path, tmp_path
     be_reachable(About(title=""))
     result = CliRunner().invoke(app, ["stacks", str(run_dir)])
     assert result.exit_code == 1 and "no process of a run was found" in result.output
+
+
+def test_every_node_of_a_cluster_is_asked_by_a_function_that_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the calls of Ray replaced: what it would send is sent, and one node does not answer."""
+
+    def run_on(node_id: str, function: Any, *, env: Any) -> Any:
+        assert isinstance(function, FunctionType), "Ray takes nothing else"
+        return cloudpickle.loads(cloudpickle.dumps(function))()
+
+    nodes = [SimpleNamespace(rank=rank, node_id=f"id{rank}", address=f"10.0.0.{rank}") for rank in (0, 1)]
+    monkeypatch.setattr("rollcall.on_ray.connect.connect", lambda cluster, log_to_driver: None)
+    monkeypatch.setattr("rollcall.on_ray.connect.disconnect", lambda: None)
+    monkeypatch.setattr("rollcall.on_ray.members.ranked_nodes", lambda: nodes)
+    monkeypatch.setattr("rollcall.on_ray.each_node.run_on", run_on)
+    monkeypatch.setattr(
+        "rollcall.on_ray.each_node.answers_of", lambda calls, wait, to: ({0: calls[0]}, {1: "no answer after 60 s"})
+    )
+    target = Target(run="/nothing", cluster=cast(Any, "a cluster"))
+    report = read_stacks(target, native=False, timeout_s=60)
+    assert report.hosts == {"node 0 (10.0.0.0)": []} and report.failed == {"node 1 (10.0.0.1)": "no answer after 60 s"}
+    result = profile_role(target, role="actor", seconds=1, kind=Format.TORCH, out=Path("unused"))
+    assert result.files == [] and set(result.failed) == {"node 1 (10.0.0.1)"}
 
 
 # On Ray

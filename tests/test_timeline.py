@@ -6,10 +6,13 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from fuzz.directories import NUMBERS, RUBBISH
 from runs import finish, letter_rows, make_run
 from typer.testing import CliRunner
 
@@ -380,6 +383,36 @@ def test_a_run_in_one_process_leaves_a_timeline_and_a_live_file(tmp_path: Path) 
     live = read_live(config.run.dir)
     assert live is not None and live.is_over and live.processes[0].pid == os.getpid()
     assert not list(config.run.dir.glob(".tmp-*"))
+
+
+def test_files_of_strangers_do_not_end_a_reader(tmp_path: Path) -> None:
+    """Whole files, and single parts of a line, are replaced by what they should not be."""
+    two_steps(tmp_path)
+    mark = {"mark": WORKER_LOST, "at_s": 101.2, "kind": "fault", "lane": ROLLOUT, "note": "gone"}
+    write_events(tmp_path, mark)
+    one = ProcessState(lane=ROLLOUT, roles={"rollout": 0}, slots=(0,), doing="advance", since_s=106.1)
+    write_live(tmp_path, Live(time_s=108.0, host="h", is_over=False, processes=(one,), missing_nodes=(1,)))
+    whole = {name: (tmp_path / name).read_bytes() for name in ("events.jsonl", CALLS, LIVE)}
+    for name, data in whole.items():
+        for rubbish in RUBBISH:
+            (tmp_path / name).write_bytes(rubbish)
+            json.dumps(chrome_trace(read_timeline(tmp_path, first_step=1), name="x"))
+        hurt = [json.dumps(other) for row in data.splitlines()[-2:] for other in _hurt(json.loads(row))]
+        for line in Random(0).sample(hurt, 100):
+            (tmp_path / name).write_text(f"{line}\n")
+            json.dumps(chrome_trace(read_timeline(tmp_path), name="x"))
+        (tmp_path / name).write_bytes(data)
+
+
+def _hurt(value: Any) -> Iterator[Any]:
+    """The value with each of its parts replaced in turn."""
+    yield from NUMBERS
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            for other in _hurt(value[key]):
+                copy = value.copy()
+                copy[key] = other  # type: ignore[index]
+                yield copy
 
 
 # The trace

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rollcall.durable.append_file import LARGEST_COUNT, AppendFile, is_count, lines_end, parse_row
 from rollcall.durable.patience import disk_fault, persist
@@ -202,7 +202,7 @@ def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
     return PhaseEvent(phase=row["phase"], step=row["step"], start_s=row["start_s"], **rest)
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LATEST_S
 
 

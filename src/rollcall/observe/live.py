@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.observe.calls import Call
-from rollcall.observe.events import Mark
+from rollcall.observe.events import Mark, is_time
 
 LIVE = "live.json"
 CONTROLLER = "controller"  # its lane
@@ -91,6 +91,8 @@ def read_live(run_dir: Path) -> Live | None:
     try:
         with (Path(run_dir) / LIVE).open("rb") as file:
             found = json.loads(file.read(LARGEST))
+        if not is_time(found["time_s"]):
+            return None
         processes = tuple(_process(one) for one in found["processes"])
         missing = tuple(node for node in found.get("missing_nodes", ()) if isinstance(node, int))
         return Live(
@@ -115,6 +117,6 @@ def _process(row: dict[str, Any]) -> ProcessState:
         lane=str(row["lane"]),
         roles={str(role): int(rank) for role, rank in row["roles"].items()},
         slots=tuple(map(int, row["slots"])),
-        since_s=None if since is None else float(since),
+        since_s=float(since) if is_time(since) else None,
         **fields,
     )
