@@ -270,6 +270,43 @@ def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_le
     assert read_log(tmp_path, ACTOR) == ["loading", "HF_TOKEN=<redacted>"]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_controller_that_was_killed_after_its_last_look_ended_where_its_events_end(
+    tmp_path: Path, ended: bool
+) -> None:
+    write_events(
+        tmp_path,
+        phase(StepPhase.ROLLOUT, 3, 99.0, 101.3),
+        phase(StepPhase.UPDATE, 3, 101.5, 102.0 if ended else None),
+    )
+    before = ProcessState(lane=CONTROLLER, state=State.BUSY, doing="rollout of step 3", since_s=99.0)
+    write_live(tmp_path, Live(time_s=101.0, host="h", is_over=False, processes=(before,)))
+    events = Events(tmp_path)
+    Recorder(tmp_path, events=events, look=lambda last: Look(), rewards=Busy(REWARDS)).close()
+    events.close()
+    write_events(tmp_path, phase(StepPhase.UPDATE, 3, 9000.0, 9001.0))  # the resumed run, hours later
+    found = read_timeline(tmp_path)
+    assert [(span.start_s, span.end_s) for span in found.spans if span.name == StepPhase.UPDATE] == [
+        (101.5, 102.0 if ended else 101.5),
+        (9000.0, 9001.0),
+    ]
+    assert [(mark.at_s, mark.name, mark.note) for mark in found.marks] == [
+        (102.0, CONTROLLER_ENDED, "") if ended else (101.5, CONTROLLER_ENDED, "in update of step 3")
+    ]
+
+
+def test_a_controller_that_was_killed_as_it_began_ended_after_it_began(tmp_path: Path) -> None:
+    write_live(tmp_path, Live(time_s=101.0, host="h", is_over=False, processes=()))
+    write_events(tmp_path, {"mark": "attempt 1 begins", "at_s": 101.1, "kind": "note", "lane": None, "note": ""})
+    events = Events(tmp_path)
+    Recorder(tmp_path, events=events, look=lambda last: Look(), rewards=Busy(REWARDS)).close()
+    events.close()
+    assert [(mark.at_s, mark.name) for mark in read_marks(tmp_path)] == [
+        (101.1, "attempt 1 begins"),
+        (101.1, CONTROLLER_ENDED),
+    ]
+
+
 def test_a_log_is_kept_short_and_only_its_new_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "worker.out"
     path.write_bytes(b"old\n")

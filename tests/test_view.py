@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from shown_runs import (
     write_run_file,
 )
 
+from rollcall.checkpoint.run_dir import is_run
 from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
 from rollcall.observe.events import Events, Mark, MarkKind
@@ -193,6 +196,24 @@ def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monk
         Places([tmp_path / "none"])
 
 
+def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "closed", steps=1, groups=1)
+    write_run(tmp_path, "open", steps=1, groups=1)
+
+    def look(path: Path) -> bool:
+        if path.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_run(path)
+
+    monkeypatch.setattr("rollcall.view.places.is_run", look)
+    client = open_page(tmp_path)
+    assert [run["name"] for run in client.get("/api/runs").json["runs"]] == ["open"]
+    refused = PermissionError(errno.EACCES, "Permission denied", "events.jsonl")
+    monkeypatch.setattr("rollcall.view.doing.read_timeline", mock.Mock(side_effect=refused))
+    answer = client.get("/api/timeline", run=only_run(client))
+    assert (answer.status, answer.json) == (403, {"error": "events.jsonl cannot be read: Permission denied"})
+
+
 def test_curves_follow_a_live_run_and_a_resumed_one(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=4, groups=1)
     client = open_page(run_dir)
@@ -204,6 +225,11 @@ def test_curves_follow_a_live_run_and_a_resumed_one(tmp_path: Path) -> None:
 
     mark = client.get("/api/curves", run=run, names="train/loss").json["mark"]
     assert client.get("/api/curves", run=run, names="train/loss", seen=mark).json == {"mark": mark, "same": True}
+    events = Events(run_dir)
+    events.mark(Mark(BEGAN_S + 9.0, "run failed", MarkKind.FAULT, None, "out of memory"))
+    events.close()
+    answer = client.get("/api/curves", run=run, names="train/loss", seen=mark).json  # a fault without a step after it
+    assert [one["name"] for one in answer["marks"][0]] == ["run failed"]
     write_metrics(run_dir, [5], num_steps=9)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "train/rew')  # being written
@@ -551,3 +577,19 @@ def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
     assert not (run_dir / "page.json").exists()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", record.port), timeout=5)
+
+
+def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path, steps=1, groups=1)
+    page = tmp_path / "page"
+    page.write_text(
+        "#!/bin/sh\nread secret; echo '{\"port\": 9}'; while [ ! -e $3/end ]; do sleep 0.02; done; exit 3\n"
+    )
+    page.chmod(0o700)
+    monkeypatch.setattr("rollcall.view.beside.sys.executable", str(page))
+    with page_beside(run_dir, tell=lambda text: None):
+        while not (run_dir / "page.json").exists():
+            time.sleep(0.02)
+        (run_dir / "end").touch()
+        while (run_dir / "page.json").exists():
+            time.sleep(0.02)

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import shown_runs
 from commands import start
 from shown_runs import append_groups, ids_of, make_group, write_metrics, write_run
 
+from rollcall.durable.lease import hold
 from rollcall.observe.calls import Call, CallFile
 from rollcall.observe.events import Events, Mark, MarkKind
-from rollcall.observe.live import Live, ProcessState, write_live
+from rollcall.observe.live import Live, ProcessState, read_live, write_live
 from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.view.places import Places
 from rollcall.view.server import PageServer
@@ -416,6 +418,14 @@ def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(
         page.wait_for_selector(".slot.busy")
         assert len(page.query_selector_all(".slot")) == 3 and "10.0.0.2" in page.inner_text("main")
         picture(page, "view-cluster")
+        live = read_live(run_dir)
+        assert live is not None
+        write_live(run_dir, replace(live, time_s=live.time_s - 60))
+        page.wait_for_selector("text=nothing runs now")
+        assert not page.query_selector_all(".slot.busy") and "ended" in page.inner_text(".slots")
+        with hold(run_dir):  # its disk is full
+            page.wait_for_selector("text=it goes on, but this was not written since")
+            assert "not known" in page.inner_text(".slots")
 
 
 def test_addresses_can_be_kept_and_wrong_ones_say_so(page: Any, tmp_path: Path) -> None:

@@ -183,6 +183,10 @@ def marks_in(lines: Iterable[bytes]) -> list[Mark]:
     ]
 
 
+def last_phase(run_dir: Path) -> PhaseEvent | None:
+    return last_phase_in(_lines(run_dir))
+
+
 def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
     """The last that began, with its end where it has one; None: there is none among these lines."""
     rows = (parse_row(line) for line in reversed(lines))

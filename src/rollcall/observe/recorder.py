@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollcall.observe.calls import Busy, Call, CallFile
-from rollcall.observe.events import Events, Mark, MarkKind
+from rollcall.observe.events import Events, Mark, MarkKind, last_phase, read_marks
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, State, read_live, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import CONTROLLER_ENDED
@@ -69,8 +69,14 @@ class Recorder:
         with self._noting_faults():
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
+        ended_s, phase = last.time_s, last_phase(self._run_dir)
+        # Its events are newer than its last look, by a few phases if they are short.
+        if phase is not None and (phase.end_s or phase.start_s) >= ended_s:
+            doing = f"{phase.phase} of step {phase.step}" if phase.end_s is None else ""
+            ended_s = phase.end_s or phase.start_s
+        ended_s = max([ended_s, *(mark.at_s for mark in read_marks(self._run_dir)[-1:])])
         note = f"in {doing}" if doing else ""
-        self._events.mark(Mark(last.time_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
+        self._events.mark(Mark(ended_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
 
     def _record(self, *, is_over: bool) -> None:
         look, now = self._look(last=is_over), time.time()

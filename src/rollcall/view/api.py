@@ -104,7 +104,8 @@ class Api:
         runs = [self.watched(id) for id in ids]
         for run in runs:
             run.table.refresh()
-        mark = "-".join(str(run.table.version) for run in runs)
+        # A fault may come with no new row after it: it has ended the run.
+        mark = "-".join(f"{run.table.version}.{len(run.marks.all())}" for run in runs)
         if mark == ask.get("seen"):
             return {"mark": mark, "same": True}
         axis = ask.get("axis", "step")
@@ -207,7 +208,12 @@ class Api:
 
     def cluster(self, ask: QueryParams) -> Any:
         run = self.watched(_one(ask))
-        about = {"sizes": run.standing.sizes(), "checkpoints": checkpoints(run.root), "now_s": time.time()}
+        about = {
+            "state": run.standing.row()["state"],
+            "sizes": run.standing.sizes(),
+            "checkpoints": checkpoints(run.root),
+            "now_s": time.time(),
+        }
         return {**show_cluster(run.root, run.standing.config, marks=run.marks), **about}
 
 
@@ -226,6 +232,8 @@ def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response
             return as_json({"error": str(error)}, status=404)
         except (BadQuestionError, OutsideError) as error:
             return as_json({"error": str(error)}, status=400)
+        except PermissionError as error:
+            return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)
 
     return answer
 

@@ -45,6 +45,7 @@ def page_beside(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None]
                 tell(f"page           {record.address()}   (on {record.host}; works once)")
                 _keep(record, run_dir, ended=ended)
         if child.wait() and not ended.is_set():
+            (run_dir / FILE).unlink(missing_ok=True)  # it names a port that nobody listens to
             warn(f"the page of {run_dir} has ended with status {child.returncode}; the run goes on without it")
 
     ended = threading.Event()

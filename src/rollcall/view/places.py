@@ -59,7 +59,7 @@ class Places:
 
     def _look(self, path: Path) -> Iterator[Place]:
         real = Path(os.path.realpath(path))
-        if self._is_one or is_run(real):
+        if self._is_one or _is_run(real):
             yield _place(real, name=real.name)
             return
         for number, found in enumerate(_runs_below(real, depth=DEPTH)):
@@ -87,10 +87,18 @@ def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
     for name in below:
         if name.startswith("."):
             continue
-        if is_run(folder / name):
+        if _is_run(folder / name):
             yield folder / name
         elif depth > 1:
             yield from _runs_below(folder / name, depth=depth - 1)
+
+
+def _is_run(path: Path) -> bool:
+    """A directory that belongs to somebody else may be closed: it is not shown, and the others are."""
+    try:
+        return is_run(path)
+    except OSError:
+        return False
 
 
 def _place(path: Path, *, name: str) -> Place:

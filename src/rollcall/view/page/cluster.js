@@ -6,31 +6,37 @@ import { address } from "./route.js";
 
 const KIND = { busy: "good", idle: "", stopped: "warn", silent: "warn", lost: "bad" };
 
-function slot(one, worker) {
-  const state = worker ? worker.state : "";
-  return el("div", { class: `slot ${state}`, title: worker ? `${worker.lane}: ${worker.doing || worker.state}` : "no process was seen here" },
-    el("div", { class: "soft small" }, `slot ${one.slot}`),
-    el("div", { class: "roles" }, (one.roles.length ? one.roles : Object.keys(worker?.roles || {})).map((role) => el("span", { class: `role ${role}` }, role))),
-    el("div", { class: "small doing" }, worker ? shown(worker.doing || worker.state) : "not seen"));
+// What the last look says is old where the run has ended, or where its disk is full.
+function stateOf(worker, isNow, isAlive) {
+  return isNow || worker.state === "lost" ? worker.state : isAlive ? "not known" : "ended";
 }
 
-function map(answer) {
+function slot(one, worker, isNow, isAlive) {
+  const state = worker ? stateOf(worker, isNow, isAlive) : "";
+  const doing = worker ? (isNow && worker.doing) || state : "";
+  return el("div", { class: `slot ${state}`, title: worker ? `${worker.lane}: ${doing}` : "no process was seen here" },
+    el("div", { class: "soft small" }, `slot ${one.slot}`),
+    el("div", { class: "roles" }, (one.roles.length ? one.roles : Object.keys(worker?.roles || {})).map((role) => el("span", { class: `role ${role}` }, role))),
+    el("div", { class: "small doing" }, worker ? shown(doing) : "not seen"));
+}
+
+function map(answer, isNow, isAlive) {
   const of = new Map(answer.workers.map((worker) => [worker.lane, worker]));
   const missing = new Set(answer.live?.missing_nodes || []);
   const alone = answer.nodes.length === 1 && !answer.nodes[0].address;
   return el("div", { class: "nodes" }, answer.nodes.map((node) => el("section", { class: missing.has(node.node) ? "card node gone" : "card node" },
     el("div", { class: "entry-head" }, el("h3", {}, alone ? "this process" : `node ${node.node}`), el("span", { class: "soft small" }, node.address), el("span", { class: "grow" }), missing.has(node.node) ? badge("missing", "bad") : null),
-    el("div", { class: "slots" }, node.slots.map((one) => slot(one, of.get(one.lane) || (alone ? of.get("controller") : undefined)))))));
+    el("div", { class: "slots" }, node.slots.map((one) => slot(one, of.get(one.lane) || (alone ? of.get("controller") : undefined), isNow, isAlive))))));
 }
 
-function workers(answer, isNow, opened) {
+function workers(answer, isNow, isAlive, opened) {
   const rows = answer.workers.map((worker) => {
     const since = worker.since_s === null ? "" : duration(Math.max((isNow ? answer.now_s : answer.live.time_s) - worker.since_s, 0));
     const lines = worker.lines.length
       ? el("details", { open: opened.has(worker.lane), ontoggle: (event) => (event.target.open ? opened.add(worker.lane) : opened.delete(worker.lane)) }, el("summary", { class: "small" }, `last ${worker.lines.length} lines`), el("pre", { class: "log", dir: "ltr" }, worker.lines.flatMap((line) => [...shown(line), "\n"])))
       : el("span", { class: "soft small" }, worker.log ? shown(worker.log) : "");
     return el("tr", {},
-      el("td", { class: "strong" }, shown(worker.lane)), el("td", {}, badge(isNow || worker.state === "lost" ? worker.state : "ended", isNow ? KIND[worker.state] || "" : "")),
+      el("td", { class: "strong" }, shown(worker.lane)), el("td", {}, badge(stateOf(worker, isNow, isAlive), isNow ? KIND[worker.state] || "" : "")),
       el("td", {}, shown(worker.doing || "–"), worker.why ? el("div", { class: "bad-text small" }, shown(worker.why)) : null), el("td", { class: "number" }, since),
       el("td", { class: "number" }, worker.memory_bytes ? bytes(worker.memory_bytes) : "–", worker.device_bytes ? el("div", { class: "soft small" }, `${bytes(worker.device_bytes)} on its device`) : null),
       el("td", { class: "number" }, worker.num_calls ? number(worker.num_calls) : ""), el("td", { class: "number soft" }, worker.pid || ""), el("td", {}, lines));
@@ -63,14 +69,15 @@ export async function show(page, context) {
     const answer = await ask("cluster", { run }, aborter.signal);
     if (!context.current()) return;
     const isNow = answer.live !== null && !answer.live.is_over && !answer.live.is_stale;
+    const isAlive = answer.state === "running" || answer.state === "waiting";
     const said = answer.live === null
       ? "This run has not written what its processes do. The map shows where the run file places its roles."
-      : isNow ? `as of ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago, by the controller on ${answer.live.host}` : `the last word of the controller on ${answer.live.host}, ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago; nothing runs now`;
+      : isNow ? `as of ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago, by the controller on ${answer.live.host}` : `the last word of the controller on ${answer.live.host}, ${duration(Math.max(answer.now_s - answer.live.time_s, 0))} ago; ${isAlive ? "it goes on, but this was not written since" : "nothing runs now"}`;
     replace(page,
       el("div", { class: "bar" }, el("h1", {}, "Cluster"), el("span", { class: "soft" }, shown(said))),
       answer.problem ? el("p", { class: "bad-text" }, shown(answer.problem)) : null,
-      answer.nodes.length ? map(answer) : message("No placement", "The run file of this run cannot be read, so its placement is not known."),
-      answer.workers.length ? workers(answer, isNow, opened) : null,
+      answer.nodes.length ? map(answer, isNow, isAlive) : message("No placement", "The run file of this run cannot be read, so its placement is not known."),
+      answer.workers.length ? workers(answer, isNow, isAlive, opened) : null,
       el("div", { class: "three" }, disk(answer), happened(answer)));
   }
 
