@@ -35,6 +35,7 @@ from rollcall.groups.host import DEBUG_HOST, Host
 from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
 from rollcall.net.frames import frame
+from rollcall.redact import remember
 from rollcall.reward.line import DebugLine
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import Item, RewardResult
@@ -296,6 +297,24 @@ def test_a_list_that_a_killed_run_left_behind_shows_nobody(tmp_path: Path) -> No
         text = (tmp_path / FILE).read_text()
     (tmp_path / FILE).write_text(text)
     assert "nothing waits" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
+
+
+def test_the_text_of_an_exception_is_listed_without_secrets(run_dir: Path) -> None:
+    remember(["a-token-of-a-judge"])
+    place = dict(
+        file="f.py",
+        line=1,
+        function="f",
+        why="KeyError: 'a-token-of-a-judge'",
+        until=0.0,
+        address="",
+        port=1,
+        secret="s",
+    )
+    BOARD.post("one", Seat(role="reward", rank=0, node=0), place)
+    (waits,) = read_board(run_dir)
+    assert "KeyError" in waits.why and "token-of-a-judge" not in waits.why
+    BOARD.post("one", Seat(role="reward", rank=0, node=0), None)
 
 
 def test_what_stops_before_a_run_has_a_directory_can_be_found(run_dir: Path) -> None:

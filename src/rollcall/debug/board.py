@@ -18,6 +18,7 @@ from typing import Any
 
 from rollcall.debug.pause import is_paused
 from rollcall.durable.atomic import write_atomic
+from rollcall.redact import redact
 from rollcall.wait import say, warn
 from rollcall.words import visible
 
@@ -133,10 +134,8 @@ class Board:
                 node=seat.node,
                 who=str(seat),
                 since=time.time(),
-                **{
-                    name: place[name]
-                    for name in ("file", "line", "function", "why", "until", "address", "port", "secret")
-                },
+                why=redact(place["why"]),
+                **{name: place[name] for name in ("file", "line", "function", "until", "address", "port", "secret")},
             )
             self._show()
         if before is None:
