@@ -52,8 +52,8 @@ vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/se
 launchers: $(DEV)  ## SkyPilot's and dstack's own parsers read what `rollcall launch` renders; SkyPilot runs it on the lab's Slurm (scripts/setup_peers.sh .peers skypilot dstack)
 	$(BIN)/python -m pytest -q -rs -m launchers
 
-view: $(BROWSER)  ## the page in a Chromium (Debian: apt install chromium); PICTURES=docs/img writes its pictures again
-	ROLLCALL_PICTURES=$(PICTURES) $(BIN)/python -m pytest -q -rs -m view
+view: $(BROWSER)  ## the page in a Chromium (Debian: apt install chromium)
+	$(BIN)/python -m pytest -q -rs -m view
 
 bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_peers.sh first)
 	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)

@@ -297,11 +297,11 @@ def test_a_head_that_was_rebooted_is_started_again_and_its_run_goes_on(lab: Lab,
 def test_a_host_whose_disk_is_full_is_named_and_nothing_is_left(lab: Lab) -> None:
     full = lab.hosts[1]
     run = make_run(lab, "full", ["node0", "node1"], num_nodes=2)
-    assert full.run(["mount", "-o", "remount,size=4k", "/tmp"]).returncode == 0
+    assert full.run(["mount", "-n", "-o", "remount,size=4k", "/tmp"]).returncode == 0
     try:
         ended = launch(lab, "ssh", str(run))
     finally:
-        full.run(["mount", "-o", "remount,size=50%", "/tmp"])
+        full.run(["mount", "-n", "-o", "remount,size=50%", "/tmp"])
     assert ended.returncode == 1 and re.search(r"node1: .*(\n.*)*the disk of /tmp/.* of free space", ended.stderr), (
         ended.stderr
     )

@@ -1,7 +1,4 @@
-"""The page in a real Chromium: what a reader sees and does. `make view` runs these.
-
-With ``ROLLCALL_PICTURES=FOLDER`` each view leaves a picture there.
-"""
+"""The page in a real Chromium: what a reader sees and does. `make view` runs these."""
 
 from __future__ import annotations
 
@@ -105,17 +102,6 @@ def until(page: Any, is_so: str) -> None:
         page.wait_for_timeout(100)
 
 
-def picture(page: Any, name: str) -> None:
-    """Of what the view fills, at most a screen."""
-    if folder := os.environ.get("ROLLCALL_PICTURES"):
-        page.wait_for_timeout(800)
-        end = page.evaluate(
-            "Math.max(...[...document.querySelectorAll('main > *')].map(one => one.getBoundingClientRect().bottom))"
-        )
-        clip = {"x": 0, "y": 0, "width": 1360, "height": min(860, int(end) + 16)}
-        page.screenshot(path=str(Path(folder) / f"{name}.png"), clip=clip)
-
-
 def open_runs(page: Any, served: Served) -> None:
     page.goto(served.server.new_address())
     page.wait_for_selector("table.runs tbody tr")
@@ -146,7 +132,6 @@ def test_two_runs_are_listed_compared_and_overlaid(page: Any, tmp_path: Path) ->
     with Served(tmp_path) as served:
         open_runs(page, served)
         assert "60 / 60" in page.inner_text("table.runs") and "90.0 %" in page.inner_text("table.runs")
-        picture(page, "view-runs")
         for box in page.query_selector_all("table.runs input[type=checkbox]"):
             box.check()
         page.click("text=Compare 2 runs")
@@ -154,7 +139,6 @@ def test_two_runs_are_listed_compared_and_overlaid(page: Any, tmp_path: Path) ->
         assert "actor.lr" in page.inner_text("#settings") and "3e-05" in page.inner_text("#settings")
         drawn(page, "train/reward_mean")
         assert len(page.query_selector_all('[data-metric="train/reward_mean"] .scatterlayer .trace')) == 2
-        picture(page, "view-compare")
         page.click("text=all curves overlaid")
         drawn(page, "eval/accuracy")
         assert len(page.query_selector_all(".legend .dot")) == 2
@@ -203,7 +187,6 @@ def test_a_run_that_appends_is_followed_and_smoothing_log_and_zoom_work(page: An
         drawn(page, "train/reward_mean")
         assert len(page.query_selector_all('[data-metric="train/reward_mean"] .shapelayer path')) == 2  # the marks
         assert len(page.query_selector_all('[data-metric="train/reward_mean"] .scatterlayer .trace')) == 3
-        picture(page, "view-curves")
         write_metrics(run_dir, range(201, 231), num_steps=200)
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         until(page, "document.querySelector('[data-metric=\"train/reward_mean\"]').dataset.points === '230'")
@@ -268,7 +251,6 @@ def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any
         open_runs(page, served)
         go(page, "samples")
         page.wait_for_selector(".completion")
-        picture(page, "view-samples")
         page.fill("input[aria-label='Search']", "NEEDLE")
         page.press("input[aria-label='Search']", "Enter")
         until(page, "document.querySelectorAll('.entry').length === 1")
@@ -289,7 +271,6 @@ def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any
         page.wait_for_selector(".t.special")
         page.hover(".t[data-place='130']")
         assert "entropy" in page.inner_text("#numbers") and "ratio" in page.inner_text("#numbers")
-        picture(page, "view-tokens")
         go(page, "samples?prompt=row-3&sort=oldest")
         page.wait_for_selector("text=Reward of this prompt across steps")
 
@@ -413,11 +394,9 @@ def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(
         lanes = [text.text_content() for text in page.query_selector_all(".gantt .ytick text")]
         assert "rollout 1 @ node 1" in lanes and "controller" in lanes
         assert "idle" in page.inner_text("main") and "rollout 0 @ node 0" in page.inner_text("main")
-        picture(page, "view-timeline")
         go(page, "cluster")
         page.wait_for_selector(".slot.busy")
         assert len(page.query_selector_all(".slot")) == 3 and "10.0.0.2" in page.inner_text("main")
-        picture(page, "view-cluster")
         live = read_live(run_dir)
         assert live is not None
         write_live(run_dir, replace(live, time_s=live.time_s - 60))

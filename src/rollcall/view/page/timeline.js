@@ -46,7 +46,7 @@ function tables(answer) {
   const busy = new Map(answer.lanes.map((lane) => [lane, new Map()]));
   for (const [lane, , start, end, kind] of answer.spans) busy.get(lane)?.set(kind, (busy.get(lane).get(kind) || 0) + end - start);
   const kinds = Object.keys(KINDS).filter((kind) => [...busy.values()].some((own) => own.get(kind)));
-  const lanes = el("section", { class: "card scroll" }, el("h3", {}, "Where the time went"), el("table", {},
+  const lanes = el("section", { class: "card scroll wide" }, el("h3", {}, "Where the time went"), el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, "lane"), el("th", { title: "share of the time without work" }, "idle"), kinds.map((kind) => el("th", {}, kind)))),
     el("tbody", {}, answer.lanes.map((lane) => el("tr", {}, el("td", {}, shown(lane)), el("td", { class: "number" }, answer.idle[lane] === undefined ? "" : `${(100 * answer.idle[lane]).toFixed(0)} %`), kinds.map((kind) => el("td", { class: "number" }, busy.get(lane).get(kind) ? duration(busy.get(lane).get(kind)) : "")))))));
   const waited = waitedFor(answer);
@@ -56,7 +56,7 @@ function tables(answer) {
   const happened = el("section", { class: "card scroll", id: "marks" }, el("h3", {}, "Faults and recoveries"), answer.marks.length
     ? el("table", {}, el("tbody", {}, answer.marks.map((mark) => el("tr", {}, el("td", { class: "soft small" }, clock(mark.at_s)), el("td", {}, badge(mark.kind, mark.kind === "fault" ? "bad" : mark.kind === "recovery" ? "good" : "")), el("td", {}, el("b", {}, shown(mark.name)), mark.lane ? [" ", ...shown(mark.lane)] : "", mark.note ? el("div", { class: "soft small" }, shown(mark.note)) : "")))))
     : el("p", { class: "soft" }, "None in these steps."));
-  return el("div", { class: "three" }, lanes, whom, happened);
+  return el("div", { class: "three" }, lanes, happened, whom);
 }
 
 export async function show(page, context) {
