@@ -477,7 +477,9 @@ def test_a_trace_has_the_shape_that_viewers_read(tmp_path: Path) -> None:
     assert mark["ts"] == 2_000_000 and mark["s"] in ("t", "g") and json.loads(json.dumps(trace)) == trace
 
 
-def test_the_command_writes_a_trace_and_refuses_what_is_not_a_run(tmp_path: Path) -> None:
+def test_the_command_writes_a_trace_and_refuses_what_is_not_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two_steps(tmp_path)
     out = tmp_path / "trace.json"
     done = CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out), "--from", "1", "--json"])
@@ -486,6 +488,9 @@ def test_the_command_writes_a_trace_and_refuses_what_is_not_a_run(tmp_path: Path
     assert told["lanes"] == [CONTROLLER, ACTOR, ROLLOUT] and set(told["idle"]) == {ACTOR, ROLLOUT}
     assert len([e for e in json.loads(out.read_text())["traceEvents"] if e["ph"] == "X"]) == told["spans"]
     assert "idle" in CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out)]).stdout
+    monkeypatch.setattr("rollcall.cli.trace.LONG", 0)
+    long = CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out), "--json"])
+    assert "--from and --to choose some" in long.stderr and json.loads(long.stdout) == told
     for arguments in (["--from", "9"], ["--from", "3", "--to", "2"]):
         assert CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(out), *arguments]).exit_code == 1
     (tmp_path / "empty").mkdir()

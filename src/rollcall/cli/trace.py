@@ -8,7 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from rollcall.cli import Json, RunDir, answer
+from rollcall.wait import say
 from rollcall.words import counted
+
+LONG = 8 << 20  # bytes of calls; reading and writing all of them takes more than some seconds
 
 
 def trace(
@@ -28,6 +31,7 @@ def trace(
       rollcall trace runs/gsm8k --from 100 --to 110 --out slow_steps.json
     """
     from rollcall.checkpoint.run_dir import is_run
+    from rollcall.observe.calls import CALLS
     from rollcall.observe.timeline import idle_shares, read_timeline
     from rollcall.observe.trace import write_trace
 
@@ -35,6 +39,10 @@ def trace(
         raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run")
     if first_step is not None and last_step is not None and last_step < first_step:
         raise ValueError(f"--from {first_step} --to {last_step} names no step; --to is the last one")
+    calls = run_dir / CALLS
+    if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
+        size = calls.stat().st_size >> 20
+        say(f"{calls} has {size:,} MiB, so all steps take long and much memory; --from and --to choose some")
     found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
     if not found.spans:
         raise ValueError(
