@@ -76,7 +76,7 @@ class Browser:
         import gzip
 
         began = time.perf_counter()
-        data, headers = self._get(f"{path}?{urlencode(parameters)}" if parameters else path)
+        data, headers = self._get(f"{path}?{urlencode(parameters, doseq=True)}" if parameters else path)
         took = time.perf_counter() - began
         body = gzip.decompress(data) if headers.get("content-encoding") == "gzip" else data
         return (json.loads(body) if path.startswith("/api/") else body), len(data), took
@@ -137,9 +137,9 @@ def look(browser: Browser, *, pid: int) -> tuple[dict[str, Any], float]:
     note(
         "curves, all",
         ("/api/metrics", {"run": run}),
-        ("/api/curves", {"run": run, "names": ",".join(names), "points": 400}),
+        ("/api/curves", {"run": run, "name": names, "points": 400}),
     )
-    note("curves, smoothed", ("/api/curves", {"run": run, "names": ",".join(names), "points": 400, "smooth": 0.9}))
+    note("curves, smoothed", ("/api/curves", {"run": run, "name": names, "points": 400, "smooth": 0.9}))
     note("curves, no news", ("/api/runs", {}))
     began = time.perf_counter()
     first = note("samples, first look", ("/api/groups", {"run": run}))

@@ -8,11 +8,13 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +35,7 @@ from shown_runs import (
 )
 
 from rollcall.checkpoint.run_dir import is_run
+from rollcall.durable.group_record import MAGIC, stream_records
 from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
 from rollcall.observe.events import Events, Mark, MarkKind
@@ -220,15 +223,15 @@ def test_curves_follow_a_live_run_and_a_resumed_one(tmp_path: Path) -> None:
     run = only_run(client)
 
     def steps() -> list[float]:
-        answer = client.get("/api/curves", run=run, names="train/reward_mean").json
+        answer = client.get("/api/curves", run=run, name="train/reward_mean").json
         return answer["curves"]["train/reward_mean"][0]["x"]
 
-    mark = client.get("/api/curves", run=run, names="train/loss").json["mark"]
-    assert client.get("/api/curves", run=run, names="train/loss", seen=mark).json == {"mark": mark, "same": True}
+    mark = client.get("/api/curves", run=run, name="train/loss").json["mark"]
+    assert client.get("/api/curves", run=run, name="train/loss", seen=mark).json == {"mark": mark, "same": True}
     events = Events(run_dir)
     events.mark(Mark(BEGAN_S + 9.0, "run failed", MarkKind.FAULT, None, "out of memory"))
     events.close()
-    answer = client.get("/api/curves", run=run, names="train/loss", seen=mark).json  # a fault without a step after it
+    answer = client.get("/api/curves", run=run, name="train/loss", seen=mark).json  # a fault without a step after it
     assert [one["name"] for one in answer["marks"][0]] == ["run failed"]
     write_metrics(run_dir, [5], num_steps=9)
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -249,7 +252,7 @@ def test_curves_of_a_long_run_are_thinned_and_keep_their_spikes(tmp_path: Path) 
     run_dir.mkdir()
     write_metrics(run_dir, range(1, 900), num_steps=900)
     client = open_page(run_dir)
-    ask = {"run": only_run(client), "names": "train/loss", "points": 50}
+    ask = {"run": only_run(client), "name": "train/loss", "points": 50}
     whole = client.get("/api/curves", **ask).json["curves"]["train/loss"][0]
     assert whole["num"] == 899 and len(whole["x"]) <= 52
     part = client.get("/api/curves", **ask, low=100, high=120, smooth=0.9).json["curves"]["train/loss"][0]
@@ -275,9 +278,9 @@ def test_faults_are_marks_on_both_axes_of_the_curves(tmp_path: Path) -> None:
     events.close()
     client = open_page(run_dir)
     run = only_run(client)
-    (marks,) = client.get("/api/curves", run=run, names="train/loss").json["marks"]
+    (marks,) = client.get("/api/curves", run=run, name="train/loss").json["marks"]
     assert [(mark["name"], mark["kind"], mark["x"]) for mark in marks] == [("worker lost", "fault", 4.5)]
-    (marks,) = client.get("/api/curves", run=run, names="train/loss", axis="time").json["marks"]
+    (marks,) = client.get("/api/curves", run=run, name="train/loss", axis="time").json["marks"]
     assert marks[0]["x"] == BEGAN_S + 9.0
     shown = client.get("/api/timeline", run=run).json
     assert shown["lanes"][0] == "controller" and any(mark["name"] == "worker lost" for mark in shown["marks"])
@@ -593,3 +596,90 @@ def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, m
         (run_dir / "end").touch()
         while (run_dir / "page.json").exists():
             time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["live.json", "events.jsonl", "calls.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path.name, path)])
+def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_refused(tmp_path: Path, name: str, make: Any) -> None:
+    run_dir = write_run(tmp_path / "runs", steps=2)
+    (run_dir / name).unlink(missing_ok=True)
+    make(run_dir / name)
+    client = open_page(tmp_path / "runs")
+    run = only_run(client)
+    for path in ("curves", "timeline", "cluster"):
+        assert client.get(f"/api/{path}", run=run, name="train/loss").status in (200, 400)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/nowhere", path), lambda path: os.symlink("/dev/zero", path)])  # fmt: skip
+def test_something_else_in_place_of_a_lease_does_not_stop_the_page(tmp_path: Path, make: Any) -> None:
+    write_run(tmp_path / "runs", steps=2)
+    make(tmp_path / "runs" / ".run.lease-1")
+    assert len(open_page(tmp_path / "runs").get("/api/runs").json["runs"]) == 1
+
+
+def test_files_of_any_size_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path, steps=50)
+    monkeypatch.setattr("rollcall.view.grown.PIECE", 5000)
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0" * 12_000 + b"\n")
+    write_metrics(run_dir, range(51, 61), num_steps=60)
+    table = MetricsTable(run_dir)
+    table.refresh()
+    assert table.column("train/loss")[0].tolist() == list(range(1, 61))
+
+
+def test_many_names_of_metrics_take_no_more_than_their_values(tmp_path: Path) -> None:
+    rows = [json.dumps({"step": step, f"name {step}": 1.0, "x" * 1000: 1.0}) for step in range(6000)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    table = MetricsTable(tmp_path)
+    table.refresh()
+    assert len(table.names()) < 5000 and max(map(len, table.names())) < 20
+    assert sum(len(values) for _, values in table._columns.values()) < 6000 * 2
+
+
+def test_a_metric_with_a_comma_in_its_name_has_a_curve(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "runs", steps=2)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/a,b": 1.0}\n')
+    client = open_page(tmp_path / "runs")
+    found = client.get("/api/curves", run=only_run(client), name=["reward/a,b", "train/loss"]).json["curves"]
+    assert found["reward/a,b"][0]["y"] == [1.0] and found["train/loss"][0]["num"] == 2
+
+
+def test_a_number_that_no_table_holds_does_not_end_the_index(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=1, groups=1)
+    path = run_dir / "journal" / "000001.groups"
+    header = json.dumps({"step": 1, "draw": 9, "scores": [], "completions": [{"num_tokens": 10**25, "finish": "stop"}], "prompt": {"id": ""}, "worker": "", "finished_s": 1}).encode()  # fmt: skip
+    payload = struct.pack("<I", len(header)) + header
+    path.write_bytes(struct.pack("<8sQI", MAGIC, len(payload), zlib.crc32(payload)) + payload + path.read_bytes())
+    index = JournalIndex(run_dir)
+    assert index.refresh().groups == 1
+    index.close()
+
+
+def test_a_damaged_length_does_not_fill_the_memory(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "runs", steps=1)
+    path = run_dir / "journal" / "000001.groups"
+    path.write_bytes(path.read_bytes() + struct.pack("<8sQI", MAGIC, 3 << 30, 0))
+    with path.open("rb") as file:
+        # As if the file went on: the record is passed over without a look at its bytes.
+        assert len(list(stream_records(file, end=path.stat().st_size))) == 3
+        file.seek(0)
+        assert not list(stream_records(file, start=path.stat().st_size - 20, end=4 << 30))
+
+
+def test_secrets_in_events_states_and_errors_are_not_shown(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "runs", steps=2, model={"path": "https://me:hunter22@host/model"})
+    note = "MY_TOKEN=hunter22 s3://me:hunter22@host/rows"
+    events = Events(run_dir)
+    events.mark(Mark(BEGAN_S + 1.0, note, MarkKind.FAULT, note, note))
+    events.mark(Mark(BEGAN_S + 2.0, "run failed", MarkKind.FAULT, None, note))
+    events.close()
+    append_groups(run_dir, [make_group(1, 90, errors={"exact": note})])
+    worker = ProcessState(lane="rollout 0", doing=note, why=note, log=note)
+    write_live(run_dir, Live(time_s=time.time(), host="h", is_over=False, processes=(worker,)))
+    client = open_page(tmp_path / "runs")
+    run = only_run(client)
+    for path in ("runs", "difference", "curves", "timeline", "cluster", "group"):
+        answer = client.get(f"/api/{path}", run=run, name="train/loss", step=1, draw=90)
+        assert answer.status == 200 and b"hunter22" not in answer.body, path

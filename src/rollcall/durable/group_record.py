@@ -28,6 +28,7 @@ MAGIC = b"\x93RCGRP\x01\x9a"
 _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
+LARGEST_RECORD = 1 << 30  # bytes; a damaged length must not fill the memory of a reader
 _PIECE = 1 << 20  # bytes that are looked through at once for the next record
 
 # What reading raises where a record is undamaged but was written by another program.
@@ -179,7 +180,8 @@ def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tupl
     while start + HEAD_BYTES <= end:
         file.seek(start)
         magic, length, crc = _HEAD.unpack(file.read(HEAD_BYTES))
-        payload = file.read(length) if magic == MAGIC and start + HEAD_BYTES + length <= end else b""
+        is_record = magic == MAGIC and length <= LARGEST_RECORD and start + HEAD_BYTES + length <= end
+        payload = file.read(length) if is_record else b""
         if payload and zlib.crc32(payload) == crc:
             yield start, memoryview(payload)
             start += HEAD_BYTES + length

@@ -42,6 +42,7 @@ LOOK_S = 0.5  # between two looks at another's counter
 AGAIN_S = 0.02  # between two lists of files that are all gone when they are read
 SURE_S = WATCH_S / 2  # nobody else can have taken over this soon after a beat
 _WIDTH = 16  # digits of the counter
+_MOST_BYTES = 1 << 16  # of a lease file that are read
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool}
 
 
@@ -228,7 +229,9 @@ def read_holder(run_dir: Path) -> Holder | None:
 
 
 def _read(path: Path, number: int) -> Holder:
-    text = path.read_bytes()
+    # A pipe would wait for a writer, and a link may lead to anything.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        text = file.read(_MOST_BYTES)
     try:
         fields = json.loads(text)
         if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):

@@ -165,15 +165,21 @@ def _under_way(live: Live | None) -> list[tuple[str, Call]]:
 
 def _killed(phases: Sequence[Span], marks: Sequence[Mark]) -> list[Mark]:
     """A mark where a controller ended inside a phase and another went on, and none says so yet."""
-    known = [mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED]
+    known = sorted(mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED)
     found = []
     for span, following in zip(phases, phases[1:], strict=False):
         if not span.note.endswith("not ended"):
             continue
-        if not any(span.start_s <= at_s <= following.start_s for at_s in known):
+        if not _is_any(known, span.start_s, following.start_s):
             note = f"in {span.name} of step {span.step}"
             found.append(Mark(span.end_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
     return found
+
+
+def _is_any(times: Sequence[float], start_s: float, end_s: float) -> bool:
+    """Whether one of these times, which are sorted, is between two others."""
+    place = bisect.bisect_left(times, start_s)
+    return place < len(times) and times[place] <= end_s
 
 
 class _Places:
@@ -192,7 +198,8 @@ class _Places:
         """The phase that fills most of this time."""
         index = max(bisect.bisect_right(self._starts, start_s) - 1, 0)
         best, most = None, 0.0
-        for span in self.phases[index:]:
+        for place in range(index, len(self.phases)):
+            span = self.phases[place]
             if span.start_s >= end_s:
                 break
             shared = min(span.end_s, end_s) - max(span.start_s, start_s)
@@ -248,7 +255,7 @@ def _name_the_last(phases: Sequence[Span], lanes: Iterable[Sequence[Span]]) -> l
 def _waits(lane: str, spans: Sequence[Span], places: _Places, *, marks: Sequence[Mark]) -> list[Span]:
     """The pauses of a worker. While it is lost, its seat is empty."""
     lost = [mark.at_s for mark in marks if mark.lane == lane and mark.name == WORKER_LOST]
-    lost += [mark.at_s for mark in marks if mark.name in (ATTEMPT_LOST, CONTROLLER_ENDED)]
+    lost = sorted([*lost, *(mark.at_s for mark in marks if mark.name in (ATTEMPT_LOST, CONTROLLER_ENDED))])
     found = []
     reached = spans[0].end_s if spans else 0.0
     for span in spans[1:]:
@@ -258,7 +265,7 @@ def _waits(lane: str, spans: Sequence[Span], places: _Places, *, marks: Sequence
             continue
         phase = places.longest(start_s, end_s)
         step = None if phase is None else phase.step
-        if any(start_s - SHORTEST_WAIT_S <= at_s <= end_s for at_s in lost):
+        if _is_any(lost, start_s - SHORTEST_WAIT_S, end_s):
             found.append(Span(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
             continue
         note = "" if phase is None else f"during {phase.name} of step {phase.step}"

@@ -98,9 +98,9 @@ class Api:
         return {"metrics": curves.describe(sorted(names))}
 
     def curves(self, ask: QueryParams) -> Any:
-        """``names`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is
+        """Each ``name`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is
         new, the answer is short."""
-        ids, names = _runs(ask), [name for name in ask.get("names", "").split(",") if name][:MOST_CURVES]
+        ids, names = _runs(ask), ask.getlist("name")[:MOST_CURVES]
         runs = [self.watched(id) for id in ids]
         for run in runs:
             run.table.refresh()
@@ -234,6 +234,8 @@ def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response
             return as_json({"error": str(error)}, status=400)
         except PermissionError as error:
             return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)
+        except OSError as error:
+            return as_json({"error": f"a file of this run cannot be read: {error.strerror}"}, status=500)
 
     return answer
 

@@ -11,16 +11,18 @@ from rollcall.errors import PlacementError
 from rollcall.observe.live import LIVE, Live, ProcessState, read_live
 from rollcall.observe.logs import LOGS, log_path, read_log
 from rollcall.plan.placement import plan_for
+from rollcall.redact import redact
 from rollcall.view.doing import Marks, recent_marks
-from rollcall.view.inside import inside
+from rollcall.view.inside import regular
 from rollcall.words import ranges
 
 LINES = 12  # of each worker
 MOST_WORKERS = 512
+LONGEST_TEXT = 2000  # characters that a worker says of itself
 
 
 def show_cluster(root: Path, config: Config | None, *, marks: Marks) -> dict[str, Any]:
-    inside(root, LIVE)
+    regular(root, LIVE)
     live = read_live(root)
     problem = ""
     try:
@@ -59,7 +61,7 @@ def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
 
 
 def _worker(root: Path, one: ProcessState, live: Live) -> dict[str, Any]:
-    inside(root, LOGS, log_path(root, one.lane).name)
+    regular(root, LOGS, log_path(root, one.lane).name)
     return {
         "lane": one.lane,
         "roles": dict(one.roles),
@@ -69,13 +71,13 @@ def _worker(root: Path, one: ProcessState, live: Live) -> dict[str, Any]:
         "slots_text": ranges(one.slots),
         "pid": one.pid,
         "state": one.state,
-        "doing": one.doing,
+        "doing": redact(one.doing[:LONGEST_TEXT]),
         "since_s": one.since_s,
         "num_calls": one.num_calls,
         "memory_bytes": one.memory_bytes,
         "device_bytes": one.device_bytes,
-        "why": one.why,
-        "log": one.log,
+        "why": redact(one.why[:LONGEST_TEXT]),
+        "log": redact(one.log[:LONGEST_TEXT]),
         "lines": read_log(root, one.lane, lines=LINES),
     }
 

@@ -12,12 +12,15 @@ from rollcall.observe.calls import CALLS
 from rollcall.observe.events import EVENTS, Mark, MarkKind, marks_in
 from rollcall.observe.live import LIVE
 from rollcall.observe.timeline import Span, idle_shares, read_timeline
+from rollcall.redact import redact
 from rollcall.view.grown import GrownFile
-from rollcall.view.inside import inside
+from rollcall.view.inside import regular
 from rollcall.view.metrics_table import MetricsTable
 
 MOST_SPANS = 5000  # in one picture
+MOST_LANES = 600
 MOST_MARKS = 300
+LONGEST_TEXT = 500  # characters of a mark
 STEPS_SHOWN = 8  # the last ones, where nobody asks for others
 
 
@@ -30,14 +33,15 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     if first_step is None and last_step is None:
         first_step = max(newest + 2 - STEPS_SHOWN, 0)
     found = read_timeline(root, first_step=first_step, last_step=last_step)
-    spans = sorted(found.spans, key=lambda span: span.start_s - span.end_s)
-    left_out = max(len(spans) - MOST_SPANS, 0)
+    lanes = dict.fromkeys(found.lanes[:MOST_LANES])
+    spans = sorted((span for span in found.spans if span.lane in lanes), key=lambda span: span.start_s - span.end_s)
+    left_out = max(len(found.spans) - MOST_SPANS, len(found.spans) - len(spans))
     spans = sorted(spans[:MOST_SPANS], key=lambda span: span.start_s)
     return {
-        "lanes": list(found.lanes),
+        "lanes": list(lanes),
         "spans": [_show_span(span) for span in spans],
         "marks": [_show_mark(mark) for mark in found.marks[:MOST_MARKS]],
-        "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items()},
+        "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items() if lane in lanes},
         "left_out": left_out,
         "first": first_step,
         "last": last_step,
@@ -46,11 +50,22 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
 
 
 def _show_span(span: Span) -> list[Any]:
-    return [span.lane, span.name, round(span.start_s, 3), round(span.end_s, 3), span.kind, span.step, span.note]
+    return [span.lane, span.name, round(span.start_s, 3), round(span.end_s, 3), span.kind, span.step, _brief(span.note)]
 
 
 def _show_mark(mark: Mark) -> dict[str, Any]:
-    return {"at_s": mark.at_s, "name": mark.name, "kind": mark.kind, "lane": mark.lane, "note": mark.note[:500]}
+    lane = None if mark.lane is None else _brief(mark.lane)
+    return {
+        "at_s": mark.at_s,
+        "name": _brief(mark.name),
+        "kind": mark.kind[:20],
+        "lane": lane,
+        "note": _brief(mark.note),
+    }
+
+
+def _brief(text: str) -> str:
+    return redact(text[: 4 * LONGEST_TEXT])[:LONGEST_TEXT]
 
 
 class Marks:
@@ -63,10 +78,10 @@ class Marks:
 
     def all(self) -> list[Mark]:
         with self._lock:
-            again, lines = self._file.new_lines()
-            if again:
-                self._found = []
-            self._found += marks_in(lines)
+            for again, lines in self._file.pieces():
+                if again:
+                    self._found = []
+                self._found += marks_in(lines)
             return list(self._found)
 
 
@@ -84,9 +99,9 @@ def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str
 
 
 def _only_inside(root: Path) -> None:
-    """What is read below by its name must not be a link that leads elsewhere."""
+    """What is read below by its name must not be a link that leads elsewhere, or a pipe."""
     for name in (EVENTS, CALLS, LIVE):
-        inside(root, name)
+        regular(root, name)
 
 
 def recent_marks(marks: Marks, *, most: int = 12) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import numpy as np
 from rollcall.algo.shaping import group_advantages
 from rollcall.config import Config
 from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
+from rollcall.redact import redact
 from rollcall.types import Completion, Group
 from rollcall.view.inside import OutsideError, open_inside
 from rollcall.view.journal_index import FOLDER, JournalIndex, Row
@@ -206,7 +207,7 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
         "finish": completion.finish.value,
         "reward": score.value,
         "parts": score.parts,
-        "errors": {name: str(why)[:2000] for name, why in score.errors.items()},
+        "errors": {name: redact(str(why)[:8000])[:2000] for name, why in score.errors.items()},
         "logprob": float(chosen.mean()) if len(chosen) else None,
         "versions": sorted({segment.version for segment in completion.segments}),
         "masked": int(np.count_nonzero(~completion.mask)),

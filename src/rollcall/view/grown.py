@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rollcall.view.inside import OutsideError, open_inside
+
+PIECE = 16 << 20  # bytes in memory at once
+READ_S = 2.0
 
 
 class GrownFile:
@@ -15,6 +20,15 @@ class GrownFile:
         self._root, self._names = root, names
         self._file: tuple[int, int] | None = None  # device and inode
         self._read = 0  # bytes
+        self._is_behind = False
+
+    def pieces(self) -> Iterator[tuple[bool, list[bytes]]]:
+        """What ``new_lines`` gives, again and again until all is read. Of a file that takes long the rest comes with the next
+        question."""
+        until = time.monotonic() + READ_S
+        yield self.new_lines()
+        while self._is_behind and time.monotonic() < until:
+            yield self.new_lines()
 
     def new_lines(self) -> tuple[bool, list[bytes]]:
         """Whether all that was read before is void, and the whole lines since then."""
@@ -25,10 +39,12 @@ class GrownFile:
                 if again:
                     self._file, self._read = (about.st_dev, about.st_ino), 0
                 file.seek(self._read)
-                data = file.read(about.st_size - self._read)
+                data = file.read(min(about.st_size - self._read, PIECE))
         except (OSError, OutsideError):
-            gone, self._file, self._read = self._file is not None, None, 0
+            gone, self._file, self._read, self._is_behind = self._file is not None, None, 0, False
             return gone, []
-        whole = data.rfind(b"\n") + 1
+        # A line that is longer than a piece is none of ours: it is passed over, and the rest of it cannot be read as a row.
+        whole = len(data) if len(data) == PIECE and b"\n" not in data else data.rfind(b"\n") + 1
         self._read += whole
+        self._is_behind = whole > 0 and len(data) == PIECE
         return again, [line for line in data[:whole].split(b"\n") if line]

@@ -29,15 +29,7 @@ def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]
         if wanted and not any(wanted in text.casefold() for text in texts.values()):
             continue
         numbers = {name: _number(row.get(name)) for name in ("reward", "num_tokens")}
-        rows.append(
-            {
-                **texts,
-                **numbers,
-                "finish": _text(row.get("finish")),
-                "parts": row.get("parts"),
-                "errors": row.get("errors"),
-            }
-        )
+        rows.append({**texts, **numbers, "finish": _text(row.get("finish"))})
         if len(rows) == MOST_ROWS:
             break
     return rows

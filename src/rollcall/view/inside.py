@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 64 << 20  # of a small file that is read as a whole
+DEEPEST = 30  # folders in each other, of a folder whose size is asked for
 
 
 class OutsideError(ValueError):
@@ -25,13 +26,37 @@ def inside(root: Path, *names: str) -> Path:
     return real
 
 
+def regular(root: Path, *names: str) -> Path:
+    """The path of ``names`` below ``root``, which may be missing; refused if it is a link, a pipe, a folder or a device."""
+    path = inside(root, *names)
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return path
+    if not stat.S_ISREG(mode):
+        raise OutsideError(f"{path.name} is not a regular file, so it is not read")
+    return path
+
+
 def open_inside(root: Path, *names: str) -> BinaryIO:
     """A regular file below ``root``, open for reading. A pipe or a device is refused before it is opened."""
-    path = inside(root, *names)
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    path = regular(root, *names)
+    # No part has a link left in it. Each is opened from the one before: a link that appears since then is not followed.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    at = os.open(root, flags | os.O_DIRECTORY)
+    try:
+        *folders, last = path.relative_to(root).parts
+        for part in folders:
+            below = os.open(part, flags | os.O_DIRECTORY, dir_fd=at)
+            os.close(at)
+            at = below
+        file = os.fdopen(os.open(last, flags | os.O_NONBLOCK, dir_fd=at), "rb")
+    finally:
+        os.close(at)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OutsideError(f"{path.name} is not a regular file, so it is not read")
-    # The last part has no link left in it: one that appears since then is not followed.
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+    return file
 
 
 def read_inside(root: Path, *names: str, most: int = MOST_BYTES) -> bytes | None:
@@ -63,10 +88,15 @@ def entries(root: Path, *names: str) -> Iterator[os.DirEntry[str]]:
 
 def size_of(root: Path, *names: str) -> int:
     """Bytes of all files below a folder, links not followed."""
-    total = 0
-    for entry in entries(root, *names):
-        try:
-            total += size_of(root, *names, entry.name) if entry.is_dir() else entry.stat().st_size
-        except OSError:
-            continue  # removed since the folder was listed
+    total, folders = 0, [names]
+    while folders:
+        at = folders.pop()
+        for entry in entries(root, *at):
+            try:
+                if not entry.is_dir():
+                    total += entry.stat().st_size
+                elif len(at) < DEEPEST:
+                    folders.append((*at, entry.name))
+            except OSError:
+                continue  # removed since the folder was listed
     return total

@@ -304,8 +304,8 @@ def _row(payload: memoryview, *, start: int) -> tuple[tuple[Any, ...], bool] | N
         at, length = header_span(payload)
         step, draw = header["step"], header["draw"]
         rewards = [float(score["value"]) for score in header["scores"]]
-        counts = [int(row["num_tokens"]) for row in header["completions"]]
-        if not is_count(step) or not is_count(draw):
+        counts = [row["num_tokens"] for row in header["completions"]]
+        if not all(map(is_count, (step, draw, *counts))):
             return None
         row = (
             step,

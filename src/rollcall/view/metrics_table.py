@@ -16,6 +16,7 @@ from rollcall.durable.append_file import LARGEST_COUNT, is_count, parse_row
 from rollcall.view.grown import GrownFile
 
 FILE = "metrics.jsonl"
+MOST_NAMES, LONGEST_NAME = 5000, 300  # others are left out
 Column = NDArray[np.float64]
 
 
@@ -41,41 +42,49 @@ class MetricsTable:
 
     def _forget(self) -> None:
         self._row_of: dict[int, int] = {}  # step -> row
-        self._columns: dict[str, array[float]] = {}
+        self._columns: dict[
+            str, tuple[array[int], array[float]]
+        ] = {}  # name -> rows that have it, and its values there
 
     def refresh(self) -> None:
         with self._lock:
-            again, lines = self._file.new_lines()
-            if again:
-                self._forget()
-                self.version += 1
-            rows = [row for row in _parsed(lines) if is_count(row.get("step"))]
-            if rows:
-                self._add(rows)
+            for again, lines in self._file.pieces():
+                if again:
+                    self._forget()
+                    self.version += 1
+                rows = [row for row in _parsed(lines) if is_count(row.get("step"))]
+                self.version += len(rows)
+                for row in rows:
+                    self._add(row)
 
-    def _add(self, rows: list[dict[str, Any]]) -> None:
-        """Column by column: a long run has half a million values."""
-        self.version += len(rows)
-        places = [self._row_of.setdefault(row["step"], len(self._row_of)) for row in rows]
-        for name in dict.fromkeys(name for row in rows for name in row):
-            column = self._columns.setdefault(name, array("d"))
-            column.extend([math.nan] * (len(self._row_of) - len(column)))
-            for place, row in zip(places, rows, strict=True):
-                value = row.get(name)
-                if type(value) is float or (type(value) is int and abs(value) < LARGEST_COUNT):
-                    column[place] = value
+    def _add(self, row: dict[str, Any]) -> None:
+        place = self._row_of.setdefault(row["step"], len(self._row_of))
+        for name, value in row.items():
+            if type(value) is float or (type(value) is int and abs(value) < LARGEST_COUNT):
+                column = self._columns.get(name)
+                if column is None:
+                    if len(self._columns) >= MOST_NAMES or len(name) > LONGEST_NAME:
+                        continue
+                    column = self._columns[name] = array("q"), array("d")
+                column[0].append(place)
+                column[1].append(value)
 
     def names(self) -> list[str]:
         with self._lock:
             return [name for name in self._columns if name not in ("step", "time")]
 
+    def _values(self, name: str) -> Column:
+        """One for each row, not a number where a row does not have it. The last of a step counts."""
+        values = np.full(len(self._row_of), math.nan)
+        if name in self._columns:
+            places, found = self._columns[name]
+            values[np.array(places)] = np.array(found)
+        return values
+
     def column(self, name: str) -> tuple[Column, Column, Column]:
         """Steps, times and values of the rows that have it, by step."""
         with self._lock:
-            values = np.array(self._columns.get(name, ()), dtype=np.float64)
-            steps = np.array(self._columns.get("step", ()), dtype=np.float64)[: len(values)]
-            times = np.array(self._columns.get("time", ()), dtype=np.float64)[: len(values)]
-        times = np.pad(times, (0, len(values) - len(times)), constant_values=math.nan)
+            values, steps, times = (self._values(each) for each in (name, "step", "time"))
         there = np.flatnonzero(np.isfinite(values) & np.isfinite(steps))
         order = there[np.argsort(steps[there], kind="stable")]
         return steps[order], times[order], values[order]

@@ -25,6 +25,7 @@ from rollcall.view.metrics_table import MetricsTable
 RUN_FILE = "run.yaml"
 END_BYTES = 1 << 16  # of the events: enough for the last phases
 SIZES_EVERY_S = 30.0
+LONGEST_TEXT = 2000  # characters of a state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class Standing:
             left_s = statistics.fmean(recent) * (num_steps - step)
         return {
             "state": state.word,
-            "text": state.text,
+            "text": redact(state.text[:LONGEST_TEXT]),
             "step": step,
             "steps": num_steps,
             "headline": headline.words,
@@ -135,7 +136,7 @@ class Standing:
             "began_s": float(all_times[0]) if len(all_times) else None,
             "moved_s": self._moved_s(),
             "left_s": left_s,
-            "model": str(config.model.path) if config else None,
+            "model": redact(str(config.model.path)) if config else None,
             "algorithm": config.algorithm.name if config else None,
             "version": table.version,
         }
@@ -160,8 +161,14 @@ class Standing:
             return None
         return last_phase_in(lines)
 
+    def _holder(self) -> Holder | None:
+        try:
+            return read_holder(self._root)
+        except OSError:  # something else has the name of a lease
+            return None
+
     def _state(self, *, step: int, num_steps: int | None) -> State:
-        holder = read_holder(self._root)
+        holder = self._holder()
         alive, phase = self._pulse.is_alive(holder), self.last_phase()
         mark = next(reversed(self._marks.all()), None)
         if alive and mark is not None and mark.name == ATTEMPT_LOST:

@@ -19,10 +19,10 @@ class Trained:
     def step_of(self, draw: int) -> int | None:
         """None: no step has trained on it yet."""
         with self._lock:
-            again, lines = self._file.new_lines()
-            if again:
-                self._step_of = {}
-            for row in map(parse_row, lines):
-                if row is not None and is_trained_row(row):
-                    self._step_of.update(dict.fromkeys(row["draws"], row["step"]))
+            for again, lines in self._file.pieces():
+                if again:
+                    self._step_of = {}
+                for row in map(parse_row, lines):
+                    if row is not None and is_trained_row(row):
+                        self._step_of.update(dict.fromkeys(row["draws"], row["step"]))
             return self._step_of.get(draw)

@@ -7,6 +7,7 @@ import { address, changed, go, note } from "./route.js";
 
 const POINTS = 400;
 const MANY_POINTS = 2000;
+const TOGETHER = 40; // metrics in one question
 
 function traces(name, answer, names, settings) {
   const found = [];
@@ -15,7 +16,7 @@ function traces(name, answer, names, settings) {
     const single = curve.x.length < 2;
     const line = { color: colour(place), width: 1.6 };
     const about = { x, type: "scatter", mode: single || curve.num <= 40 ? "lines+markers" : "lines", name: plain(names[place]), marker: { size: single ? 8 : 4, color: colour(place) } };
-    const hover = { hovertemplate: `%{y:.5g}<extra>${plain(names[place])}</extra>` };
+    const hover = { meta: plain(names[place]), hovertemplate: "%{y:.5g}<extra>%{meta}</extra>" };
     if (curve.even) {
       found.push({ ...about, y: curve.y, mode: "lines", line: { color: faint(colour(place)), width: 1 }, hoverinfo: "skip" });
       found.push({ ...about, y: curve.even, line, ...hover });
@@ -54,7 +55,7 @@ class Chart {
       : el("a", { href: address("curves", { ...context.kept(), run: context.ids, one: metric.name }), class: "small", title: "show this metric alone" }, "enlarge");
     this.value = el("span", { class: "value" });
     this.box = el("section", { class: large ? "card chart wide" : "card chart", "data-metric": metric.name },
-      el("div", { class: "chart-head" }, el("h3", { title: metric.meaning }, metric.name), el("span", { class: "soft small" }, metric.unit), el("span", { class: "grow" }), this.value, link),
+      el("div", { class: "chart-head" }, el("h3", { title: metric.meaning }, shown(metric.name)), el("span", { class: "soft small" }, metric.unit), el("span", { class: "grow" }), this.value, link),
       this.place);
     this.large = large;
     this.drawn = false;
@@ -117,15 +118,20 @@ export class Section {
     try {
       const { settings, ids } = this.context;
       const key = JSON.stringify([settings.smooth, settings.axis, settings.low, settings.high, settings.log]);
-      const answer = await ask("curves", {
-        run: ids, names: this.metrics.map((metric) => metric.name).join(","), axis: settings.axis,
-        points: this.large || settings.low !== null ? MANY_POINTS : POINTS, smooth: settings.smooth || null, low: settings.low, high: settings.high,
-        seen: key === this.key ? this.seen : null,
-      }, this.context.signal);
-      if (answer.same) return;
-      this.seen = answer.mark;
+      let mark = null;
+      for (let first = 0; first < this.charts.length; first += TOGETHER) {
+        const charts = this.charts.slice(first, first + TOGETHER);
+        const answer = await ask("curves", {
+          run: ids, name: charts.map((chart) => chart.metric.name), axis: settings.axis,
+          points: this.large || settings.low !== null ? MANY_POINTS : POINTS, smooth: settings.smooth || null, low: settings.low, high: settings.high,
+          seen: key === this.key ? this.seen : null,
+        }, this.context.signal);
+        mark ??= answer.mark; // of the first: what is new since then is asked for again
+        if (answer.same) continue;
+        for (const chart of charts) chart.draw(answer.curves[chart.metric.name], answer.marks);
+      }
+      this.seen = mark;
       this.key = key;
-      for (const chart of this.charts) chart.draw(answer.curves[chart.metric.name], answer.marks);
     } finally {
       this.busy = false;
     }
