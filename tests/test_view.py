@@ -35,7 +35,7 @@ from shown_runs import (
 )
 
 from rollcall.checkpoint.run_dir import is_run
-from rollcall.durable.group_record import MAGIC, stream_records
+from rollcall.durable.group_record import MAGIC, encode, stream_records
 from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
 from rollcall.observe.events import Events, Mark, MarkKind
@@ -46,6 +46,7 @@ from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.types import FinishReason
 from rollcall.view.beside import page_beside
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
+from rollcall.view.grown import GrownFile
 from rollcall.view.journal_index import JournalIndex
 from rollcall.view.keys import OPEN, Keys
 from rollcall.view.metrics_table import MetricsTable
@@ -406,6 +407,26 @@ def test_the_index_is_kept_grows_with_the_journal_and_starts_over_with_another(t
     repaired = JournalIndex(run_dir)
     assert repaired.refresh().groups == 1
     repaired.close()
+
+
+def test_a_run_that_began_again_under_the_numbers_of_its_old_files_is_read_again(tmp_path: Path) -> None:
+    """A file that was removed leaves its number to the next. Here the new bytes are written into the old file."""
+    run_dir = write_run(tmp_path, "old", steps=1, groups=1)
+    other = write_run(tmp_path, "new", steps=3, groups=4)
+    index, metrics = JournalIndex(run_dir), GrownFile(run_dir, "metrics.jsonl")
+    index.refresh()
+    before = metrics.new_lines()[1]
+    for name, new in (
+        ("journal/000001.groups", encode(make_group(1, 0, rewards=(9.0, 9.0)))),
+        ("metrics.jsonl", b'{"time": 1.0}\n'),
+    ):
+        (run_dir / name).write_bytes(new + (other / name).read_bytes())
+    index.refresh()
+    row = index.get(step=1, draw=0)
+    assert row is not None and row.reward == 9.0
+    index.close()
+    again, after = metrics.new_lines()
+    assert again and len(after) > len(before) and metrics.new_lines() == (False, [])
 
 
 def test_damaged_and_foreign_records_are_passed_over(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from rollcall.view.inside import OutsideError, open_inside
 
 PIECE = 16 << 20  # bytes in memory at once
 READ_S = 2.0
+HEAD = 256  # bytes; a new file may get the number of one that was removed, but does not begin like it
 
 
 class GrownFile:
@@ -19,6 +20,7 @@ class GrownFile:
     def __init__(self, root: Path, *names: str) -> None:
         self._root, self._names = root, names
         self._file: tuple[int, int] | None = None  # device and inode
+        self._head = b""
         self._read = 0  # bytes
         self._is_behind = False
 
@@ -35,9 +37,12 @@ class GrownFile:
         try:
             with open_inside(self._root, *self._names) as file:
                 about = os.fstat(file.fileno())
+                head = file.read(HEAD)
                 again = (about.st_dev, about.st_ino) != self._file or about.st_size < self._read
+                again = again or not head.startswith(self._head)
                 if again:
                     self._file, self._read = (about.st_dev, about.st_ino), 0
+                self._head = head[: head.rfind(b"\n") + 1]  # whole lines: the last may still grow
                 file.seek(self._read)
                 data = file.read(min(about.st_size - self._read, PIECE))
         except (OSError, OutsideError):

@@ -10,7 +10,6 @@ a longer pause, so that a page beside a run costs little.
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollcall.durable.append_file import is_count
 from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
@@ -29,12 +28,12 @@ from rollcall.wait import warn
 
 FOLDER = "journal"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
-_SCHEMA = 3  # another number: the table is made again
+_SCHEMA = 4  # another number: the table is made again
 _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20  # a refresh takes at most a twentieth of the time
 _COMMIT_EVERY_S = 0.5
 _TABLES = """
-create table if not exists files (name text primary key, inode integer, end integer);
+create table if not exists files (name text primary key, inode integer, changed_ns integer, end integer, head blob);
 create table if not exists groups (
     step integer, draw integer, start integer, header integer, header_bytes integer, prompt text, completions integer, tokens integer,
     reward real, lowest real, highest real, truncated integer, failed integer, worker text, finished_s real,
@@ -60,6 +59,14 @@ FILTERS = {
     "zero": "highest = lowest and completions > 1",
     "mixed": "highest > lowest",
 }
+
+
+class _Known(NamedTuple):
+    """A file of the journal as it was read."""
+
+    about: tuple[int, int, int]  # its number, when it was written (ns), its size
+    end: int  # of its last record
+    head: bytes  # of its first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class JournalIndex:
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._known: dict[str, tuple[int, int, int]] = {}  # file -> inode, size, end
+        self._known: dict[str, _Known] = {}
         self._progress = Progress(files=0, total=0, groups=self._count())
 
     def _open(self) -> sqlite3.Connection:
@@ -166,31 +173,34 @@ class JournalIndex:
         found = {entry.name: entry for entry in entries(self._root, FOLDER) if _STEP_FILE.fullmatch(entry.name)}
         if not self._known:
             with self._lock:
-                rows = self._db.execute("select name, inode, end from files").fetchall()
+                rows = self._db.execute("select name, inode, changed_ns, end, head from files").fetchall()
             # A file that was whole when it was read ended where its last record did.
-            self._known = {name: (inode, end, end) for name, inode, end in rows}
+            self._known = {
+                name: _Known((inode, changed_ns, end), end, head) for name, inode, changed_ns, end, head in rows
+            }
         for name in self._known.keys() - found.keys():
             self._drop(name)
             del self._known[name]
-        sizes: dict[str, os.stat_result] = {}
+        seen: dict[str, tuple[int, int, int]] = {}
         for name, entry in found.items():
             try:
-                sizes[name] = entry.stat()
+                about = entry.stat()
             except OSError:
                 continue
-        due = [name for name, about in sizes.items() if (about.st_ino, about.st_size) != self._known.get(name, ())[:2]]
+            seen[name] = (about.st_ino, about.st_mtime_ns, about.st_size)
+        due = [name for name, about in seen.items() if name not in self._known or self._known[name].about != about]
         # The newest first: that is what people look at while an old journal is read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
-        self._progress = Progress(files=len(sizes) - len(due), total=len(sizes), groups=self._count())
+        self._progress = Progress(files=len(seen) - len(due), total=len(seen), groups=self._count())
         with self._batches() as commit_if_due:
             for number, name in enumerate(due, start=1):
                 if self._closed:
                     return self._progress
-                self._index(name, inode=sizes[name].st_ino, size=sizes[name].st_size)
+                self._index(name, about=seen[name])
                 if commit_if_due():
-                    done = len(sizes) - len(due) + number
-                    self._progress = Progress(files=done, total=len(sizes), groups=self._count())
-        self._progress = Progress(files=len(sizes), total=len(sizes), groups=self._count())
+                    done = len(seen) - len(due) + number
+                    self._progress = Progress(files=done, total=len(seen), groups=self._count())
+        self._progress = Progress(files=len(seen), total=len(seen), groups=self._count())
         return self._progress
 
     @contextmanager
@@ -212,14 +222,18 @@ class JournalIndex:
             with self._lock:
                 self._db.commit()
 
-    def _index(self, name: str, *, inode: int, size: int) -> None:
-        before = self._known.get(name)
-        end = before[2] if before is not None and before[0] == inode and before[2] <= size else 0
-        if end == 0:
-            self._drop(name)
+    def _index(self, name: str, *, about: tuple[int, int, int]) -> None:
+        (inode, changed_ns, size), before = about, self._known.get(name)
+        end, head = 0, b""
         rows, again = [], []
         try:
             with open_inside(self._root, FOLDER, name) as file:
+                head = file.read(HEAD_BYTES)
+                # A new file may have the number of one that was removed. Its first record has another checksum.
+                if before is not None and before.about[0] == inode and before.head == head:
+                    end = before.end if before.end <= size else 0
+                if end == 0:
+                    self._drop(name)
                 for start, payload in stream_records(file, start=end, end=size):
                     row = _row(payload, start=start)
                     end = start + HEAD_BYTES + len(payload)
@@ -234,8 +248,10 @@ class JournalIndex:
             # The first record of a draw counts, unless its group was scored again.
             self._db.executemany(f"insert or ignore into groups values ({marks})", rows)
             self._db.executemany(f"insert or replace into groups values ({marks})", again)
-            self._db.execute("insert or replace into files values (?, ?, ?)", (name, inode, end))
-        self._known[name] = (inode, size, end)
+            self._db.execute(
+                "insert or replace into files values (?, ?, ?, ?, ?)", (name, inode, changed_ns, end, head)
+            )
+        self._known[name] = _Known(about, end, head)
 
     def _drop(self, name: str) -> None:
         with self._lock:
