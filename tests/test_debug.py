@@ -599,8 +599,11 @@ def test_the_host_of_a_worker_says_in_its_pulse_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(here, "_served", replace(here._served))
     monkeypatch.setenv(here.POST_MORTEM, "1")
+    env = {"RANK": "1", DEBUG_HOST: "127.0.0.1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)  # as the host does, and taken back at the end
     host = Host("actor rank 1")
-    host.start({"RANK": "1", DEBUG_HOST: "127.0.0.1"}, Stopping, fails=fails)
+    host.start(env, Stopping, fails=fails)
     thread, results = beside(lambda: _outcome(lambda: host.call("update", (), 21)))
     stop = dict(wait_for(lambda: look_at(host).stop))
     assert stop.pop("until") > time.time()
