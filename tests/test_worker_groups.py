@@ -81,7 +81,7 @@ def on_ray(ray_cluster: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[Callable[[str], WorkerGroup]]:
+def groups(ray_cluster: None) -> Iterator[Callable[[str], WorkerGroup]]:
     """For each backend a group of two workers on each of two nodes, for tests that leave it as it is."""
     made: dict[str, WorkerGroup] = {}
 
