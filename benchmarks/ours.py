@@ -20,7 +20,7 @@ from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
-from rollcall.observe.calls import Busy
+from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
 from rollcall.observe.live import REWARDS
@@ -119,7 +119,7 @@ def one_node(folder: Path) -> Iterator[None]:
 
 def run_steps(config: Config, workers: Workers) -> Recorder:
     """The training loop, journal and rewards included."""
-    recorder, rewards = Recorder(), Busy(REWARDS)
+    recorder, rewards = Recorder(), BusySpans(REWARDS)
     run_dir = config.run.dir
     store = CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
     console = Console(Progress(name=config.run.name, num_steps=config.trainer.steps))

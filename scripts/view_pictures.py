@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 from playwright.sync_api import sync_playwright
 
-from rollcall.view.places import Places
+from rollcall.view.places import ShownRuns
 from rollcall.view.server import PageServer
 
 WIDTH, HEIGHT = 1360, 860
@@ -35,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--cluster", required=True, metavar="RUN", help="a run of a cluster")
     args = parser.parse_args()
-    places = Places([args.folder])
+    places = ShownRuns([args.folder])
     server = PageServer(places)
     threading.Thread(target=server.run, daemon=True).start()
     with sync_playwright() as driver:

@@ -27,7 +27,7 @@ from rollcall.config import load_config
 from rollcall.config.one_process import in_one_process
 from rollcall.debug import here, porter
 from rollcall.debug.attach import End, converse, is_there, reach
-from rollcall.debug.board import BOARD, FILE, Seat, Waiting, read_board
+from rollcall.debug.board import BOARD, FILE, DebugSeat, Waiting, read_board
 from rollcall.debug.inbox import readable
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.groups.failures import RemoteFailureError
@@ -293,7 +293,7 @@ def test_a_list_that_a_killed_run_left_behind_shows_nobody(tmp_path: Path) -> No
         secret="s",
     )
     with BOARD.of_run(tmp_path):
-        BOARD.post("gone", Seat(role="actor", rank=1, node=2), place)
+        BOARD.post("gone", DebugSeat(role="actor", rank=1, node=2), place)
         text = (tmp_path / FILE).read_text()
     (tmp_path / FILE).write_text(text)
     assert "nothing waits" in CliRunner().invoke(app, ["debug", str(tmp_path)]).output
@@ -311,10 +311,10 @@ def test_the_text_of_an_exception_is_listed_without_secrets(run_dir: Path) -> No
         port=1,
         secret="s",
     )
-    BOARD.post("one", Seat(role="reward", rank=0, node=0), place)
+    BOARD.post("one", DebugSeat(role="reward", rank=0, node=0), place)
     (waits,) = read_board(run_dir)
     assert "KeyError" in waits.why and "token-of-a-judge" not in waits.why
-    BOARD.post("one", Seat(role="reward", rank=0, node=0), None)
+    BOARD.post("one", DebugSeat(role="reward", rank=0, node=0), None)
 
 
 def test_what_stops_before_a_run_has_a_directory_can_be_found(run_dir: Path) -> None:
@@ -619,7 +619,7 @@ def test_the_host_of_a_worker_says_in_its_pulse_where_it_stopped(
     thread, results = beside(lambda: _outcome(lambda: host.call("update", (), 21)))
     stop = dict(wait_for(lambda: look_at(host).stop))
     assert stop.pop("until") > time.time()
-    seat = Seat(role="actor", rank=1, node=0)
+    seat = DebugSeat(role="actor", rank=1, node=0)
     BOARD.post("1", seat, {**stop, "until": time.time()})
     (waits,) = read_board(run_dir)
     assert waits.function == "update" and waits.why == ("KeyError: 'no such row'" if fails else "breakpoint")

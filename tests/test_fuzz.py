@@ -34,7 +34,7 @@ from rollcall.observe.summary import build_summary
 from rollcall.training import train
 from rollcall.view.api import ADDRESSES
 from rollcall.view.keys import OPEN, Keys
-from rollcall.view.places import Places
+from rollcall.view.places import ShownRuns
 from rollcall.view.server import make_app
 
 Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
@@ -130,7 +130,7 @@ def _look(run: Path) -> None:
 def _show(run: Path) -> None:
     """Every view of the page."""
     keys = Keys()
-    client = Client(make_app(Places([run], is_one=True), keys=keys))
+    client = Client(make_app(ShownRuns([run], is_one=True), keys=keys))
     client.get(OPEN + keys.new())
     (one,) = client.get("/api/runs").json["runs"]
     for name in ADDRESSES:

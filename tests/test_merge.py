@@ -466,7 +466,7 @@ def test_a_lock_that_ended_with_its_folder_is_not_taken_for_one(
             ended.append(shutil.rmtree(folder))
         lock(fd, how)
 
-    monkeypatch.setattr(staging.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with staging._locked(folder, tmp_path / "out"):
         assert ended and (folder / "lock").is_file()
 

@@ -28,7 +28,7 @@ from rollcall.durable.lease import hold
 from rollcall.groups import reachable as module
 from rollcall.groups.profiling import ProfileError, profile_process
 from rollcall.groups.reachable import About, about_process, be_reachable, find_py_spy, reachable, reachable_here
-from rollcall.inspect.processes import Target, find_target
+from rollcall.inspect.processes import ProcessTarget, find_target
 from rollcall.inspect.profile import Format, profile_role
 from rollcall.inspect.stacks import read_stacks, threads_of
 from rollcall.observe.live import Live, read_live, write_live
@@ -184,7 +184,7 @@ def test_every_node_of_a_cluster_is_asked_by_a_function_that_travels(monkeypatch
     monkeypatch.setattr(
         "rollcall.on_ray.each_node.answers_of", lambda calls, wait, to: ({0: calls[0]}, {1: "no answer after 60 s"})
     )
-    target = Target(run="/nothing", cluster=cast(Any, "a cluster"))
+    target = ProcessTarget(run="/nothing", cluster=cast(Any, "a cluster"))
     report = read_stacks(target, native=False, timeout_s=60)
     assert report.hosts == {"node 0 (10.0.0.0)": []} and report.failed == {"node 1 (10.0.0.1)": "no answer after 60 s"}
     result = profile_role(target, role="actor", seconds=1, kind=Format.TORCH, out=Path("unused"))

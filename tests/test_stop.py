@@ -357,8 +357,10 @@ SLOW_ONCE = """
 import time
 from pathlib import Path
 
+METRICS = Path("run/metrics.jsonl")
+
 def score(*row):
-    time.sleep(0.05 if Path("run/metrics.jsonl").exists() and not Path("go").exists() else 0)
+    time.sleep(0.05 if METRICS.exists() and METRICS.stat().st_size and not Path("go").exists() else 0)
     return 0.0
 """
 
@@ -374,7 +376,8 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of
     (tmp_path / "run.yaml").write_text(dump_config(config))
     process = commands.start("train", "run.yaml", cwd=tmp_path)
     give_up = time.monotonic() + WAIT_S
-    while not (config.run.dir / "metrics.jsonl").exists():
+    metrics = config.run.dir / "metrics.jsonl"
+    while not (metrics.exists() and "train/loss" in metrics.read_text()):  # it is empty until the first step has ended
         assert process.poll() is None and time.monotonic() < give_up, process.stderr
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

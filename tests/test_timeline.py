@@ -17,13 +17,13 @@ from runs import finish, letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.groups.folder.told import Told, read_told
+from rollcall.groups.folder.told import CallTeller, read_told
 from rollcall.groups.logs import LogTail
 from rollcall.groups.pulse import NUM_CALLS, DoneCall, Pulse, Reader, Seen
-from rollcall.groups.sightings import Clock, Lookout
-from rollcall.observe.calls import CALLS, Busy, Call, CallFile, read_calls
+from rollcall.groups.sightings import HostClock, Lookout
+from rollcall.observe.calls import CALLS, BusySpans, CallFile, RecordedCall, read_calls
 from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, read_marks, read_phases
-from rollcall.observe.live import LIVE, REWARDS, Live, Look, ProcessState, State, read_live, write_live
+from rollcall.observe.live import LIVE, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import MOST_BYTES, keep_logs, read_log
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.timeline import CONTROLLER, CONTROLLER_ENDED, WORKER_LOST, idle_shares, read_timeline
@@ -55,8 +55,11 @@ def two_steps(run_dir: Path) -> None:
             phase(StepPhase.SYNC, step, start + 2, start + 3),
         )
         own = {
-            ACTOR: [Call("update", start + 1, start + 1.98), Call("send_weights", start + 2, start + 2.98)],
-            ROLLOUT: [Call("advance", start, start + 1, 20), Call("use_weights", start + 2, start + 3)],
+            ACTOR: [
+                RecordedCall("update", start + 1, start + 1.98),
+                RecordedCall("send_weights", start + 2, start + 2.98),
+            ],
+            ROLLOUT: [RecordedCall("advance", start, start + 1, 20), RecordedCall("use_weights", start + 2, start + 3)],
         }
         calls.append(own, time_s=start + 3.5)
     calls.close()
@@ -131,7 +134,7 @@ def test_what_a_killed_worker_did_is_read_after_its_death() -> None:
 
 
 def test_a_clock_of_another_host_is_read_by_the_shortest_round_trip() -> None:
-    clock = Clock()
+    clock = HostClock()
     clock.note(50.0, asked_s=1000.0, answered_s=1004.0)  # a slow answer says little
     clock.note(60.0, asked_s=1011.99, answered_s=1012.01)
     clock.note(70.0, asked_s=1020.0, answered_s=1025.0)
@@ -139,7 +142,7 @@ def test_a_clock_of_another_host_is_read_by_the_shortest_round_trip() -> None:
 
 
 def test_without_a_round_trip_the_youngest_answer_counts() -> None:
-    clock = Clock()
+    clock = HostClock()
     for there_s, heard_s in ((10.0, 110.4), (11.0, 111.02), (12.0, 112.3)):
         clock.note(there_s, asked_s=heard_s, answered_s=heard_s)
     assert clock.here(20.0) == pytest.approx(120.02)
@@ -163,7 +166,7 @@ def test_a_lost_worker_ends_the_call_it_was_in_and_is_told_once() -> None:
 
 
 def test_a_master_that_misses_a_beat_of_a_worker_misses_no_call() -> None:
-    pulse, told = Pulse(0), Told()
+    pulse, told = Pulse(0), CallTeller()
     told.begin(os.getpid(), "mark")
 
     def beat(method: str) -> dict[str, Any]:
@@ -187,8 +190,8 @@ def test_a_master_that_misses_a_beat_of_a_worker_misses_no_call() -> None:
 def test_calls_are_found_by_their_time_in_a_long_file(tmp_path: Path) -> None:
     calls = CallFile(tmp_path)
     for second in range(6_000):
-        calls.append({ACTOR: [Call("update", second + 0.1, second + 0.6)]}, time_s=second + 1.0)
-    calls.append({ACTOR: [Call("slow", 3_000.0, 5_999.0)]}, time_s=6_001.0)
+        calls.append({ACTOR: [RecordedCall("update", second + 0.1, second + 0.6)]}, time_s=second + 1.0)
+    calls.append({ACTOR: [RecordedCall("slow", 3_000.0, 5_999.0)]}, time_s=6_001.0)
     calls.close()
     assert (tmp_path / CALLS).stat().st_size > 1 << 18
     (found,) = read_calls(tmp_path, first_s=2_000.0, last_s=2_002.5).values()
@@ -207,11 +210,11 @@ def test_calls_that_are_not_as_a_controller_writes_them_are_left_out(tmp_path: P
         b'{"time": 5, "calls": {"b": [["cut',
     ]
     (tmp_path / CALLS).write_bytes(b"\n".join(lines))
-    assert read_calls(tmp_path) == {"b": [Call("x", 4, 5, 1)]}
+    assert read_calls(tmp_path) == {"b": [RecordedCall("x", 4, 5, 1)]}
 
 
 def test_rewards_that_are_busy_with_short_pauses_are_one_entry() -> None:
-    busy = Busy(REWARDS)
+    busy = BusySpans(REWARDS)
     for _ in range(3):
         busy.note(True)
         busy.note(True)
@@ -222,7 +225,7 @@ def test_rewards_that_are_busy_with_short_pauses_are_one_entry() -> None:
 
 def test_the_live_file_is_read_back_and_rubbish_is_none(tmp_path: Path) -> None:
     one = ProcessState(
-        lane=ACTOR, roles={"actor": 0}, node=1, address="10.0.0.2", slots=(0, 1), pid=7, state=State.BUSY, doing="update",
+        lane=ACTOR, roles={"actor": 0}, node=1, address="10.0.0.2", slots=(0, 1), pid=7, state=WorkState.BUSY, doing="update",
         since_s=12.5, num_calls=3, memory_bytes=1 << 30, device_bytes=5, why="", log="/x/worker.out",
     )  # fmt: skip
     live = Live(time_s=time.time(), host="h", is_over=False, processes=(one,), missing_nodes=(2,))
@@ -241,18 +244,18 @@ def test_the_live_file_is_read_back_and_rubbish_is_none(tmp_path: Path) -> None:
 
 
 def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_left(tmp_path: Path) -> None:
-    left = ProcessState(lane=ROLLOUT, state=State.BUSY, doing="advance", since_s=100.0)
-    before = ProcessState(lane=CONTROLLER, state=State.BUSY, doing="rollout of step 3", since_s=99.0)
+    left = ProcessState(lane=ROLLOUT, state=WorkState.BUSY, doing="advance", since_s=100.0)
+    before = ProcessState(lane=CONTROLLER, state=WorkState.BUSY, doing="rollout of step 3", since_s=99.0)
     write_live(tmp_path, Live(time_s=101.0, host="h", is_over=False, processes=(before, left)))
     looks = [
         Look(
-            processes=[ProcessState(lane=ACTOR, state=State.BUSY, doing="build", since_s=200.0)],
-            calls={ACTOR: [Call("listen", 199.0, 199.5)]},
+            processes=[ProcessState(lane=ACTOR, state=WorkState.BUSY, doing="build", since_s=200.0)],
+            calls={ACTOR: [RecordedCall("listen", 199.0, 199.5)]},
             marks=[Mark(199.7, WORKER_LOST, MarkKind.FAULT, ROLLOUT, "its process is gone")],
             logs={ACTOR: b"loading\nHF_TOKEN=hf_secretsecret\n"},
         )
     ]
-    events, rewards = Events(tmp_path), Busy(REWARDS)
+    events, rewards = Events(tmp_path), BusySpans(REWARDS)
     recorder = Recorder(tmp_path, events=events, look=lambda last: looks.pop() if looks else Look(), rewards=rewards)
     live = read_live(tmp_path)
     assert (
@@ -262,7 +265,10 @@ def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_le
     events.close()
     over = read_live(tmp_path)
     assert over is not None and over.is_over
-    assert read_calls(tmp_path) == {ROLLOUT: [Call("advance", 100.0, 101.0)], ACTOR: [Call("listen", 199.0, 199.5)]}
+    assert read_calls(tmp_path) == {
+        ROLLOUT: [RecordedCall("advance", 100.0, 101.0)],
+        ACTOR: [RecordedCall("listen", 199.0, 199.5)],
+    }
     assert [(mark.at_s, mark.name) for mark in read_marks(tmp_path)] == [
         (101.0, CONTROLLER_ENDED),
         (199.7, WORKER_LOST),
@@ -279,10 +285,10 @@ def test_a_controller_that_was_killed_after_its_last_look_ended_where_its_events
         phase(StepPhase.ROLLOUT, 3, 99.0, 101.3),
         phase(StepPhase.UPDATE, 3, 101.5, 102.0 if ended else None),
     )
-    before = ProcessState(lane=CONTROLLER, state=State.BUSY, doing="rollout of step 3", since_s=99.0)
+    before = ProcessState(lane=CONTROLLER, state=WorkState.BUSY, doing="rollout of step 3", since_s=99.0)
     write_live(tmp_path, Live(time_s=101.0, host="h", is_over=False, processes=(before,)))
     events = Events(tmp_path)
-    Recorder(tmp_path, events=events, look=lambda last: Look(), rewards=Busy(REWARDS)).close()
+    Recorder(tmp_path, events=events, look=lambda last: Look(), rewards=BusySpans(REWARDS)).close()
     events.close()
     write_events(tmp_path, phase(StepPhase.UPDATE, 3, 9000.0, 9001.0))  # the resumed run, hours later
     found = read_timeline(tmp_path)
@@ -299,7 +305,7 @@ def test_a_controller_that_was_killed_as_it_began_ended_after_it_began(tmp_path:
     write_live(tmp_path, Live(time_s=101.0, host="h", is_over=False, processes=()))
     write_events(tmp_path, {"mark": "attempt 1 begins", "at_s": 101.1, "kind": "note", "lane": None, "note": ""})
     events = Events(tmp_path)
-    Recorder(tmp_path, events=events, look=lambda last: Look(), rewards=Busy(REWARDS)).close()
+    Recorder(tmp_path, events=events, look=lambda last: Look(), rewards=BusySpans(REWARDS)).close()
     events.close()
     assert [(mark.at_s, mark.name) for mark in read_marks(tmp_path)] == [
         (101.1, "attempt 1 begins"),
@@ -401,7 +407,7 @@ def test_a_directory_without_calls_has_the_controllers_lane_and_shows_a_kill(tmp
 def test_what_runs_now_is_in_the_timeline_too(tmp_path: Path) -> None:
     two_steps(tmp_path)
     write_events(tmp_path, phase(StepPhase.ROLLOUT, 3, 106.0, None))
-    now = ProcessState(lane=ROLLOUT, state=State.BUSY, doing="advance", since_s=106.1)
+    now = ProcessState(lane=ROLLOUT, state=WorkState.BUSY, doing="advance", since_s=106.1)
     write_live(tmp_path, Live(time_s=108.0, host="h", is_over=False, processes=(now,)))
     found = read_timeline(tmp_path, first_step=3)
     assert [(span.lane, span.start_s, span.end_s) for span in found.spans] == [

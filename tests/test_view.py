@@ -50,7 +50,7 @@ from rollcall.view.grown import GrownFile
 from rollcall.view.journal_index import JournalIndex
 from rollcall.view.keys import OPEN, Keys
 from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.places import Places
+from rollcall.view.places import ShownRuns
 from rollcall.view.record import PageRecord, parse_record
 from rollcall.view.server import make_app
 
@@ -75,7 +75,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_page(*paths: Path) -> Client:
     keys = Keys()
-    client = Client(make_app(Places(paths), keys=keys))
+    client = Client(make_app(ShownRuns(paths), keys=keys))
     assert client.get(OPEN + keys.new()).status == 200
     return client
 
@@ -98,7 +98,7 @@ def indexed(client: Client, run: str, **ask: Any) -> Any:
 
 
 def test_without_its_key_every_address_answers_401(two_runs: Path) -> None:
-    client = Client(make_app(Places([two_runs]), keys=Keys()))
+    client = Client(make_app(ShownRuns([two_runs]), keys=Keys()))
     for path in ("/", "/api/runs", "/page/main.js", "/plotly.js", "/nothing", f"{OPEN}wrong.key", OPEN):
         answer = client.get(path)
         assert answer.status == 401, path
@@ -107,7 +107,7 @@ def test_without_its_key_every_address_answers_401(two_runs: Path) -> None:
 
 def test_an_address_works_once_and_the_cookie_goes_on(two_runs: Path) -> None:
     keys = Keys()
-    app = make_app(Places([two_runs]), keys=keys)
+    app = make_app(ShownRuns([two_runs]), keys=keys)
     key, first, second = keys.new(), Client(app), Client(app)
     opened = first.get(OPEN + key)
     assert "HttpOnly" in opened.headers["set-cookie"] and "strict" in opened.headers["set-cookie"].lower()
@@ -192,12 +192,12 @@ def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monk
     folder = tmp_path / "runs"
     folder.mkdir()
     (folder / "link").symlink_to(outside)
-    places = Places([folder])
+    places = ShownRuns([folder])
     assert places.all() == []
     write_run(folder / "deeper", "one", steps=1)
     assert [place.name for place in places.all()] == ["deeper/one"]
     with pytest.raises(ConfigError, match=r"none does not exist; give a run directory"):
-        Places([tmp_path / "none"])
+        ShownRuns([tmp_path / "none"])
 
 
 def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

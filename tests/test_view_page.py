@@ -20,11 +20,11 @@ from commands import start
 from shown_runs import append_groups, ids_of, make_group, write_metrics, write_run
 
 from rollcall.durable.lease import hold
-from rollcall.observe.calls import Call, CallFile
+from rollcall.observe.calls import CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, read_live, write_live
 from rollcall.observe.token_scores import FOLDER, write_token_scores
-from rollcall.view.places import Places
+from rollcall.view.places import ShownRuns
 from rollcall.view.server import PageServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'rollcall-rl[browser]'")
@@ -78,7 +78,7 @@ class Served:
     """A server in a thread."""
 
     def __init__(self, *paths: Path) -> None:
-        self.server = PageServer(Places(paths))
+        self.server = PageServer(ShownRuns(paths))
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
 
@@ -335,12 +335,15 @@ def on_two_nodes(run_dir: Path) -> None:
     calls, file = {lane: [] for lane in lanes}, CallFile(run_dir)
     for step in range(13, 21):
         at = shown_runs.BEGAN_S + 2.0 * (step - 1)
-        calls[lanes[0]] += [Call("update", at + 1.21, at + 1.9), Call("send_weights", at + 1.92, at + 1.99)]
+        calls[lanes[0]] += [
+            RecordedCall("update", at + 1.21, at + 1.9),
+            RecordedCall("send_weights", at + 1.92, at + 1.99),
+        ]
         for place, lane in enumerate(lanes[1:]):
             if not (lane == lanes[2] and step in (16, 17)):
                 calls[lane] += [
-                    Call("advance", at + 0.01, at + 1.1 - 0.3 * place, 40),
-                    Call("use_weights", at + 1.93, at + 1.98),
+                    RecordedCall("advance", at + 0.01, at + 1.1 - 0.3 * place, 40),
+                    RecordedCall("use_weights", at + 1.93, at + 1.98),
                 ]
     file.append(calls, time_s=shown_runs.BEGAN_S + 40.0)
     file.close()

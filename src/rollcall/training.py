@@ -32,7 +32,7 @@ from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, notes_on
 from rollcall.model.load import resolve_device, resolve_dtype
-from rollcall.observe.calls import Busy
+from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
@@ -184,7 +184,7 @@ class _Training:
             journal = opened.enter_context(Journal(run_dir / "journal", guard=self.lease.check))
             events = Events(run_dir, show=console.phase)
             opened.callback(events.close)
-            rewards = Busy(REWARDS)
+            rewards = BusySpans(REWARDS)
             opened.callback(Recorder(run_dir, events=events, look=workers.look, rewards=rewards).close)
             kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
             events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
@@ -307,7 +307,7 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
 
 
 def _keep_tokenizer(tokenizer: Any, path: Path) -> None:
-    """Beside the journal, which has token ids: whoever reads the directory can tell what they say. One file; `model/` has all."""
+    """The journal has token ids; with this one file beside it a reader can turn them into text. `model/` has all files."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not path.exists():
         persist(lambda: write_atomic(path, fast.to_str()), path=path, what="the tokenizer")

@@ -33,8 +33,8 @@ def view(
     from rollcall.view.missing import refuse_without_packages
 
     refuse_without_packages()
-    from rollcall.view.places import Places
-    from rollcall.view.serve import serve
+    from rollcall.view.places import ShownRuns
+    from rollcall.view.server import serve
 
-    places = Places(runs or [])
+    places = ShownRuns(runs or [])
     serve(places, port=port, open_browser=open_browser, tell=say)

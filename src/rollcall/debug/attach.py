@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from rollcall.debug.board import Waiting
-from rollcall.debug.inbox import Inbox, readable
+from rollcall.debug.inbox import FrameReader, readable
 from rollcall.errors import ClusterError
 from rollcall.net.door import PROOF_S, prove, watch_peer
 from rollcall.net.frames import frame, read_exactly
@@ -74,7 +74,7 @@ def converse(
     ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
     ``opens_within_s``: without a prompt for this long at the beginning the other side is none of ours.
     """
-    inbox, left = Inbox(line), list(typed)
+    inbox, left = FrameReader(line), list(typed)
     ends = None if opens_within_s is None else time.monotonic() + opens_within_s
     try:
         while True:

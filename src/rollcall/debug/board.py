@@ -26,7 +26,7 @@ FILE = "debugger.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class DebugSeat:
     """A process of a run."""
 
     role: str  # "actor", "reward", "controller", ...
@@ -108,7 +108,7 @@ class Board:
                 with suppress(OSError):  # it is a run's, or was never made
                     run_dir.rmdir()
 
-    def post(self, key: str, seat: Seat, place: Mapping[str, Any] | None) -> None:
+    def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
         """What a porter told of this seat. ``key`` is the process's own."""
         with self._lock:
             before = self._waiting.get(key)

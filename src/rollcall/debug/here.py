@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.debug.board import BOARD, Seat
-from rollcall.debug.porter import Porter, Told
+from rollcall.debug.board import BOARD, DebugSeat
+from rollcall.debug.porter import OnStop, Porter
 from rollcall.debug.stopped import LinePdb, TerminalPdb, has_terminal, innermost, stops_by
 
 POST_MORTEM = "ROLLCALL_POST_MORTEM"  # in the environment of a run's processes: exceptions open the debugger
@@ -29,7 +29,7 @@ class _Served:
 
     host: str
     node: int  # its rank
-    told: Told
+    told: OnStop
     is_on: bool = False
     line: socket.socket | None = None  # to the porter
     pid: int = 0  # of the process that made the line; a child of it has no porter
@@ -37,7 +37,7 @@ class _Served:
 
 def _tell_board(place: Mapping[str, Any] | None) -> None:
     title = f"the controller on node {node_here()}"
-    BOARD.post(f"process {os.getpid()}", Seat(role="controller", rank=0, node=node_here(), title=title), place)
+    BOARD.post(f"process {os.getpid()}", DebugSeat(role="controller", rank=0, node=node_here(), title=title), place)
 
 
 _served = _Served(host=LOOPBACK, node=0, told=_tell_board)
@@ -46,7 +46,7 @@ _own = threading.local()  # the debuggers of a thread: each keeps the frames whe
 _opened: set[tuple[str, int, type]] = set()  # where exceptions have opened the debugger
 
 
-def serve(*, host: str | None = None, node: int | None = None, told: Told | None = None) -> bool:
+def serve(*, host: str | None = None, node: int | None = None, told: OnStop | None = None) -> bool:
     """Stop at breakpoints from now on; False: somebody else's debugger does. ``host`` and ``node``: this machine, as
     terminals of other nodes reach it; ``told``: who hears of a stop, by default the board of this process."""
     before = (_served.host, _served.told)

@@ -27,7 +27,7 @@ def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
     return {fd for fd, _ in poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)}
 
 
-class Inbox:
+class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._bytes = bytearray()

@@ -26,7 +26,7 @@ def is_paused() -> bool:
 
 
 def running_s() -> float:
-    """A clock that stands still while a prompt is open."""
+    """A clock that does not run while a prompt is open."""
     return time.monotonic() - paused_s()
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollcall.debug.inbox import Inbox, readable
+from rollcall.debug.inbox import FrameReader, readable
 from rollcall.net.door import Door, listen_at, new_secret, watch_peer
 from rollcall.net.frames import frame
 from rollcall.wait import warn
@@ -28,18 +28,18 @@ SEND_S = 5.0  # a terminal that takes nothing for this long is lost
 _alone_since: float | None = None  # something was stopped, and nobody has been attached since; by the monotonic clock
 _has_given_up = False
 
-Told = Callable[[Mapping[str, Any] | None], None]
+OnStop = Callable[[Mapping[str, Any] | None], None]
 
 
 class Porter:
     """``told`` hears where something is stopped and how to reach it, and None when that goes on."""
 
-    def __init__(self, line: socket.socket, *, host: str, told: Told) -> None:
-        self._line = Inbox(line)
+    def __init__(self, line: socket.socket, *, host: str, told: OnStop) -> None:
+        self._line = FrameReader(line)
         self._host = host
         self._told = told
         self._door: Door | None = None
-        self._caller: Inbox | None = None
+        self._caller: FrameReader | None = None
         self._is_heard = False  # the caller: what was said before it came is not for it
         self._thread = threading.Thread(target=self._run, name="debugger's porter", daemon=True)
         self._thread.start()
@@ -128,7 +128,7 @@ class Porter:
         global _alone_since
         watch_peer(connection)
         connection.settimeout(SEND_S)
-        caller = Inbox(connection)
+        caller = FrameReader(connection)
         if self._caller is not None:
             self._send(caller, {"busy": True})
             connection.close()
@@ -136,7 +136,7 @@ class Porter:
         self._caller, self._is_heard, _alone_since = caller, False, None
         self._to_line({"attach": True})
 
-    def _hear(self, caller: Inbox) -> None:
+    def _hear(self, caller: FrameReader) -> None:
         try:
             for message in caller.take():
                 if isinstance(message.get("line"), str):
@@ -151,7 +151,7 @@ class Porter:
         if self._caller is not None and not self._send(self._caller, message):
             self._drop()
 
-    def _send(self, caller: Inbox, message: Mapping[str, Any]) -> bool:
+    def _send(self, caller: FrameReader, message: Mapping[str, Any]) -> bool:
         try:
             caller.connection.sendall(frame(message))
             return True

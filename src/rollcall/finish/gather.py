@@ -8,8 +8,6 @@ asked for, and then only when all of it is here.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import shutil
 import threading
@@ -22,6 +20,7 @@ from typing import Any
 
 from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
 from rollcall.durable.atomic import fsync
+from rollcall.durable.lock import take_lock
 from rollcall.durable.patience import free_bytes, plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.finish.node_files import PART
@@ -167,14 +166,10 @@ def _alone(checkpoint: Path) -> Iterator[None]:
     folder = checkpoint / FOLDER
     with plain_disk_errors(folder):
         folder.mkdir(exist_ok=True)
-        file = (folder / "lock").open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            raise GatherError(f"{checkpoint} is being gathered by another process; wait for it") from None
+        lock = take_lock(folder / "lock")
+    if lock is None:
+        raise GatherError(f"{checkpoint} is being gathered by another process; wait for it")
+    with lock:
         yield
 
 

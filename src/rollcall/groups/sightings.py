@@ -1,6 +1,6 @@
 """The workers of a group as they were last seen, and what they did: one thread collects it, another takes it.
 
-Times of a worker are its host's monotonic clock. ``Clock`` turns them into unix time of this host. It trusts no clock of another
+Times of a worker are its host's monotonic clock. ``HostClock`` turns them into unix time of this host. It trusts no clock of another
 host: a node tells its monotonic time in every answer, and of the last answers the one with the shortest round trip says how far
 the two clocks are apart. That is wrong by half a round trip at most. Where there is no round trip (workers that share only a
 folder), the answer that was the fewest seconds old counts as if it were new.
@@ -52,7 +52,7 @@ class Sightings:
     logs: Mapping[int, bytes] = field(default_factory=dict)  # by rank
 
 
-class Clock:
+class HostClock:
     """How far another host's monotonic clock is from this host's unix time."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Lookout:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clocks: dict[str, Clock] = defaultdict(Clock)  # by node
+        self._clocks: dict[str, HostClock] = defaultdict(HostClock)  # by node
         self._seen: dict[int, tuple[Seen, float | None]] = {}
         self._calls: dict[int, deque[DoneCall]] = defaultdict(lambda: deque(maxlen=KEPT_CALLS))
         self._logs: dict[int, bytes] = {}

@@ -23,7 +23,7 @@ HERE = "this host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ProcessTarget:
     run: str | None  # the run directory; None: every run there
     cluster: Cluster | None  # None: this host alone
 
@@ -36,18 +36,18 @@ class Answers:
     failed: dict[str, str]
 
 
-def find_target(text: str | None, *, cluster: str | None = None) -> Target:
+def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
     """``text``: a run directory or the name of a cluster; ``cluster``: of ``--cluster``."""
     if text is None:
-        return Target(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
+        return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
     if not Path(text).is_dir():
         if "/" in text:
             raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
-        return Target(run=None, cluster=find_cluster(text))
+        return ProcessTarget(run=None, cluster=find_cluster(text))
     return _of_run(Path(text), cluster=cluster)
 
 
-def _of_run(run_dir: Path, *, cluster: str | None) -> Target:
+def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
     holder, live = read_holder(run_dir), read_live(run_dir)
     if not is_run(run_dir):
         raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or the name of a cluster")
@@ -55,12 +55,12 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> Target:
         raise ValueError(f"nothing runs in {run_dir}; `rollcall status {run_dir}` shows how it ended")
     run = str(run_dir.resolve())
     if live is not None and live.on_ray:
-        return Target(run=run, cluster=find_cluster(cluster, ray_address=_ray_address(run_dir)))
+        return ProcessTarget(run=run, cluster=find_cluster(cluster, ray_address=_ray_address(run_dir)))
     if not holder.is_here:
         raise ValueError(f"{run_dir} is held by {holder}; run this command on that host")
     if others := _elsewhere(live):
         say(f"note: {others} share only a folder with this host; run this command there to see theirs")
-    return Target(run=run, cluster=None)
+    return ProcessTarget(run=run, cluster=None)
 
 
 def _elsewhere(live: Live | None) -> str:
@@ -84,7 +84,7 @@ def _ask_here(function: Callable[[], Any], *, timeout_s: float, to: str) -> Answ
     return Answers(found={HERE: answer.result()}, failed={})
 
 
-def ask_hosts(target: Target, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
+def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
     """Call it on every host, all at once, in a process of its own on a cluster. ``to``: what they are asked to do."""
     if target.cluster is None:
         return _ask_here(function, timeout_s=timeout_s, to=to)

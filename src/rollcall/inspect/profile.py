@@ -20,7 +20,7 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.groups.profiling import END_S, START_S, ProfileError, profile_process
 from rollcall.groups.reachable import About, find_py_spy, reachable_here
-from rollcall.inspect.processes import Target, ask_hosts
+from rollcall.inspect.processes import ProcessTarget, ask_hosts
 
 
 class Format(StrEnum):
@@ -51,7 +51,7 @@ class Result:
         return {"files": [str(path) for path in self.files], "failed": self.failed}
 
 
-def profile_role(target: Target, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
+def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
     """One file for each process of the role, in the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
     timeout_s = seconds + START_S + END_S

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from rollcall.groups.reachable import Stacks, stacks_here
-from rollcall.inspect.processes import Target, ask_hosts
+from rollcall.inspect.processes import ProcessTarget, ask_hosts
 
 # Of Python's own dump and of py-spy's.
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+|\d+)(?P<rest>.*)$")
@@ -32,7 +32,7 @@ class Report:
         return {"processes": rows, "failed": self.failed}
 
 
-def read_stacks(target: Target, *, native: bool, timeout_s: float) -> Report:
+def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Report:
     look = partial(stacks_here, run=target.run, native=native)
     answers = ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
     return Report(hosts=answers.found, failed=answers.failed)

@@ -8,7 +8,6 @@ launch's own folder is used only if it belongs to this user, and a record only i
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import os
@@ -28,6 +27,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
+from rollcall.durable.lock import take_lock
 from rollcall.launch.errors import LaunchError, reason
 from rollcall.nodes.state import NAME
 from rollcall.redact import remember
@@ -246,22 +246,12 @@ def forget(record: LaunchRecord) -> None:
 def held(name: str) -> Iterator[None]:
     """One command at a time works on a launch."""
     while True:
-        path = own_folder(name) / "lock"
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise LaunchError(
-                    f"another command works on launch {name!r} on this machine; wait for it, or stop it"
-                ) from None
-            if _is_at(path, file.fileno()):
-                yield
-                return
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Whether the open file is the one there: a command that ends a launch removes the lock that it holds."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+        try:
+            lock = take_lock(own_folder(name) / "lock")
+            break
+        except FileNotFoundError:
+            continue  # the command that held it has ended the launch, and removed the folder
+    if lock is None:
+        raise LaunchError(f"another command works on launch {name!r} on this machine; wait for it, or stop it")
+    with lock:
+        yield

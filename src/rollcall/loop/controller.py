@@ -47,7 +47,7 @@ from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rollouts
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
-from rollcall.observe.calls import Busy
+from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.summary import sample_rows
@@ -75,7 +75,7 @@ class Controller:
     bounds: Bounds = Bounds()
     lease: Lease | None = None
     stop: Stop = field(default_factory=Stop)
-    rewards: Busy | None = None
+    rewards: BusySpans | None = None
 
     def __post_init__(self, resume: Checkpoint | None) -> None:
         self.start_step = resume.step if resume else 0

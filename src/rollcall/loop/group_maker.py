@@ -38,9 +38,8 @@ class GroupMaker:
     call: Callable[..., Awaitable[Any]]
     trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
     _order: DataOrder = field(init=False)
-    _journaled: dict[int, dict[int, Group]] = field(
-        default_factory=dict
-    )  # step -> draw -> the group of an earlier process
+    # step -> draw -> the group of an earlier process
+    _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
     _unscored: set[int] = field(default_factory=set)  # steps in which a reward failed on every completion
 
     def __post_init__(self) -> None:

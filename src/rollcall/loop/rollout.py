@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollcall.engine.protocol import Engine, Request, Sampling
 from rollcall.loop.aside import in_thread
-from rollcall.observe.calls import Busy
+from rollcall.observe.calls import BusySpans
 from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Prompt, Score
@@ -70,10 +70,10 @@ class _Waiting:
 
 
 class Rollouts:
-    def __init__(self, engine: Engine, *, rewards: Busy | None = None):
+    def __init__(self, engine: Engine, *, rewards: BusySpans | None = None):
         """``rewards`` is told when reward functions are busy."""
         self.engine = engine
-        self._rewards = rewards or Busy(REWARDS)
+        self._rewards = rewards or BusySpans(REWARDS)
         self.clock = Clock()
         self._elsewhere = engine if isinstance(engine, Elsewhere) else None
         self._waiting: dict[int, _Waiting] = {}

@@ -6,7 +6,6 @@ lock. The same command finds it and goes on; a merge of other files, or to other
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from rollcall.durable.atomic import fsync, fsync_tree, swap_in, write_atomic
+from rollcall.durable.lock import take_lock
 from rollcall.durable.patience import free_bytes
 from rollcall.merge.plan import MergePlan, Unit
 from rollcall.stored.files import StoredError
@@ -135,29 +135,14 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         if link := next((path for path in (folder, *inside) if path.is_symlink()), None):
             raise StoredError(f"{link} is a link, and a merge writes to no other place than it was told; remove it")
         try:
-            lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            lock = take_lock(folder / "lock")
+            break
         except FileNotFoundError:
             continue  # another merge has just ended, and removed the folder
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StoredError(
-                    f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it"
-                ) from None
-            if not _is_same_file(lock, folder / "lock"):
-                continue  # another merge held this lock, ended, and removed it with the folder
-            yield
-            return
-        finally:
-            os.close(lock)
-
-
-def _is_same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+    if lock is None:
+        raise StoredError(f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it")
+    with lock:
+        yield
 
 
 def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:

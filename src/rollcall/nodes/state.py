@@ -6,7 +6,6 @@ shared by all nodes. ``rollcall node`` writes the record; every other verb reads
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -14,12 +13,13 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
 from rollcall.durable.atomic import write_atomic
+from rollcall.durable.lock import take_lock
 from rollcall.errors import ClusterError
 from rollcall.process import Process
 from rollcall.wait import Wait
@@ -174,18 +174,10 @@ def sole_owner(cluster: str) -> Iterator[None]:
             _leave_nothing(cluster)
 
 
-def _lock(cluster: str) -> IO[str] | None:
-    """The locked file; None: another command has it, or has just removed it."""
-    with suppress(FileNotFoundError), ExitStack() as opened:
-        path = state_dir(cluster) / "lock"
-        file = opened.enter_context(path.open("w"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            opened.pop_all()
-            return file
+def _lock(cluster: str) -> IO[bytes] | None:
+    """The locked file; None: another command has it, or has just removed the folder."""
+    with suppress(FileNotFoundError):
+        return take_lock(state_dir(cluster) / "lock")
     return None
 
 

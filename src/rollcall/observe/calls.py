@@ -26,7 +26,7 @@ MOST_WAITING = 4096  # lines that wait for the disk
 MOST_AFTER = 8 << 20  # bytes read after the end of a window, for calls that began in it
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call, or several short ones of the same method. Times are unix time, by the clock of the controller's host."""
 
     name: str
@@ -43,7 +43,7 @@ class CallFile:
         self._file: AppendFile | None = None
         self._waiting: list[bytes] = []
 
-    def append(self, calls: Mapping[str, Sequence[Call]], *, time_s: float) -> None:
+    def append(self, calls: Mapping[str, Sequence[RecordedCall]], *, time_s: float) -> None:
         """On a full disk the line is kept, and written with a later one."""
         rows = {
             lane: [
@@ -76,13 +76,13 @@ class CallFile:
             self._file = None
 
 
-class Busy:
+class BusySpans:
     """When something in this process was busy. Any thread may ask; one thread notes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._since: float | None = None
-        self._ended: list[Call] = []
+        self._ended: list[RecordedCall] = []
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
@@ -99,9 +99,9 @@ class Busy:
             if last is not None and since - last.end_s < JOIN_S and now - last.start_s < LONGEST_JOIN_S:
                 self._ended[-1] = last._replace(end_s=now, count=last.count + 1)
             else:
-                self._ended.append(Call(self._name, since, now))
+                self._ended.append(RecordedCall(self._name, since, now))
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[RecordedCall]:
         """What has ended since it was last asked."""
         with self._lock:
             ended, self._ended = self._ended, []
@@ -113,9 +113,9 @@ class Busy:
         return self._since
 
 
-def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = math.inf) -> dict[str, list[Call]]:
+def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = math.inf) -> dict[str, list[RecordedCall]]:
     """The calls that overlap a window of time, by lane; lines that no controller wrote are left out."""
-    found: dict[str, list[Call]] = {}
+    found: dict[str, list[RecordedCall]] = {}
     try:
         file = (Path(run_dir) / CALLS).open("rb")
     except FileNotFoundError:
@@ -163,7 +163,7 @@ def _some(file: BinaryIO) -> list[bytes]:
     return [line for line in (file.readline() for _ in range(3)) if line]
 
 
-def _calls_of(row: dict[str, Any]) -> list[tuple[str, Call]]:
+def _calls_of(row: dict[str, Any]) -> list[tuple[str, RecordedCall]]:
     lanes = row.get("calls")
     if not isinstance(lanes, dict):
         return []
@@ -178,5 +178,5 @@ def _calls_of(row: dict[str, Any]) -> list[tuple[str, Call]]:
             if not isinstance(offset_s, int | float) or not is_time(row["time"] + offset_s):
                 continue
             start_s = row["time"] + offset_s
-            found.append((lane, Call(name, start_s, start_s + took_s, count)))
+            found.append((lane, RecordedCall(name, start_s, start_s + took_s, count)))
     return found

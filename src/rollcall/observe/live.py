@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rollcall.observe.calls import Call
+from rollcall.observe.calls import RecordedCall
 from rollcall.observe.events import Mark, is_time
 
 LIVE = "live.json"
@@ -26,7 +26,7 @@ STALE_S = 15.0
 LARGEST = 16 << 20  # bytes of such a file that are read
 
 
-class State(StrEnum):
+class WorkState(StrEnum):
     BUSY = "busy"
     IDLE = "idle"  # waits to be called
     STOPPED = "stopped"  # by a signal, or held by a debugger
@@ -42,7 +42,7 @@ class ProcessState:
     address: str = ""  # of its node
     slots: tuple[int, ...] = ()  # on its node
     pid: int = 0
-    state: str = State.IDLE
+    state: str = WorkState.IDLE
     doing: str = ""  # a method, or a phase of the controller; empty: nothing
     since_s: float | None = None  # when it began with that; idle: when it ended the last call. None: not known
     num_calls: int = 0
@@ -62,6 +62,15 @@ class Live:
     on_ray: bool = False  # its workers are processes of a Ray cluster
 
     @property
+    def under_way(self) -> list[tuple[str, RecordedCall]]:
+        """The calls that workers had not ended when the controller last looked, each with its lane."""
+        return [
+            (one.lane, RecordedCall(one.doing, one.since_s, max(self.time_s, one.since_s)))
+            for one in self.processes
+            if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != WorkState.LOST
+        ]
+
+    @property
     def is_stale(self) -> bool:
         return time.time() - self.time_s > STALE_S
 
@@ -71,7 +80,7 @@ class Look:
     """What the roles of a run tell about their processes: how they are now, and what has happened since the last look."""
 
     processes: Sequence[ProcessState] = ()
-    calls: Mapping[str, Sequence[Call]] = field(default_factory=dict)  # that have ended, by lane
+    calls: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)  # that have ended, by lane
     marks: Sequence[Mark] = ()
     logs: Mapping[str, bytes] = field(default_factory=dict)  # what was added to their logs, by lane
     missing_nodes: Sequence[int] = ()

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from rollcall.observe.calls import Busy, Call, CallFile
+from rollcall.observe.calls import BusySpans, CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind, last_phase, read_marks
-from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, State, read_live, write_live
+from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import CONTROLLER_ENDED
 from rollcall.process import device_bytes, resident_bytes
@@ -33,7 +33,7 @@ class Looking(Protocol):
 class Recorder:
     """Begins when it is made. ``rewards`` tells when the reward functions of this process are busy."""
 
-    def __init__(self, run_dir: Path, *, events: Events, look: Looking, rewards: Busy) -> None:
+    def __init__(self, run_dir: Path, *, events: Events, look: Looking, rewards: BusySpans) -> None:
         self._run_dir = Path(run_dir)
         self._events = events
         self._look = look
@@ -62,10 +62,12 @@ class Recorder:
         last = read_live(self._run_dir)
         if last is None or last.is_over:
             return
-        calls: dict[str, list[Call]] = {}
+        calls: dict[str, list[RecordedCall]] = {}
         for one in last.processes:
-            if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != State.LOST:
-                calls.setdefault(one.lane, []).append(Call(one.doing, one.since_s, max(last.time_s, one.since_s)))
+            if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != WorkState.LOST:
+                calls.setdefault(one.lane, []).append(
+                    RecordedCall(one.doing, one.since_s, max(last.time_s, one.since_s))
+                )
         with self._noting_faults():
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
@@ -98,7 +100,7 @@ class Recorder:
 
     def _reward_functions(self) -> ProcessState:
         since_s = self._rewards.since_s
-        state, doing = (State.IDLE, "") if since_s is None else (State.BUSY, REWARDS)
+        state, doing = (WorkState.IDLE, "") if since_s is None else (WorkState.BUSY, REWARDS)
         return ProcessState(lane=REWARDS, state=state, doing=doing, since_s=since_s)
 
     def _controller(self) -> ProcessState:
@@ -106,7 +108,7 @@ class Recorder:
         return ProcessState(
             lane=CONTROLLER,
             pid=os.getpid(),
-            state=State.BUSY if current else State.IDLE,
+            state=WorkState.BUSY if current else WorkState.IDLE,
             doing=f"{current[0]} of step {current[1]}" if current else "",
             since_s=current[2] if current else None,
             memory_bytes=resident_bytes(os.getpid()),

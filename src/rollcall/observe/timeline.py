@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollcall.observe.calls import Call, read_calls
+from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
-from rollcall.observe.live import CONTROLLER, REWARDS, Live, State, read_live
+from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
 from rollcall.words import counted
 
-__all__ = ["CONTROLLER", "Mark", "Span", "Timeline", "idle_shares", "read_timeline"]
+__all__ = ["CONTROLLER", "Mark", "TimeSpan", "Timeline", "idle_shares", "read_timeline"]
 
 SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
 SAME_S = 0.02
@@ -57,7 +57,7 @@ _WORKER = re.compile(r"waited for (\w+)-(\d+) on node (\d+)\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """``kind``: rollout, reward, update, sync, save, evaluate, wait or other. ``step``: where the controller was."""
 
     lane: str
@@ -74,7 +74,7 @@ class Timeline:
     """Spans by start within each lane, the lanes one after the other; marks by time."""
 
     lanes: tuple[str, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
     marks: tuple[Mark, ...]
 
 
@@ -90,7 +90,7 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
         first_s = min(span.start_s for span in phases) if first_step is not None else first_s
         last_s = max(span.end_s for span in phases) if last_step is not None else last_s
     calls = read_calls(run_dir, first_s=first_s, last_s=last_s)
-    for lane, call in _under_way(live):
+    for lane, call in [] if live is None or live.is_over else live.under_way:
         if call.start_s <= last_s and call.end_s > first_s:
             calls.setdefault(lane, []).append(call)
     marks += _killed(phases, marks)
@@ -130,10 +130,10 @@ def _ends(marks: Sequence[Mark], live: Live | None) -> list[float]:
     return sorted([*known, *([live.time_s] if live is not None else [])])
 
 
-def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Span]:
+def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[TimeSpan]:
     """The controller's lane. A phase without an end runs still, or ended with its controller."""
     events = sorted(events, key=lambda event: event.start_s)
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     for index, event in enumerate(events):
         if event.phase == StepPhase.EVALUATION_DECISION:
             continue
@@ -148,22 +148,11 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Span
             notes.append("not ended")
         kind = _PHASE_KINDS.get(event.phase, "other")  # type: ignore[arg-type]
         end_s = max(end_s, event.start_s)
-        spans.append(Span(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes)))
+        spans.append(TimeSpan(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes)))
     return spans
 
 
-def _under_way(live: Live | None) -> list[tuple[str, Call]]:
-    """Calls that had not ended when the controller last looked."""
-    if live is None or live.is_over:
-        return []
-    return [
-        (one.lane, Call(one.doing, one.since_s, max(live.time_s, one.since_s)))
-        for one in live.processes
-        if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != State.LOST
-    ]
-
-
-def _killed(phases: Sequence[Span], marks: Sequence[Mark]) -> list[Mark]:
+def _killed(phases: Sequence[TimeSpan], marks: Sequence[Mark]) -> list[Mark]:
     """A mark where a controller ended inside a phase and another went on, and none says so yet."""
     known = sorted(mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED)
     found = []
@@ -185,16 +174,16 @@ def _is_any(times: Sequence[float], start_s: float, end_s: float) -> bool:
 class _Places:
     """The controller's phases by time."""
 
-    def __init__(self, phases: Sequence[Span]) -> None:
+    def __init__(self, phases: Sequence[TimeSpan]) -> None:
         self.phases = [span for span in phases if span.end_s > span.start_s] or list(phases)
         self._starts = [span.start_s for span in self.phases]
 
-    def at(self, time_s: float) -> Span | None:
+    def at(self, time_s: float) -> TimeSpan | None:
         """The phase that had begun last."""
         index = bisect.bisect_right(self._starts, time_s) - 1
         return self.phases[index] if index >= 0 else None
 
-    def longest(self, start_s: float, end_s: float) -> Span | None:
+    def longest(self, start_s: float, end_s: float) -> TimeSpan | None:
         """The phase that fills most of this time."""
         index = max(bisect.bisect_right(self._starts, start_s) - 1, 0)
         best, most = None, 0.0
@@ -208,8 +197,8 @@ class _Places:
         return best
 
 
-def _spans(lane: str, calls: Sequence[Call], places: _Places) -> list[Span]:
-    spans: list[Span] = []
+def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[TimeSpan]:
+    spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
         if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
             continue  # the end of a lost worker may be told twice
@@ -219,11 +208,11 @@ def _spans(lane: str, calls: Sequence[Call], places: _Places) -> list[Span]:
             kind = "evaluate"
         note = counted(call.count, "call") if call.count > 1 else ""
         step = None if phase is None else phase.step
-        spans.append(Span(lane, call.name, call.start_s, max(call.end_s, call.start_s), kind, step, note))
+        spans.append(TimeSpan(lane, call.name, call.start_s, max(call.end_s, call.start_s), kind, step, note))
     return spans
 
 
-def _with_lane(phase: Span, lanes: Sequence[str]) -> Span:
+def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
     """Events and journal name a worker in other words than the timeline."""
     match = _WORKER.match(phase.note)
     if match is None:
@@ -233,10 +222,10 @@ def _with_lane(phase: Span, lanes: Sequence[str]) -> Span:
     return phase if lane is None else replace(phase, note=f"waited for {lane}{phase.note[match.end() :]}")
 
 
-def _name_the_last(phases: Sequence[Span], lanes: Iterable[Sequence[Span]]) -> list[Span]:
+def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan]]) -> list[TimeSpan]:
     """The controller's phases with the worker that ended last, where the phase itself does not say whom it waited for."""
     starts = [span.start_s for span in phases]
-    last: dict[int, Span] = {}
+    last: dict[int, TimeSpan] = {}
     for span in (span for own in lanes for span in own):
         middle_s = (span.start_s + span.end_s) / 2  # its end may seem to be in the next phase, by the error of a clock
         index = bisect.bisect_right(starts, middle_s) - 1
@@ -252,7 +241,7 @@ def _name_the_last(phases: Sequence[Span], lanes: Iterable[Sequence[Span]]) -> l
     ]
 
 
-def _waits(lane: str, spans: Sequence[Span], places: _Places, *, marks: Sequence[Mark]) -> list[Span]:
+def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequence[Mark]) -> list[TimeSpan]:
     """The pauses of a worker. While it is lost, its seat is empty."""
     lost = [mark.at_s for mark in marks if mark.lane == lane and mark.name == WORKER_LOST]
     lost = sorted([*lost, *(mark.at_s for mark in marks if mark.name in (ATTEMPT_LOST, CONTROLLER_ENDED))])
@@ -266,16 +255,16 @@ def _waits(lane: str, spans: Sequence[Span], places: _Places, *, marks: Sequence
         phase = places.longest(start_s, end_s)
         step = None if phase is None else phase.step
         if _is_any(lost, start_s - SHORTEST_WAIT_S, end_s):
-            found.append(Span(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
+            found.append(TimeSpan(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
             continue
         note = "" if phase is None else f"during {phase.name} of step {phase.step}"
         if phase is not None and (whom := _waited_for(phase)) and whom != lane:
             note += f", which waited for {whom}"
-        found.append(Span(lane, "wait", start_s, end_s, "wait", step, note))
+        found.append(TimeSpan(lane, "wait", start_s, end_s, "wait", step, note))
     return found
 
 
-def _waited_for(phase: Span) -> str:
+def _waited_for(phase: TimeSpan) -> str:
     first = phase.note.split("; ")[0]
     return first.removeprefix("waited for ") if first.startswith("waited for ") else ""
 

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollcall.debug.board import BOARD, Seat
+from rollcall.debug.board import BOARD, DebugSeat
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.links import Links
@@ -267,7 +267,7 @@ class Supervisor:
         """Tell the board where a debugger holds this worker. Ray's own debugger does not say where."""
         named = re.findall(r"(\w+) rank (\d+)", spec.title) or [(spec.role, spec.rank)]
         role = "+".join(name for name, _ in named)
-        seat = Seat(role=role, rank=int(named[0][1]), node=spec.node.node_rank, title=spec.where)
+        seat = DebugSeat(role=role, rank=int(named[0][1]), node=spec.node.node_rank, title=spec.where)
         BOARD.post(f"{self._mark} {pid}", seat, stop or None)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:

@@ -1,7 +1,7 @@
 """The parent's end of a reward process's line to a debugger (debug/stopped.py).
 
 The process has no terminal and perhaps no network, so the parent brings one: its own, or those that come to a porter. The text
-that travels is only shown. While somebody debugs the process, its time limits stand still (``is_held``).
+that travels is only shown. While somebody debugs the process, its time limits are paused (``is_held``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollcall.debug.attach import End, converse
-from rollcall.debug.board import BOARD, Seat
+from rollcall.debug.board import BOARD, DebugSeat
 from rollcall.debug.here import host_here, node_here
 from rollcall.debug.pause import paused
 from rollcall.debug.porter import Porter
@@ -66,7 +66,7 @@ class DebugLine:
         if self._is_closed:
             place = None  # a process that is being ended holds nothing
         self.is_held = place is not None
-        seat = Seat(
+        seat = DebugSeat(
             role="reward",
             rank=self._number,
             node=node_here(),

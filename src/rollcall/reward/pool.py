@@ -10,7 +10,7 @@ may do the same (confine.py) share worker processes, a crew; each crew has its q
                             the process is killed and replaced
 
 The limit of an item runs from the worker's last sign of progress (a result read, bytes of a chunk taken), and never
-includes a worker's start, which has a limit of its own. It stands still while somebody debugs the worker (line.py).
+includes a worker's start, which has a limit of its own. It is paused while somebody debugs the worker (line.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The five numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
 READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``NotReady`` and then the results of
 each item in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
-dumps, LINE is a socket to whoever debugs this process (debug/stopped.py). A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
+dumps, LINE is a socket to the person who debugs this process (debug/stopped.py). A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
 scored may control what it says, and the parent must be able to read that without running it.
 
 The worker confines itself (confine.py) before it loads anything.
@@ -271,7 +271,7 @@ class _Line:
 
 
 def _patient_loop() -> Any:
-    """Its clock stands still while a debugger's prompt is open, and with it the limits of calls."""
+    """Its clock is paused while a debugger's prompt is open, and so are the limits of calls."""
     import asyncio
 
     loop = asyncio.new_event_loop()

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rollcall.groups.group import WorkerGroup
 from rollcall.groups.sightings import Sighting, Turn
-from rollcall.observe.calls import Call
+from rollcall.observe.calls import RecordedCall
 from rollcall.observe.events import Mark, MarkKind
-from rollcall.observe.live import Look, ProcessState, State
+from rollcall.observe.live import Look, ProcessState, WorkState
 from rollcall.observe.timeline import WORKER_BACK, WORKER_LOST
 from rollcall.plan.placement import PlannedProcess
 from rollcall.process import STOPPED
@@ -23,7 +23,7 @@ def look_at(
     return Look(
         processes=[_state(one, group, processes[one.rank], lane=lanes[one.rank]) for one in seen.workers],
         calls={
-            lanes[rank]: [Call(call.method, call.start_s, call.end_s, call.count) for call in own]
+            lanes[rank]: [RecordedCall(call.method, call.start_s, call.end_s, call.count) for call in own]
             for rank, own in seen.calls.items()
         },
         marks=[_mark(turn, lanes) for turn in seen.turns],
@@ -40,13 +40,13 @@ def lane_of(process: PlannedProcess, *, node: int) -> str:
 
 def _state(one: Sighting, group: WorkerGroup, process: PlannedProcess, *, lane: str) -> ProcessState:
     spec, seen = group.specs[one.rank], one.seen
-    state = State.BUSY if seen is not None and seen.doing else State.IDLE
+    state = WorkState.BUSY if seen is not None and seen.doing else WorkState.IDLE
     if one.lost:
-        state = State.LOST
+        state = WorkState.LOST
     elif one.is_silent:
-        state = State.SILENT
+        state = WorkState.SILENT
     elif seen is not None and seen.state in STOPPED:
-        state = State.STOPPED
+        state = WorkState.STOPPED
     return ProcessState(
         lane=lane,
         roles={str(role): rank for role, rank in process.ranks.items()},

@@ -23,11 +23,9 @@ from rollcall.view.held_out import held_out_steps, show_held_out
 from rollcall.view.inside import OutsideError
 from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
 from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.places import Places, UnknownRunError
-from rollcall.view.state import Standing, checkpoints
-from rollcall.view.token_scores import read_scores
-from rollcall.view.tokens import Vocabularies, show_tokens
-from rollcall.view.trained import Trained
+from rollcall.view.places import ShownRuns, UnknownRunError
+from rollcall.view.state import StateReader, checkpoints
+from rollcall.view.tokens import Vocabularies, read_scores, show_tokens
 
 MOST_ROWS = 200
 MOST_CURVES = 100
@@ -45,8 +43,8 @@ class Watched:
         self.root = root
         self.table = MetricsTable(root)
         self.marks = Marks(root)
-        self.standing = Standing(root, self.table, self.marks)
-        self.trained = Trained(root)
+        self.standing = StateReader(root, self.table, self.marks)
+        self.trained = groups.TrainedDraws(root)
         self._lock = threading.Lock()
         self._index: JournalIndex | None = None
 
@@ -64,7 +62,7 @@ class Watched:
 
 
 class Api:
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: ShownRuns) -> None:
         self._places = places
         self._vocabularies = Vocabularies()
         self._lock = threading.Lock()

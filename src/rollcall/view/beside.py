@@ -98,11 +98,11 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 def main(run_dir: Path) -> None:
     """The child."""
-    from rollcall.view.places import Places
+    from rollcall.view.places import ShownRuns
     from rollcall.view.server import PageServer
 
     secret = sys.stdin.readline().strip()
-    server = PageServer(Places([run_dir], is_one=True), keys=Keys(secret))
+    server = PageServer(ShownRuns([run_dir], is_one=True), keys=Keys(secret))
 
     def tell_port() -> None:
         print(json.dumps({"port": server.port}), flush=True)

@@ -11,7 +11,7 @@ import numpy as np
 from rollcall.observe.calls import CALLS
 from rollcall.observe.events import EVENTS, Mark, MarkKind, marks_in
 from rollcall.observe.live import LIVE
-from rollcall.observe.timeline import Span, idle_shares, read_timeline
+from rollcall.observe.timeline import TimeSpan, idle_shares, read_timeline
 from rollcall.redact import redact
 from rollcall.view.grown import GrownFile
 from rollcall.view.inside import regular
@@ -49,7 +49,7 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     }
 
 
-def _show_span(span: Span) -> list[Any]:
+def _show_span(span: TimeSpan) -> list[Any]:
     return [span.lane, span.name, round(span.start_s, 3), round(span.end_s, 3), span.kind, span.step, _brief(span.note)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ import numpy as np
 
 from rollcall.algo.shaping import group_advantages
 from rollcall.config import Config
+from rollcall.durable.append_file import parse_row
 from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
+from rollcall.durable.journal import is_trained_row
 from rollcall.redact import redact
 from rollcall.types import Completion, Group
+from rollcall.view.grown import GrownFile
 from rollcall.view.inside import OutsideError, open_inside
-from rollcall.view.journal_index import FOLDER, JournalIndex, Row
+from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
 SHORT = 280  # characters of a text in a list
 LONG = 20_000  # characters of a text in a group
@@ -57,7 +61,7 @@ def _groups_in(root: Path, name: str, *, start: int = 0, most: int | None = None
         return
 
 
-def summary_of(row: Row, *, text: str = "") -> dict[str, Any]:
+def summary_of(row: GroupRow, *, text: str = "") -> dict[str, Any]:
     return {
         "step": row.step,
         "draw": row.draw,
@@ -75,7 +79,7 @@ def summary_of(row: Row, *, text: str = "") -> dict[str, Any]:
     }
 
 
-def preview(root: Path, row: Row) -> str:
+def preview(root: Path, row: GroupRow) -> str:
     """How the prompt of a group ends: chat templates begin all alike."""
     header = _header(root, row)
     try:
@@ -91,7 +95,7 @@ def _asked(prompt: dict[str, Any]) -> str:
     return str(said[-1] if said else prompt["text"])
 
 
-def _header(root: Path, row: Row) -> dict[str, Any] | None:
+def _header(root: Path, row: GroupRow) -> dict[str, Any] | None:
     data = _header_bytes(root, row)
     try:
         return None if data is None else json.loads(data)
@@ -99,7 +103,7 @@ def _header(root: Path, row: Row) -> dict[str, Any] | None:
         return None
 
 
-def _header_bytes(root: Path, row: Row) -> bytes | None:
+def _header_bytes(root: Path, row: GroupRow) -> bytes | None:
     try:
         with open_inside(root, FOLDER, row.file) as file:
             file.seek(row.header)
@@ -109,7 +113,7 @@ def _header_bytes(root: Path, row: Row) -> bytes | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchPage:
     rows: list[dict[str, Any]]
     cursor: tuple[int, int] | None  # the last group that was looked at; None: all were
     looked_at: int
@@ -124,7 +128,7 @@ def search(
     after: tuple[int, int] | None = None,
     limit: int = 50,
     seconds: float = SEARCH_S,
-) -> Found:
+) -> SearchPage:
     """Groups whose prompt, answer or completions hold the text, in any case, the newest first. It stops after ``limit`` of them
     or ``seconds``; ``after`` goes on from there."""
     at, looked_at, rows = after or (1 << 60, 0), 0, []
@@ -137,11 +141,11 @@ def search(
             if (hit := _hit(root, row, wanted, raw)) is not None:
                 rows.append(summary_of(row, text=hit))
             if len(rows) >= limit or time.monotonic() > until:
-                return Found(rows=rows, cursor=at, looked_at=looked_at)
-    return Found(rows=rows, cursor=None, looked_at=looked_at)
+                return SearchPage(rows=rows, cursor=at, looked_at=looked_at)
+    return SearchPage(rows=rows, cursor=None, looked_at=looked_at)
 
 
-def _hit(root: Path, row: Row, wanted: str, raw: bytes | None) -> str | None:
+def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | None:
     """The text around the first place where a group holds it; None: it does not."""
     data = _header_bytes(root, row)
     if data is None or (raw is not None and raw not in data.lower()):
@@ -227,3 +231,23 @@ def _brief(metadata: dict[str, Any]) -> dict[str, str]:
     """The row's other columns, each as a short text; the messages are the prompt again."""
     kept = {name: value for name, value in metadata.items() if name != "prompt_messages"}
     return {str(name)[:100]: json.dumps(value)[:1000] for name, value in list(kept.items())[:30]}
+
+
+class TrainedDraws:
+    """Which step trained on which draw: ``journal/trained.jsonl``, read where it has grown."""
+
+    def __init__(self, root: Path) -> None:
+        self._file = GrownFile(root, "journal", "trained.jsonl")
+        self._lock = threading.Lock()
+        self._step_of: dict[int, int] = {}
+
+    def step_of(self, draw: int) -> int | None:
+        """None: no step has trained on it yet."""
+        with self._lock:
+            for again, lines in self._file.pieces():
+                if again:
+                    self._step_of = {}
+                for row in map(parse_row, lines):
+                    if row is not None and is_trained_row(row):
+                        self._step_of.update(dict.fromkeys(row["draws"], row["step"]))
+            return self._step_of.get(draw)

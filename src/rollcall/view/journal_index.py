@@ -1,6 +1,6 @@
 """A table of all groups of a journal: what they are sorted, filtered and found by, and where their records are.
 
-Made once, by a thread, and then only for files that have grown. It is a SQLite file in the user's cache folder (``cache.py``), or
+Made once, by a thread, and then only for files that have grown. It is a SQLite file in the user's cache folder (``_index_path``), or
 in memory where there is none. Of a file, the bytes up to ``end`` are in the table. A file that is shorter than that, or another
 file of the same name, is read again.
 
@@ -10,6 +10,8 @@ a longer pause, so that a page beside a run costs little.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import sqlite3
 import threading
@@ -22,7 +24,6 @@ from typing import Any, NamedTuple
 
 from rollcall.durable.append_file import is_count
 from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
-from rollcall.view.cache import index_path
 from rollcall.view.inside import OutsideError, entries, open_inside
 from rollcall.wait import warn
 
@@ -70,7 +71,7 @@ class _Known(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class GroupRow:
     """A group in the table."""
 
     step: int
@@ -95,7 +96,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Indexed:
     files: int  # with all their groups in the table
     total: int
     groups: int
@@ -104,14 +105,14 @@ class Progress:
 class JournalIndex:
     def __init__(self, root: Path, *, path: Path | None = None) -> None:
         self._root = root
-        self._path = path if path is not None else index_path(root)
+        self._path = path if path is not None else _index_path(root)
         self._lock = threading.RLock()  # of the one connection
         self._db = self._open()
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._known: dict[str, _Known] = {}
-        self._progress = Progress(files=0, total=0, groups=self._count())
+        self._progress = Indexed(files=0, total=0, groups=self._count())
 
     def _open(self) -> sqlite3.Connection:
         for attempt in range(2):
@@ -143,7 +144,7 @@ class JournalIndex:
         with self._lock:
             self._db.close()
 
-    def ask(self) -> Progress:
+    def ask(self) -> Indexed:
         """How far the table is; a thread brings it up to date."""
         with self._lock:
             if self._thread is None and not self._closed:
@@ -168,7 +169,7 @@ class JournalIndex:
             while not self._closed and time.monotonic() < until:
                 time.sleep(0.1)
 
-    def refresh(self) -> Progress:
+    def refresh(self) -> Indexed:
         """Bring the table up to date; returns when it is."""
         found = {entry.name: entry for entry in entries(self._root, FOLDER) if _STEP_FILE.fullmatch(entry.name)}
         if not self._known:
@@ -191,7 +192,7 @@ class JournalIndex:
         due = [name for name, about in seen.items() if name not in self._known or self._known[name].about != about]
         # The newest first: that is what people look at while an old journal is read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
-        self._progress = Progress(files=len(seen) - len(due), total=len(seen), groups=self._count())
+        self._progress = Indexed(files=len(seen) - len(due), total=len(seen), groups=self._count())
         with self._batches() as commit_if_due:
             for number, name in enumerate(due, start=1):
                 if self._closed:
@@ -199,8 +200,8 @@ class JournalIndex:
                 self._index(name, about=seen[name])
                 if commit_if_due():
                     done = len(seen) - len(due) + number
-                    self._progress = Progress(files=done, total=len(seen), groups=self._count())
-        self._progress = Progress(files=len(seen), total=len(seen), groups=self._count())
+                    self._progress = Indexed(files=done, total=len(seen), groups=self._count())
+        self._progress = Indexed(files=len(seen), total=len(seen), groups=self._count())
         return self._progress
 
     @contextmanager
@@ -271,7 +272,7 @@ class JournalIndex:
         sort: str = "newest",
         limit: int = 50,
         offset: int = 0,
-    ) -> tuple[list[Row], int]:
+    ) -> tuple[list[GroupRow], int]:
         """A page of groups, and how many there are in all."""
         wanted: list[str] = []
         values: list[Any] = []
@@ -290,12 +291,12 @@ class JournalIndex:
             rows = self._db.execute(query, [*values, limit, offset]).fetchall()
         return [_as_row(row) for row in rows], total
 
-    def get(self, *, step: int, draw: int) -> Row | None:
+    def get(self, *, step: int, draw: int) -> GroupRow | None:
         with self._lock:
             found = self._db.execute("select * from groups where step = ? and draw = ?", (step, draw)).fetchone()
         return None if found is None else _as_row(found)
 
-    def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[Row]:
+    def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[GroupRow]:
         """The groups before this one, the newest first: what a search goes through piece by piece."""
         more = f"and {FILTERS[only]}" if only else ""
         query = f"select * from groups where (step, draw) < (?, ?) {more} order by step desc, draw desc limit ?"
@@ -309,8 +310,8 @@ class JournalIndex:
         return None if first is None else (first, last)
 
 
-def _as_row(values: tuple[Any, ...]) -> Row:
-    return Row(**dict(zip(COLUMNS, values, strict=True)))
+def _as_row(values: tuple[Any, ...]) -> GroupRow:
+    return GroupRow(**dict(zip(COLUMNS, values, strict=True)))
 
 
 def _row(payload: memoryview, *, start: int) -> tuple[tuple[Any, ...], bool] | None:
@@ -342,4 +343,21 @@ def _row(payload: memoryview, *, start: int) -> tuple[tuple[Any, ...], bool] | N
         )
         return row, bool(header.get("scored_again"))
     except NOT_A_GROUP:
+        return None
+
+
+def _index_path(run_dir: Path) -> Path | None:
+    """The file for the index of this run directory; None: the cache folder cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base) / "rollcall" / "view"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = hashlib.blake2b(os.fsencode(run_dir), digest_size=12).hexdigest()
+        path = folder / f"{name}.sqlite"
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        return path
+    except OSError as error:
+        warn(
+            f"{folder} cannot be written ({error.strerror}); the index of {run_dir} is kept in memory and made again next time"
+        )
         return None

@@ -42,9 +42,8 @@ class MetricsTable:
 
     def _forget(self) -> None:
         self._row_of: dict[int, int] = {}  # step -> row
-        self._columns: dict[
-            str, tuple[array[int], array[float]]
-        ] = {}  # name -> rows that have it, and its values there
+        # name -> rows that have it, and its values there
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def refresh(self) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ LOOK_EVERY_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ShownRun:
     """A run directory."""
 
     id: str  # in addresses; the same after a restart of the server
@@ -32,7 +32,7 @@ class UnknownRunError(LookupError):
     """No run of this id is shown."""
 
 
-class Places:
+class ShownRuns:
     def __init__(self, given: Sequence[Path], *, is_one: bool = False) -> None:
         """``is_one``: the only one given is a run directory, also before it holds anything."""
         self._given = [Path(path) for path in given] or [DEFAULT_FOLDER]
@@ -40,10 +40,10 @@ class Places:
         for path in self._given if not is_one else []:
             _refuse_other(path, asked=bool(given))
         self._lock = threading.Lock()
-        self._found: dict[str, Place] = {}
+        self._found: dict[str, ShownRun] = {}
         self._looked = float("-inf")
 
-    def all(self) -> list[Place]:
+    def all(self) -> list[ShownRun]:
         """A new run in a folder appears within seconds; one that was removed is gone."""
         with self._lock:
             if time.monotonic() - self._looked > LOOK_EVERY_S:
@@ -51,13 +51,13 @@ class Places:
                 self._looked = time.monotonic()
             return list(self._found.values())
 
-    def find(self, id: str) -> Place:
+    def find(self, id: str) -> ShownRun:
         for place in self.all():
             if place.id == id:
                 return place
         raise UnknownRunError(f"no run {id!r} is shown here; it may have been moved or removed")
 
-    def _look(self, path: Path) -> Iterator[Place]:
+    def _look(self, path: Path) -> Iterator[ShownRun]:
         real = Path(os.path.realpath(path))
         if self._is_one or _is_run(real):
             yield _place(real, name=real.name)
@@ -101,8 +101,8 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _place(path: Path, *, name: str) -> Place:
+def _place(path: Path, *, name: str) -> ShownRun:
     mark = hashlib.blake2b(os.fsencode(path), digest_size=3).hexdigest()
     plain = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in path.name)
     shown = name.encode("utf-8", errors="replace").decode()
-    return Place(id=f"{plain}~{mark}", name=shown, dir=path)
+    return ShownRun(id=f"{plain}~{mark}", name=shown, dir=path)

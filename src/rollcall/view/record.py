@@ -1,6 +1,6 @@
 """Where the page of a run is served: ``page.json`` in its directory, readable by its owner only, while the run goes on.
 
-The secret in it makes addresses that work once, so whoever may read the file can open the page: `rollcall tunnel` does.
+The secret in it makes addresses that work once, so a process that may read the file can open the page, as `rollcall tunnel` does.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import os
 import socket
+import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -27,7 +28,8 @@ from starlette.types import ASGIApp
 from rollcall.view.access import Guard
 from rollcall.view.api import ADDRESSES, Api, answering, as_json
 from rollcall.view.keys import OPEN, Keys
-from rollcall.view.places import Places
+from rollcall.view.places import ShownRuns
+from rollcall.words import counted
 
 HOST = "127.0.0.1"
 NICENESS = 10  # a run on the same machine goes first
@@ -37,7 +39,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def make_app(places: Places, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> ASGIApp:
+def make_app(places: ShownRuns, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> ASGIApp:
     api = Api(places)
 
     @asynccontextmanager
@@ -85,7 +87,7 @@ def _plotly(request: Request) -> Response:
 class PageServer:
     """``run`` serves until the process is interrupted, or ``stop`` is called."""
 
-    def __init__(self, places: Places, *, port: int = 0, keys: Keys | None = None) -> None:
+    def __init__(self, places: ShownRuns, *, port: int = 0, keys: Keys | None = None) -> None:
         self.keys = keys or Keys()
         self._socket = _listen(port)
         self.port: int = self._socket.getsockname()[1]
@@ -104,6 +106,18 @@ class PageServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
+
+
+def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[str], None]) -> None:
+    """For a person at a terminal: prints an address, and another one when it was used."""
+    server = PageServer(shown, port=port)
+    tell(f"showing {counted(len(shown.all()), 'run')}; Ctrl-C ends the page")
+    address = server.new_address()
+    print(address, flush=True)
+    server.on_open = lambda: tell(f"opened; for another browser: {server.new_address()}")
+    if open_browser and not webbrowser.open(address):
+        tell("no browser was found; open the address yourself")
+    server.run()
 
 
 def _listen(port: int) -> socket.socket:

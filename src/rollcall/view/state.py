@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.run_dir import RUN_FILE
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.durable.append_file import is_count
 from rollcall.durable.lease import WATCH_S, Holder, read_holder
@@ -18,23 +19,23 @@ from rollcall.observe.headline import ACCURACY, GRADED, REWARD
 from rollcall.observe.progress import STEPS_COUNTED
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.redact import redact
+from rollcall.stored.manifest import MANIFEST, STEP_NAME
 from rollcall.view.doing import Marks
 from rollcall.view.inside import OutsideError, entries, inside, open_inside, read_json, size_of
 from rollcall.view.metrics_table import MetricsTable
 
-RUN_FILE = "run.yaml"
 END_BYTES = 1 << 16  # of the events: enough for the last phases
 SIZES_EVERY_S = 30.0
 LONGEST_TEXT = 2000  # characters of a state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RunState:
     word: str  # running, waiting, finished, failed, stopped, killed, new
     text: str  # a sentence
 
 
-class Pulse:
+class HolderWatch:
     """Whether the holder of a run directory is alive. One on this machine is looked up; of one elsewhere the counter must move."""
 
     def __init__(self) -> None:
@@ -58,14 +59,14 @@ class Pulse:
         return None if now - self._first < WATCH_S else False
 
 
-class Standing:
+class StateReader:
     """One run directory, looked at again and again."""
 
     def __init__(self, root: Path, table: MetricsTable, marks: Marks) -> None:
         self._root = root
         self._table = table
         self._marks = marks
-        self._pulse = Pulse()
+        self._pulse = HolderWatch()
         self._lock = threading.Lock()
         self._config: tuple[Any, Config | None, str] = (None, None, "")
         self._sizes: tuple[float, dict[str, int]] = (float("-inf"), {})
@@ -167,55 +168,55 @@ class Standing:
         except OSError:  # something else has the name of a lease
             return None
 
-    def _state(self, *, step: int, num_steps: int | None) -> State:
+    def _state(self, *, step: int, num_steps: int | None) -> RunState:
         holder = self._holder()
         alive, phase = self._pulse.is_alive(holder), self.last_phase()
         mark = next(reversed(self._marks.all()), None)
         if alive and mark is not None and mark.name == ATTEMPT_LOST:
-            return State(word="waiting", text=f"for the next attempt: {mark.note}")
+            return RunState(word="waiting", text=f"for the next attempt: {mark.note}")
         if alive or (alive is None and phase is not None and time.time() - (self._moved_s() or 0) < WATCH_S):
             return _at_work(phase)
         if alive is None:
-            return State(word="waiting", text=f"held by {holder}; looking whether it is alive")
+            return RunState(word="waiting", text=f"held by {holder}; looking whether it is alive")
         summary = read_json(self._root, "summary.json")
         trained = summary.get("steps") if isinstance(summary, dict) else None
         if num_steps is not None and is_count(trained) and trained >= num_steps and step >= num_steps:
-            return State(word="finished", text=f"all {num_steps:,} steps are trained")
+            return RunState(word="finished", text=f"all {num_steps:,} steps are trained")
         return _ended(phase, mark, step=step)
 
 
-def _at_work(phase: PhaseEvent | None) -> State:
+def _at_work(phase: PhaseEvent | None) -> RunState:
     if phase is None:
-        return State(word="running", text="starting")
+        return RunState(word="running", text="starting")
     if phase.end_s is not None:
-        return State(word="running", text=f"after {phase.phase} of step {phase.step}")
-    return State(word="running", text=f"{phase.phase} of step {phase.step}")
+        return RunState(word="running", text=f"after {phase.phase} of step {phase.step}")
+    return RunState(word="running", text=f"{phase.phase} of step {phase.step}")
 
 
-def _ended(phase: PhaseEvent | None, mark: Mark | None, *, step: int) -> State:
+def _ended(phase: PhaseEvent | None, mark: Mark | None, *, step: int) -> RunState:
     if mark is not None and mark.name == RUN_FAILED:
-        return State(word="failed", text=mark.note)
+        return RunState(word="failed", text=mark.note)
     if phase is None:
-        return State(word="new", text="nothing was trained yet")
+        return RunState(word="new", text="nothing was trained yet")
     where = f"{phase.phase} of step {phase.step}"
     if phase.end_s is None:
-        return State(word="killed", text=f"its controller ended in {where}")
+        return RunState(word="killed", text=f"its controller ended in {where}")
     if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
-        return State(word="failed", text=f"{phase.result.removeprefix('failed: ')} in {where}")
-    return State(word="stopped", text=f"stopped after step {step}; the same command continues it")
+        return RunState(word="failed", text=f"{phase.result.removeprefix('failed: ')} in {where}")
+    return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it")
 
 
 def checkpoints(root: Path) -> list[dict[str, Any]]:
     """Those that are kept, by their manifests; oldest first."""
     found = []
     for entry in sorted(entries(root, "checkpoints"), key=lambda entry: entry.name):
-        if not entry.name.startswith("step-") or not entry.name[5:].isdecimal():
+        if (match := STEP_NAME.fullmatch(entry.name)) is None:
             continue
-        manifest = read_json(root, "checkpoints", entry.name, "manifest.json")
+        manifest = read_json(root, "checkpoints", entry.name, MANIFEST)
         score = manifest.get("score") if isinstance(manifest, dict) else None
         found.append(
             {
-                "step": int(entry.name[5:]),
+                "step": int(match[1]),
                 "score": score if isinstance(score, int | float) else None,
                 "bytes": size_of(root, "checkpoints", entry.name),
                 "saved_s": entry.stat().st_mtime,

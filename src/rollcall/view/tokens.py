@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ import numpy as np
 
 from rollcall.algo.shaping import group_advantages
 from rollcall.config import Config
+from rollcall.observe.token_scores import FOLDER, file_name, scores_in
 from rollcall.types import Floats, Group
-from rollcall.view.groups import NoGroupError
-from rollcall.view.inside import OutsideError, entries, open_inside
+from rollcall.view.groups import NoGroupError, TrainedDraws
+from rollcall.view.inside import OutsideError, entries, open_inside, read_inside
 
 MOST_PROMPT_TOKENS = 2000  # of those, the last: a completion answers them
 MOST_TOKENIZER_BYTES = 256 << 20
@@ -26,9 +28,8 @@ class Vocabulary:
     character get it with the last of them, and are empty before."""
 
     def __init__(self, data: bytes) -> None:
-        from tokenizers import (
-            Tokenizer,
-        )  # the library below transformers; it loads in a tenth of a second and without torch
+        # The library below transformers. It loads in a tenth of a second, and without torch.
+        from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_buffer(data)
         self._special = {
@@ -87,6 +88,13 @@ def _places(root: Path) -> Iterator[tuple[str, ...]]:
     yield ("model",)
     for name in sorted((entry.name for entry in entries(root, "checkpoints")), reverse=True):
         yield ("checkpoints", name, "model")
+
+
+def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDraws) -> dict[str, Floats] | None:
+    """Log-probs and entropy of each token; None: they were not kept for this group."""
+    step = trained.step_of(group.draw) or group.step
+    data = read_inside(root, FOLDER, file_name(step))
+    return None if data is None else scores_in(io.BytesIO(data), group, completion=completion)
 
 
 def show_tokens(

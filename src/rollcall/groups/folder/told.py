@@ -19,7 +19,7 @@ TOLD = "pulse"  # its key in the file
 KEPT_CALLS = 64
 
 
-class Told:
+class CallTeller:
     """The worker's side; ``facts`` is asked in another thread."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ from rollcall.groups.folder.mailbox import (
     remove,
     sweep,
 )
-from rollcall.groups.folder.told import Told
+from rollcall.groups.folder.told import CallTeller
 from rollcall.groups.host import GROUP_MARK, Host, end_group
 from rollcall.stop import heeded_signals
 from rollcall.wait import Wait, say
@@ -71,7 +71,7 @@ class FolderWorker:
         self._own = self._messages.node(rank)
         self._calls = self._messages.inbox(rank)
         self._master = Peer(self._messages.master)
-        self._told = Told()
+        self._told = CallTeller()
         self._presence = Presence(
             self._own,
             {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
