@@ -93,6 +93,7 @@ class SleepEngine:
                 finish=FinishReason.LENGTH,
                 seed=seed,
                 text=self._text,
+                episode=None,
             )
             for seed in running.request.seeds
         )

@@ -1,8 +1,12 @@
 """The page on a large run: 10,000 steps and 100,000 groups by default, generated. Time to each first view, memory, bytes.
 
     python -m benchmarks.view [--steps N] [--groups-per-step N] [--keep FOLDER]
+    python -m benchmarks.view --beside [--pairs N]
 
 The server runs in a process of its own, as `rollcall view` does, with an empty cache folder. The last line is JSON.
+
+``--beside`` measures what the page costs a run: the demo's steps without it, and with a page that looks at each view in turn as
+often as an open one does. Pairs in alternating order; the median of the steps counts.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import http.client
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -163,12 +168,81 @@ def look(browser: Browser, *, pid: int) -> tuple[dict[str, Any], float]:
     return views, index_s
 
 
+LOOK_EVERY_S = 3.0  # as the page does while a run goes on
+
+
+def train(folder: Path, *, steps: int, with_page: bool) -> float:
+    """The median step of a run of the demo."""
+    run_dir = folder / "run"
+    command = [sys.executable, "-m", "rollcall"]
+    settings = (f"run.dir={run_dir}", f"trainer.steps={steps}", "trainer.eval_every=0", "trainer.save_every=0")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "train", "--fresh", *settings], **quiet) as run:
+        if with_page:
+            while not (run_dir / "metrics.jsonl").exists():
+                assert run.poll() is None
+                time.sleep(0.1)
+            environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+            page = [*command, "view", str(run_dir)]
+            with subprocess.Popen(
+                page, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            ) as server:
+                assert server.stdout is not None
+                watch(Browser(server.stdout.readline().strip()), run)
+                server.terminate()
+        assert run.wait() == 0
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median([row["time/step_s"] for row in rows if "time/step_s" in row][steps // 8 :])
+
+
+def watch(browser: Browser, run: subprocess.Popen[bytes]) -> None:
+    """Each view in turn, as long as the run goes on."""
+    one = browser.ask("/api/runs")[0]["runs"][0]["id"]
+    names = [metric["name"] for metric in browser.ask("/api/metrics", run=one)[0]["metrics"]]
+    views: list[tuple[str, dict[str, Any]]] = [
+        ("curves", {"name": names, "points": 400}), ("groups", {}), ("timeline", {}), ("cluster", {})
+    ]  # fmt: skip
+    turn = 0
+    while run.poll() is None:
+        browser.ask("/api/runs")
+        name, parameters = views[turn % len(views)]
+        browser.ask(f"/api/{name}", run=one, **parameters)
+        turn += 1
+        time.sleep(LOOK_EVERY_S)
+
+
+def beside(*, pairs: int, steps: int) -> None:
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(pairs):
+        for with_page in (False, True) if pair % 2 == 0 else (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                found[with_page].append(train(Path(folder), steps=steps, with_page=with_page))
+        print(
+            f"pair {pair + 1}: {found[False][-1]:.4f} s a step alone, {found[True][-1]:.4f} s with the page", flush=True
+        )
+    ratios = [page / alone for alone, page in zip(found[False], found[True], strict=True)]
+    print(
+        json.dumps(
+            {
+                "benchmark": "view beside a run", "steps": steps, "alone_s": statistics.median(found[False]),
+                "page_s": statistics.median(found[True]), "ratio": round(statistics.median(ratios), 4),
+                "ratios": [round(ratio, 4) for ratio in ratios],
+            }
+        )
+    )  # fmt: skip
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", action="store_true", help="measure the steps of a run with and without the page")
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--groups-per-step", type=int, default=10)
     parser.add_argument("--keep", type=Path, help="where to make the run, and leave it")
     given = parser.parse_args()
+    if given.beside:
+        beside(pairs=given.pairs, steps=120)
+        return
     with tempfile.TemporaryDirectory() as folder:
         run_dir = (given.keep or Path(folder)) / "large"
         if not run_dir.exists():

@@ -70,6 +70,7 @@ def make_group(
                 finish=finish,
                 seed=number,
                 text=text,
+                episode=None,
             )
         )
     scores = tuple(Score(value=value, parts={"exact": value}, errors=errors or {}) for value in rewards)

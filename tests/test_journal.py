@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,19 @@ from hypothesis import strategies as st
 from rollcall.durable.group_record import MAGIC
 from rollcall.durable.journal import Journal, TrainedStep
 from rollcall.errors import JournalError
-from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
+from rollcall.types import (
+    Branch,
+    Completion,
+    EndReason,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    Score,
+    Segment,
+    ToolCall,
+    Turn,
+)
 
 
 def make_group(
@@ -36,6 +49,7 @@ def make_group(
             finish=FinishReason.LENGTH if index else FinishReason.STOP,
             seed=2**63 + draw * 100 + index,
             text=f"answer {index} é\ud800\n",
+            episode=None,
         )
 
     return Group(
@@ -117,7 +131,7 @@ def test_any_lengths_texts_and_scores_survive(
             Completion(
                 token_ids=np.full(length, -1, dtype=np.int32), logprobs=np.full(length, -0.5, dtype=np.float32),
                 mask=np.ones(length, dtype=np.bool_), segments=(Segment(version=0, num_tokens=length),),
-                finish=FinishReason.ABORT, seed=0, text=text,
+                finish=FinishReason.ABORT, seed=0, text=text, episode=None,
             )
             for length in lengths
         ),
@@ -332,3 +346,81 @@ def test_a_broken_trained_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "trained.jsonl").write_text('{"step": 0, "draws": [0], "version": 1}\nnonsense\n')
     with pytest.raises(JournalError, match="line 2 is not a trained step"):
         Journal(tmp_path).trained()
+
+
+def make_episode(seed: int, *, num_branches: int, has_prompt: bool) -> Episode:
+    rng = np.random.default_rng(seed)
+
+    def branch(length: int) -> Branch:
+        return Branch(
+            prompt_ids=rng.integers(0, 50_000, length + 1, dtype=np.int32),
+            token_ids=rng.integers(0, 50_000, length, dtype=np.int32),
+            logprobs=-rng.random(length, dtype=np.float32),
+            mask=rng.random(length) < 0.5,
+            segments=(Segment(version=seed, num_tokens=length),),
+        )
+
+    call = ToolCall(name="add", arguments={"a": 1, "b": [2, "x"]}, result="3", failed=False)
+    return Episode(
+        prompt_ids=rng.integers(0, 50_000, 4, dtype=np.int32) if has_prompt else None,
+        turns=(Turn(num_sampled=3, num_observed=2, text="call", observation="3 \ud800", calls=(call,), reward=0.1),),
+        branches=tuple(branch(length) for length in range(2, 2 + num_branches)),
+        reward=1 / 3,
+        metrics={"turns": 1.0},
+        ended=EndReason.DONE,
+        error="",
+    )
+
+
+@pytest.mark.parametrize("kinds", [[(0, True)], [(2, False), None, (1, True)], [None, (3, True), (0, False)]])
+def test_episodes_come_back_bit_for_bit(tmp_path: Path, kinds: list[tuple[int, bool] | None]) -> None:
+    group = make_group(3, num_completions=len(kinds))
+    episodes = [
+        None if kind is None else make_episode(place, num_branches=kind[0], has_prompt=kind[1])
+        for place, kind in enumerate(kinds)
+    ]
+    group = replace(
+        group,
+        completions=tuple(
+            replace(completion, episode=episode)
+            for completion, episode in zip(group.completions, episodes, strict=True)
+        ),
+    )
+    with Journal(tmp_path / "journal") as journal:
+        journal.append(group)
+        (back,) = journal.read(1)
+    assert_same(group, back)
+    for episode, completion in zip(episodes, back.completions, strict=True):
+        found = completion.episode
+        if episode is None or found is None:
+            assert episode is found is None
+            continue
+        plain = dict(prompt_ids=None, branches=())
+        assert replace(episode, **plain) == replace(found, **plain)
+        np.testing.assert_array_equal(episode.prompt_ids, found.prompt_ids)  # type: ignore[arg-type]
+        for ours, theirs in zip(episode.branches, found.branches, strict=True):
+            assert ours.segments == theirs.segments
+            for name in ("prompt_ids", "token_ids", "logprobs", "mask"):
+                np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+
+
+def test_attempts_of_unfinished_groups_are_kept_beside_the_groups(tmp_path: Path) -> None:
+    whole = make_group(5, step=2, num_completions=3)
+
+    def alone(place: int) -> Group:
+        return replace(whole, completions=whole.completions[place : place + 1], scores=whole.scores[place : place + 1])
+
+    with Journal(tmp_path / "journal") as journal:
+        for place in (2, 0):
+            journal.append_attempt(alone(place), attempt=place)
+        path = tmp_path / "journal" / "000002.attempts"
+        with path.open("ab") as file:
+            file.write(b"torn")
+        found = journal.read_attempts(2)
+        assert journal.read(2) == [] and journal.read_attempts(1) == {} and journal.steps() == []
+    assert list(found) == [5] and set(found[5]) == {0, 2}
+    for place, attempt in found[5].items():
+        assert_same(attempt, alone(place))
+    with Journal(tmp_path / "journal") as journal:
+        journal.append_attempt(alone(1), attempt=1)
+        assert set(journal.read_attempts(2)[5]) == {0, 1, 2}

@@ -85,6 +85,7 @@ def completions_of(*texts: str) -> tuple[Completion, ...]:
             finish=FinishReason.STOP,
             seed=0,
             text=text,
+            episode=None,
         )
         for text in texts
     )

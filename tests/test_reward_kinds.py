@@ -25,7 +25,7 @@ from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
 def completion(text: str) -> Completion:
     return Completion(
         token_ids=np.zeros(1, dtype=np.int32), logprobs=np.zeros(1, dtype=np.float32), mask=np.ones(1, dtype=np.bool_),
-        segments=(Segment(version=0, num_tokens=1),), finish=FinishReason.STOP, seed=0, text=text,
+        segments=(Segment(version=0, num_tokens=1),), finish=FinishReason.STOP, seed=0, text=text, episode=None,
     )  # fmt: skip
 
 

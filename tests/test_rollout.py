@@ -53,6 +53,7 @@ def make_completion(seed: int, *, num_tokens: int = 2) -> Completion:
         finish=FinishReason.STOP,
         seed=seed,
         text=str(seed),
+        episode=None,
     )
 
 

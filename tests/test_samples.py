@@ -28,6 +28,7 @@ def make_group(draw: int, rewards: list[float], lengths: list[int]) -> Group:
             finish=FinishReason.STOP,
             seed=index,
             text="x",
+            episode=None,
         )
         for index, length in enumerate(lengths)
     )

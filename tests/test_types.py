@@ -24,6 +24,7 @@ def completion(num_tokens: int = 3, /, **changes: Any) -> Completion:
         finish=FinishReason.STOP,
         seed=1,
         text="abc",
+        episode=None,
     )
     return Completion(**{**fields, **changes})
 

@@ -53,22 +53,82 @@ class Segment:
     num_tokens: int
 
 
+class EndReason(StrEnum):
+    """Why an episode ended."""
+
+    DONE = "done"  # the environment said so, or the model made no further call
+    TURNS = "turns"  # the limit of turns
+    TOKENS = "tokens"  # the limit of tokens
+    TIMEOUT = "timeout"  # the episode, or one call of its environment, took too long
+    ERROR = "error"  # the environment raised, died or returned rubbish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """What the model asked a tool for, for people to read."""
+
+    name: str
+    arguments: dict[str, Any]
+    result: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Sampled tokens, and the observation tokens that follow them (mask false)."""
+
+    num_sampled: int
+    num_observed: int
+    text: str  # what the model wrote
+    observation: str  # what the environment answered; empty in the last turn
+    calls: tuple[ToolCall, ...]
+    reward: float | None  # for this turn alone; None: the environment gives none along the way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Another training row of an episode: its program began a conversation that does not extend the first one."""
+
+    prompt_ids: Ints
+    token_ids: Ints  # [T]
+    logprobs: Floats  # [T]
+    mask: Bools  # [T]
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        _check_row(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """How an attempt with an environment went. Its tokens are those of its Completion."""
+
+    prompt_ids: Ints | None  # what the model read first, where the environment added to it; None: the group's prompt
+    turns: tuple[Turn, ...]
+    branches: tuple[Branch, ...]
+    reward: float | None  # the environment's own, of the whole episode; None: it gives none
+    metrics: dict[str, float]
+    ended: EndReason
+    error: str  # why the environment failed; empty: it did not
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One attempt at a prompt, as the engine sampled it. Never re-tokenised."""
 
     token_ids: Ints  # [T]
-    logprobs: Floats  # [T] under the distribution that was sampled from (temperature, top-p, top-k)
+    logprobs: (
+        Floats  # [T] under the distribution that was sampled from (temperature, top-p, top-k); 0 where mask is false
+    )
     mask: Bools  # [T] false for tokens the policy did not choose (tool or user turns)
     segments: tuple[Segment, ...]
     finish: FinishReason
     seed: int
     text: str
+    episode: Episode | None  # None: one turn without an environment
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
-        assert num_tokens == len(self.logprobs) == len(self.mask), "token ids, log-probs and mask differ in length"
-        assert num_tokens == sum(segment.num_tokens for segment in self.segments), "segments do not add up"
+        _check_row(self)
 
     @classmethod
     def given(cls, token_ids: Ints, *, text: str = "") -> Completion:
@@ -82,7 +142,14 @@ class Completion:
             finish=FinishReason.STOP,
             seed=0,
             text=text,
+            episode=None,
         )
+
+
+def _check_row(row: Completion | Branch) -> None:
+    num_tokens = len(row.token_ids)
+    assert num_tokens == len(row.logprobs) == len(row.mask), "token ids, log-probs and mask differ in length"
+    assert num_tokens == sum(segment.num_tokens for segment in row.segments), "segments do not add up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,17 @@ from rollcall.config.algorithms import (
     Rloo,
 )
 from rollcall.config.base import Section
+from rollcall.config.environments import (
+    AgentEnvironment,
+    ClassEnvironment,
+    EnvironmentBase,
+    EnvironmentSection,
+    StepEnvironment,
+)
 from rollcall.config.finish import FinishSection, UploadSection
 from rollcall.config.rewards import (
     CountdownReward,
+    EnvironmentReward,
     ExactReward,
     FunctionReward,
     MathReward,

@@ -83,7 +83,8 @@ def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> lis
     what = "A list. Each item" if get_origin(info.annotation) is list else "It"
     base = classes[0].__mro__[1]
     assert issubclass(base, Section), "variants share a base class for their common keys"
-    lines = [f"{what} names its variant in `{tag}`. Default: `{tag}: {getattr(default, tag)}`.", ""]
+    without = "Default: none." if default is None else f"Default: `{tag}: {getattr(default, tag)}`."
+    lines = [f"{what} names its variant in `{tag}`. {without}", ""]
     lines += ["All variants have:", "", *_table(base, default=None, keys=set(base.model_fields)), ""]
     for variant in classes:
         own = {key for key in variant.model_fields if key in variant.__annotations__ and key != tag}

@@ -106,10 +106,16 @@ class ModelReward(RewardBase):
     max_tokens: int = field(2048, "Cut prompt and completion to this number of tokens, from the left.", ge=1)
 
 
+class EnvironmentReward(RewardBase):
+    """What the environment itself gives: its reward for the episode, or the sum of those along the way."""
+
+    type: Literal["environment"] = "environment"
+
+
 Reward = Annotated[
     Union[
         ExactReward, NumberReward, MathReward, RegexReward, CountdownReward, ReasoningGymReward, FunctionReward,
-        SelfCertaintyReward, ModelReward,
+        SelfCertaintyReward, ModelReward, EnvironmentReward,
     ],
     Field(discriminator="type"),
 ]  # fmt: skip

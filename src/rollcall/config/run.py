@@ -17,6 +17,7 @@ from pydantic import ValidationError, model_validator
 from rollcall.config.algorithms import Algorithm, Grpo
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_ruin
+from rollcall.config.environments import EnvironmentSection
 from rollcall.config.errors import explain_all, shown
 from rollcall.config.finish import FinishSection
 from rollcall.config.launch import LaunchSection, PrepareSection
@@ -48,7 +49,13 @@ class Config(Section):
     model: ModelSection = field(ModelSection(), "The model to train.")
     data: DataSection = field(DataSection(), "The prompts.")
     rollout: RolloutSection = field(RolloutSection(), "How completions are sampled.")
-    reward: list[Reward] = field([ExactReward()], "The rewards; a completion's reward is their weighted sum.")
+    environment: EnvironmentSection | None = field(
+        None, "What the model acts in, turn by turn. Without it a completion is one turn."
+    )
+    reward: list[Reward] = field(
+        [ExactReward()],
+        "The rewards; a completion's reward is their weighted sum. With an `environment` the default is its own reward.",
+    )
     algorithm: Algorithm = field(Grpo(), "Advantage and loss.")
     actor: OptimizerSection = field(OptimizerSection(), "The policy's optimizer.")
     critic: OptimizerSection = field(OptimizerSection(lr=1e-5), "The critic's optimizer (PPO only).")
@@ -60,6 +67,13 @@ class Config(Section):
     prepare: PrepareSection = field(PrepareSection(), "What nodes do before the run.")
     launch: LaunchSection | None = field(None, "Where `rollcall launch` gets the nodes.")
     finish: FinishSection = field(FinishSection(), "What `rollcall finish` makes of the last checkpoint.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_environment_rewards(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("environment") is not None and "reward" not in data:
+            return {**data, "reward": [{"type": "environment"}]}
+        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -95,6 +109,10 @@ class Config(Section):
             )
         if not self.reward:
             raise ValueError("reward is empty; give at least one, such as [{type: exact}]")
+        if self.environment is None and any(reward.type == "environment" for reward in self.reward):
+            raise ValueError(
+                "reward {type: environment} needs an environment; add that section, or choose another reward"
+            )
         self._check_algorithm()
         self._check_cluster()
         return self

@@ -4,6 +4,7 @@
 
     magic (8 bytes) | payload length (u64) | crc32 of payload (u32) | payload
     payload = header length (u32) | JSON header | prompt ids (i4) | token ids (i4) | log-probs (f4) | masks (u1)
+              and, of episodes: their prompts and those of their branches (i4) | branches: token ids, log-probs, masks
 
 All numbers are little-endian and arrays are raw, so a reader gets bit for bit what was sampled.
 """
@@ -14,13 +15,27 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from rollcall.durable.append_file import is_count
 from rollcall.errors import JournalError
-from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
+from rollcall.types import (
+    Branch,
+    Completion,
+    EndReason,
+    Episode,
+    FinishReason,
+    Group,
+    Ints,
+    Prompt,
+    Score,
+    Segment,
+    ToolCall,
+    Turn,
+)
 
 # Bytes above 0x7f cannot occur in the ASCII header, which makes a false match while resynchronising unlikely; the
 # checksum makes it harmless.
@@ -44,8 +59,9 @@ NOT_A_GROUP = (
 )
 
 
-def encode(group: Group, *, again: bool = False) -> bytes:
-    """One record. ``again``: the group has a record already, and only its scores are new."""
+def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> bytes:
+    """One record. ``again``: the group has a record already, and only its scores are new. ``attempt``: of this group only one
+    completion is there, which has this place in it."""
     completions = group.completions
     header = {
         "step": int(group.step),
@@ -63,10 +79,11 @@ def encode(group: Group, *, again: bool = False) -> bytes:
         "completions": [
             {
                 "num_tokens": len(completion.token_ids),
-                "segments": [[int(segment.version), int(segment.num_tokens)] for segment in completion.segments],
+                "segments": _segments(completion),
                 "finish": completion.finish.value,
                 "seed": int(completion.seed),
                 "text": completion.text,
+                **({"episode": _told(completion.episode)} if completion.episode is not None else {}),
             }
             for completion in completions
         ],
@@ -80,6 +97,7 @@ def encode(group: Group, *, again: bool = False) -> bytes:
             for score in group.scores
         ],
         **({"scored_again": True} if again else {}),
+        **({"attempt": attempt} if attempt is not None else {}),
     }
     try:
         text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
@@ -95,11 +113,46 @@ def encode(group: Group, *, again: bool = False) -> bytes:
         _raw([completion.token_ids for completion in completions], np.int32, "<i4"),
         _raw([completion.logprobs for completion in completions], np.float32, "<f4"),
         _raw([completion.mask for completion in completions], np.bool_, "|b1"),
+        *_episode_arrays([completion.episode for completion in completions if completion.episode is not None]),
     ]
     crc = 0
     for part in payload:
         crc = zlib.crc32(part, crc)
     return b"".join((_HEAD.pack(MAGIC, sum(map(len, payload)), crc), *payload))
+
+
+def _segments(row: Completion | Branch) -> list[list[int]]:
+    return [[int(segment.version), int(segment.num_tokens)] for segment in row.segments]
+
+
+def _told(episode: Episode) -> dict[str, Any]:
+    """All of it but the arrays."""
+    return {
+        "num_prompt_tokens": None if episode.prompt_ids is None else len(episode.prompt_ids),
+        "turns": [asdict(turn) for turn in episode.turns],
+        "branches": [
+            {"num_prompt_tokens": len(row.prompt_ids), "num_tokens": len(row.token_ids), "segments": _segments(row)}
+            for row in episode.branches
+        ],
+        "reward": episode.reward,
+        "metrics": episode.metrics,
+        "ended": episode.ended.value,
+        "error": episode.error,
+    }
+
+
+def _episode_arrays(episodes: Sequence[Episode]) -> list[bytes]:
+    prompts: list[Ints] = []
+    for episode in episodes:
+        prompts += [] if episode.prompt_ids is None else [episode.prompt_ids]
+        prompts += [row.prompt_ids for row in episode.branches]
+    rows = [row for episode in episodes for row in episode.branches]
+    return [
+        _raw(prompts, np.int32, "<i4"),
+        _raw([row.token_ids for row in rows], np.int32, "<i4"),
+        _raw([row.logprobs for row in rows], np.float32, "<f4"),
+        _raw([row.mask for row in rows], np.bool_, "|b1"),
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -115,23 +168,37 @@ def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
     return np.concatenate(arrays).astype(stored, copy=False).tobytes() if arrays else b""
 
 
+class _Arrays:
+    """The raw arrays of a payload, one after the other."""
+
+    def __init__(self, payload: memoryview, start: int) -> None:
+        self._payload, self._offset = payload, start
+
+    def take(self, counts: Sequence[int], dtype: Any, stored: str) -> list[np.ndarray]:
+        """One array for each count."""
+        # A copy, because a view of the file's bytes would be read-only and keep the whole file alive.
+        found = np.frombuffer(self._payload, dtype=stored, count=sum(counts), offset=self._offset).astype(dtype)
+        self._offset += found.nbytes
+        return np.split(found, np.cumsum(counts)[:-1]) if counts else []
+
+    def rows(self, counts: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Token ids, log-probs and mask of each row."""
+        ids, logprobs = self.take(counts, np.int32, "<i4"), self.take(counts, np.float32, "<f4")
+        return iter(zip(ids, logprobs, self.take(counts, np.bool_, "|b1"), strict=True))
+
+    def end(self) -> None:
+        assert self._offset == len(self._payload), "record and header differ in length"
+
+
 def decode(payload: memoryview) -> Group:
     (length,) = _HEADER_LENGTH.unpack_from(payload)
-    start, header = _HEADER_LENGTH.size, header_of(payload)
+    header = header_of(payload)
     prompt, rows = header["prompt"], header["completions"]
-    counts = [row["num_tokens"] for row in rows]
-    arrays, offset = [], start + length
-    total = sum(counts)
-    for stored, native, count in (
-        ("<i4", np.int32, prompt["num_tokens"]), ("<i4", np.int32, total), ("<f4", np.float32, total),
-        ("|b1", np.bool_, total),
-    ):  # fmt: skip
-        # A copy, because a view of the file's bytes would be read-only and keep the whole file alive.
-        arrays.append(np.frombuffer(payload, dtype=stored, count=count, offset=offset).astype(native))
-        offset += arrays[-1].nbytes
-    assert offset == len(payload), "record and header differ in length"
-    cuts = np.cumsum(counts)[:-1]
-    prompt_ids, (ids, logprobs, masks) = arrays[0], (np.split(array, cuts) for array in arrays[1:])
+    arrays = _Arrays(payload, _HEADER_LENGTH.size + length)
+    (prompt_ids,) = arrays.take([prompt["num_tokens"]], np.int32, "<i4")
+    sampled = list(arrays.rows([row["num_tokens"] for row in rows]))
+    episodes = _episodes([row.get("episode") for row in rows], arrays)
+    arrays.end()
     return Group(
         step=header["step"],
         draw=header["draw"],
@@ -144,21 +211,56 @@ def decode(payload: memoryview) -> Group:
         ),
         completions=tuple(
             Completion(
-                token_ids=ids[index],
-                logprobs=logprobs[index],
-                mask=masks[index],
-                segments=tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"]),
+                token_ids=ids,
+                logprobs=logprobs,
+                mask=mask,
+                segments=_read_segments(row),
                 finish=FinishReason(row["finish"]),
                 seed=row["seed"],
                 text=row["text"],
+                episode=episode,
             )
-            for index, row in enumerate(rows)
+            for row, (ids, logprobs, mask), episode in zip(rows, sampled, episodes, strict=True)
         ),
         scores=tuple(Score(**score) for score in header["scores"]),
         started_s=header["started_s"],
         finished_s=header["finished_s"],
         worker=header["worker"],
     )
+
+
+def _read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
+    return tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"])
+
+
+def _episodes(told: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Episode | None]:
+    counts: list[int] = []
+    for one in filter(None, told):
+        counts += [] if one["num_prompt_tokens"] is None else [one["num_prompt_tokens"]]
+        counts += [row["num_prompt_tokens"] for row in one["branches"]]
+    prompts = iter(arrays.take(counts, np.int32, "<i4"))
+    rows = arrays.rows([row["num_tokens"] for one in filter(None, told) for row in one["branches"]])
+
+    def branch(row: dict[str, Any]) -> Branch:
+        ids, logprobs, mask = next(rows)
+        return Branch(
+            prompt_ids=next(prompts), token_ids=ids, logprobs=logprobs, mask=mask, segments=_read_segments(row)
+        )
+
+    def episode(one: dict[str, Any]) -> Episode:
+        return Episode(
+            prompt_ids=None if one["num_prompt_tokens"] is None else next(prompts),
+            turns=tuple(
+                Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])}) for turn in one["turns"]
+            ),
+            branches=tuple(map(branch, one["branches"])),
+            reward=one["reward"],
+            metrics=one["metrics"],
+            ended=EndReason(one["ended"]),
+            error=one["error"],
+        )
+
+    return [None if one is None else episode(one) for one in told]
 
 
 def records(data: bytes) -> Iterator[tuple[int, memoryview]]:

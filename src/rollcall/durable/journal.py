@@ -5,6 +5,9 @@ One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in th
 ``append`` hands the record to the operating system before it returns, so killing the process loses no appended group;
 ``sync`` makes it safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
 
+``<step:06d>.attempts`` has attempts of groups whose other attempts were still going on (episodes take their own time). Only a
+resume reads it: it makes what is missing, and the whole group gets its record in ``.groups``.
+
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
 A write that a full or unwritable disk refuses is tried again until it succeeds (``durable/patience.py``). The lock is free
 meanwhile, so other threads can write.
@@ -29,8 +32,9 @@ from rollcall.errors import JournalError
 from rollcall.types import Group
 from rollcall.wait import warn
 
+GROUPS, ATTEMPTS = "groups", "attempts"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
-_MAX_OPEN = 8  # steps that rollout fills at the same time; older files are closed and reopened on need
+_MAX_OPEN = 16  # of the steps that rollout fills at the same time; older files are closed and reopened on need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.dir = Path(dir)
         self._guard = guard
         self._closed = False
-        self._files: dict[int, AppendFile] = {}
+        self._files: dict[tuple[int, str], AppendFile] = {}
         self._trained_file: AppendFile | None = None
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
@@ -106,6 +110,23 @@ class Journal(AbstractContextManager["Journal"]):
         already and only its scores are new; from now on this record counts."""
         what = f"the group of draw {group.draw}, step {group.step}"
         self._append(lambda: self._file(group.step), encode(group, again=again), path=self._path(group.step), what=what)
+
+    def append_attempt(self, group: Group, *, attempt: int) -> None:
+        """Write one finished attempt of a group that is not finished: ``group`` has this completion alone."""
+        what = f"attempt {attempt} of draw {group.draw}, step {group.step}"
+        record = encode(group, attempt=attempt)
+        self._append(lambda: self._file(group.step, ATTEMPTS), record, path=self._path(group.step, ATTEMPTS), what=what)
+
+    def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
+        """Draw -> place in the group -> the attempt, as a group of one. Damage is skipped: its attempt is made again."""
+        found: dict[int, dict[int, Group]] = {}
+        for payload in _scan_groups(_read_bytes(self._path(step, ATTEMPTS))).payloads:
+            try:
+                attempt, group = header_of(payload)["attempt"], decode(payload)
+            except NOT_A_GROUP:
+                continue
+            found.setdefault(group.draw, {}).setdefault(attempt, group)
+        return found
 
     def _append(self, file: Callable[[], AppendFile], record: bytes, *, path: Path, what: str) -> None:
         def write() -> None:
@@ -227,17 +248,18 @@ class Journal(AbstractContextManager["Journal"]):
     def _trained_path(self) -> Path:
         return self.dir / "trained.jsonl"
 
-    def _path(self, step: int) -> Path:
-        return self.dir / f"{step:06d}.groups"
+    def _path(self, step: int, kind: str = GROUPS) -> Path:
+        return self.dir / f"{step:06d}.{kind}"
 
-    def _file(self, step: int) -> AppendFile:
-        if step not in self._files:
+    def _file(self, step: int, kind: str = GROUPS) -> AppendFile:
+        if (step, kind) not in self._files:
             while len(self._files) >= _MAX_OPEN:
                 oldest = min(self._files)
                 self._files[oldest].sync()
                 self._files.pop(oldest).close()
-            self._files[step] = AppendFile(self._path(step), good_end=lambda data: _scan_groups(data).good_end)
-        return self._files[step]
+            path = self._path(step, kind)
+            self._files[step, kind] = AppendFile(path, good_end=lambda data: _scan_groups(data).good_end)
+        return self._files[step, kind]
 
 
 def _scan_groups(data: bytes) -> _Scan:

@@ -128,6 +128,7 @@ def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
         finish=sequence.finish,
         seed=sequence.seed,
         text=text_of(sequence.token_ids, tokenizer),
+        episode=None,
     )
 
 

@@ -1,0 +1,89 @@
+"""The run file's environment: one class per ``type``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import Field, model_validator
+
+from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.rewards import VariableName
+
+Treatment = Literal["keep", "mask", "drop"]
+_TREATMENTS = (
+    "`keep`: train on it. `mask`: compare the others of its group with it, but do not train on it. `drop`: neither."
+)
+
+
+class EnvironmentBase(Section):
+    """Runs in processes of its own, one for each episode that goes on."""
+
+    max_turns: int = field(8, "Most turns of an episode.", ge=1)
+    max_turn_tokens: int | None = field(
+        None,
+        "Most tokens that the model may write in one turn; `null`: what `rollout.max_response_tokens`, which bounds all tokens of "
+        "an episode after its prompt, leaves.",
+        ge=1,
+    )
+    call_timeout_s: float = field(
+        30.0, "Time limit for one call of the environment, in seconds.", ge=0.001, le=LONGEST_S
+    )
+    episode_timeout_s: float = field(600.0, "Time limit for one episode, in seconds.", ge=0.001, le=LONGEST_S)
+    max_running: int = field(256, "Most episodes that go on at the same time.", ge=1)
+    truncated: Treatment = field("keep", f"Episodes that a limit of turns or tokens ended. {_TREATMENTS}")
+    timed_out: Treatment = field("mask", "The same for episodes that took too long.")
+    failed: Treatment = field("mask", "The same for episodes whose environment raised, died or returned rubbish.")
+    env: list[VariableName] = field(
+        [], "Names of environment variables that it gets, beside `PATH`, `HOME`, the language and the like."
+    )
+    memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64)
+
+
+class ClassEnvironment(EnvironmentBase):
+    """Your class: `reset(**row)` opens an episode, its public methods are tools, `get_reward()` scores it."""
+
+    type: Literal["class"] = "class"
+    path: str | dict[str, str] | None = field(
+        None,
+        "`module:Class`, importable from the working directory; or a map from names to classes, of which a row's `environment` "
+        "column names one.",
+    )
+    tools: list[str] = field([], "Functions that are tools too, each `module:function`.")
+    call_format: Literal["auto", "hermes", "llama", "text"] = field(
+        "auto",
+        "How the model writes tool calls: `hermes` (`<tool_call>` JSON, as Qwen does), `llama` (JSON), `text` (`name(argument=1)` "
+        "on a line of its own). `auto`: as its chat template does.",
+    )
+
+    @model_validator(mode="after")
+    def _has_something(self) -> ClassEnvironment:
+        if self.path is None and not self.tools:
+            raise KeyProblem("path", " is missing; give module:Class, or functions in tools")
+        return self
+
+
+class StepEnvironment(EnvironmentBase):
+    """Your class with `async reset(row)` and `async step(text, token_ids)`, which decides everything itself."""
+
+    type: Literal["step"] = "step"
+    path: str | dict[str, str] = Field(
+        description="`module:Class`, or a map from names to classes, of which a row's `environment` column names one."
+    )
+
+
+class AgentEnvironment(EnvironmentBase):
+    """A program that speaks the OpenAI API and knows nothing of training."""
+
+    type: Literal["agent"] = "agent"
+    run: str = Field(
+        description="The command of one episode. It finds the address in OPENAI_BASE_URL, its key in OPENAI_API_KEY, and the row "
+        "as JSON in ROLLCALL_ROW."
+    )
+
+
+EnvironmentSection = Annotated[Union[ClassEnvironment, StepEnvironment, AgentEnvironment], Field(discriminator="type")]
+
+
+def kinds_of(path: Any) -> dict[str, str]:
+    """Name -> path. A single class has the empty name."""
+    return dict(path) if isinstance(path, dict) else {"": path} if path else {}

@@ -1,0 +1,73 @@
+"""What an environment is to the loop: it opens an episode, answers each turn, and says what the episode was worth.
+
+Every call may take long, raise or never return. The loop (``episode.py``) puts a deadline around each, and ends only that
+episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollcall.types import ToolCall
+
+
+class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a defect of ours
+    """The environment raised, died or returned rubbish. Its episode ends with this text and a score of 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message for the chat template."""
+
+    role: str  # "user", "tool" or "system"
+    content: str
+    name: str = ""  # of the tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    text: str | None  # added to the row's prompt; the whole prompt where there is no dataset; None: nothing
+    tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    messages: tuple[Message, ...]  # what the model reads next; with ``done`` it reads nothing more
+    done: bool
+    reward: float | None  # for this turn alone; None: the environment gives none along the way
+    metrics: dict[str, float]
+    calls: tuple[ToolCall, ...]  # for people to read
+
+
+class Environment(Protocol):
+    """One episode at a time, from ``reset`` to ``reward``; then it may be reset for another one."""
+
+    async def reset(self, row: Mapping[str, Any]) -> Opening:
+        """Begin an episode of this row of the data."""
+        ...
+
+    async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
+        """Answer what the model wrote in its turn."""
+        ...
+
+    async def reward(self) -> float | None:
+        """What the episode was worth, asked once after the last step; None: other rewards decide."""
+        ...
+
+    async def close(self, *, broken: bool) -> None:
+        """The episode has ended. ``broken``: a call failed or was given up, so what still runs is killed."""
+        ...
+
+
+class Environments(Protocol):
+    """Where environments come from. ``kind`` is the row's `environment` column; empty: there is only one kind."""
+
+    async def start(self, kind: str) -> Environment: ...
+
+    def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
+        """The schemas of its tools, which the check at the start renders."""
+        ...
+
+    async def aclose(self) -> None: ...
