@@ -86,6 +86,10 @@ class StandInWorkers:
     tokenizer: None = None
 
     @property
+    def environments(self) -> None:
+        return None
+
+    @property
     def eval_scorer(self) -> Scorer:
         return self.scorer
 

@@ -24,6 +24,7 @@ from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
 from rollcall.loop.aside import together
+from rollcall.loop.episodes import episodes_of
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rollouts
@@ -34,7 +35,15 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer
-from rollcall.roles.build import NUM_REWARD_WORKERS, LocalEngine, build_engine, check_engine, set_threads, tokenizer_of
+from rollcall.roles.build import (
+    NUM_REWARD_WORKERS,
+    LocalEngine,
+    build_engine,
+    build_environments,
+    check_engine,
+    set_threads,
+    tokenizer_of,
+)
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -168,7 +177,15 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
     with closing(engine), _scorer(config, device) as scorer:
-        work = _evaluate(config, prompts, engine=engine, scorer=scorer, sampling=sampling, on_progress=on_progress)
+        work = _evaluate(
+            config,
+            prompts,
+            tokenizer=tokenizer,
+            engine=engine,
+            scorer=scorer,
+            sampling=sampling,
+            on_progress=on_progress,
+        )
         evaluation = asyncio.run(work)
         return EvalReport(
             plan=plan,
@@ -232,22 +249,29 @@ async def _evaluate(
     config: Config,
     prompts: PromptSet,
     *,
+    tokenizer: Any,
     engine: LocalEngine,
     scorer: Scorer,
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
     rollouts = Rollouts(engine)
+    environments = build_environments(config.environment, tokenizer, prompts)
+    episodes = episodes_of(config, environments, tokenizer=tokenizer, rollouts=rollouts)
     work = evaluate(
         prompts.prompts,
         section=config.eval,
-        rollouts=rollouts,
+        attempt=(episodes or rollouts).attempt,
         scorer=scorer,
         sampling=sampling,
         seed=config.run.seed,
         step=0,
     )
-    return await together(work, background=[rollouts.pump(), _watch(rollouts, prompts, on_progress)])
+    try:
+        return await together(work, background=[rollouts.pump(), _watch(rollouts, prompts, on_progress)])
+    finally:
+        if environments is not None:
+            await environments.aclose()
 
 
 async def _watch(rollouts: Rollouts, prompts: PromptSet, on_progress: OnProgress) -> None:

@@ -39,6 +39,7 @@ from rollcall.durable.lease import Lease
 from rollcall.errors import JournalError
 from rollcall.loop.aside import in_thread, together
 from rollcall.loop.attempts import Regrow, RunError
+from rollcall.loop.episodes import Episodes, episodes_of
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
@@ -90,6 +91,7 @@ class Controller:
                 f"order of step {self.start_step} is lost; restore it, or start over with --fresh"
             )
         self.rollouts: Rollouts
+        self.episodes: Episodes | None
         self.maker: GroupMaker
         self.supply: Supply
         self._policy = asyncio.Lock()  # held while the actor's weights are not those of ``version``
@@ -99,11 +101,15 @@ class Controller:
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
         self.rollouts = Rollouts(self.workers.engine, rewards=self.rewards)
+        self.episodes = episodes_of(
+            self.config, self.workers.environments, tokenizer=self.workers.tokenizer, rollouts=self.rollouts
+        )
         self.maker = GroupMaker(
             config=self.config,
             workers=self.workers,
             journal=self.journal,
             rollouts=self.rollouts,
+            episodes=self.episodes,
             generates=self.bounds.generates,
             call=self._call,
         )
@@ -111,7 +117,11 @@ class Controller:
         with self.events.phase(StepPhase.SYNC, self.version):
             await self._call(self.workers.engine.update_weights, self.version)
         beside = [self.rollouts.pump(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
-        await together(self._run(), background=beside)
+        try:
+            await together(self._run(), background=beside)
+        finally:
+            if self.workers.environments is not None:
+                await self.workers.environments.aclose()
 
     async def _run(self) -> None:
         if self.bounds.split is Split.EVAL:
@@ -265,7 +275,7 @@ class Controller:
             result = await evaluate(
                 val.prompts[: section.max_prompts],
                 section=section,
-                rollouts=self.rollouts,
+                attempt=(self.episodes or self.rollouts).attempt,
                 scorer=self.workers.eval_scorer,
                 sampling=sampling_of(self.config.rollout, self.workers.stop_token_ids, temperature=section.temperature),
                 seed=self.config.run.seed,

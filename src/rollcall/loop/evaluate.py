@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from rollcall.config import EvalSection
 from rollcall.engine.protocol import Sampling
-from rollcall.loop.rollout import Rollouts, sampling_seeds
+from rollcall.loop.rollout import sampling_seeds
 from rollcall.observe.headline import GRADED, is_graded
 from rollcall.reward.scorer import Scorer
 from rollcall.types import FinishReason, Group, Prompt
@@ -45,18 +45,18 @@ async def evaluate(
     prompts: Sequence[Prompt],
     *,
     section: EvalSection,
-    rollouts: Rollouts,
+    attempt: Callable[..., Awaitable[Group]],
     scorer: Scorer,
     sampling: Sampling,
     seed: int,
     step: int,
 ) -> Evaluation:
-    """Attempt every prompt ``section.samples_per_prompt`` times. Seeds do not depend on the step, so that evaluations of
+    """Attempt every prompt ``section.samples_per_prompt`` times, by ``Rollouts.attempt`` or ``Episodes.attempt``. Seeds do not depend on the step, so that evaluations of
     different steps can be compared."""
 
     async def one(index: int, prompt: Prompt) -> Group:
         seeds = sampling_seeds(seed, -1, prompt.id, section.samples_per_prompt)
-        return await rollouts.attempt(prompt, step=step, draw=index, seeds=seeds, sampling=sampling, scorer=scorer)
+        return await attempt(prompt, step=step, draw=index, seeds=seeds, sampling=sampling, scorer=scorer)
 
     groups = list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
     return summarize(groups, first_reward=scorer.names[0], threshold=section.threshold)

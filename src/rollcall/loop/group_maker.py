@@ -19,11 +19,12 @@ from rollcall.durable.journal import Journal
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import JournalError
 from rollcall.loop.attempts import RunError
+from rollcall.loop.episodes import Episodes
 from rollcall.loop.protocols import Workers
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.reward.scorer import why_unscored
-from rollcall.types import Group, Prompt, failed_on_all
+from rollcall.types import Completion, Group, Prompt, failed_on_all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,12 +35,15 @@ class GroupMaker:
     workers: Workers
     journal: Journal
     rollouts: Rollouts
+    episodes: Episodes | None  # None: a completion is one turn
     generates: bool
     call: Callable[..., Awaitable[Any]]
     trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
     _order: DataOrder = field(init=False)
     # step -> draw -> the group of an earlier process
     _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
+    # step -> draw -> place in the group -> an attempt of an earlier process, whose group was not finished
+    _attempts: dict[int, dict[int, dict[int, Group]]] = field(default_factory=dict)
     _unscored: set[int] = field(default_factory=set)  # steps in which a reward failed on every completion
 
     def __post_init__(self) -> None:
@@ -100,9 +104,12 @@ class GroupMaker:
         count = self.config.rollout.samples_per_prompt
         seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", count)
         sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
-        group = await self.rollouts.attempt(
-            prompt, step=step, draw=draw, seeds=seeds, sampling=sampling, scorer=self.workers.scorer
-        )
+        given = {"step": step, "draw": draw, "seeds": seeds, "sampling": sampling, "scorer": self.workers.scorer}
+        if self.episodes is None:
+            group = await self.rollouts.attempt(prompt, **given)
+        else:
+            earlier = self._earlier_attempts(prompt, step=step, draw=draw, seeds=seeds)
+            group = await self.episodes.attempt(prompt, **given, earlier=earlier, keep=self._keep_attempt)
         if not all(np.isfinite(completion.logprobs).all() for completion in group.completions):
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
@@ -111,6 +118,23 @@ class GroupMaker:
             )
         await self.call(self.journal.append, group)
         return group
+
+    def _earlier_attempts(
+        self, prompt: Prompt, *, step: int, draw: int, seeds: tuple[int, ...]
+    ) -> dict[int, Completion]:
+        """What an earlier process finished of this group."""
+        if step not in self._attempts:
+            self._attempts[step] = self.journal.read_attempts(step)
+        return {
+            place: one.completions[0]
+            for place, one in self._attempts[step].pop(draw, {}).items()
+            if place < len(seeds)
+            and one.completions[0].seed == seeds[place]
+            and np.array_equal(one.prompt.token_ids, prompt.token_ids)
+        }
+
+    async def _keep_attempt(self, place: int, attempt: Group) -> None:
+        await self.call(partial(self.journal.append_attempt, attempt, attempt=place))
 
 
 def sampling_of(

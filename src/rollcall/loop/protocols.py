@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rollcall.checkpoint.saving import Saving
 from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
+from rollcall.environments.protocol import Environments
 from rollcall.learner.learner import TokenScores
 from rollcall.loop.samples import ScoreSamples
 from rollcall.observe.live import Look
@@ -83,6 +84,11 @@ class Workers(Protocol):
     def scorer(self) -> Scorer: ...
     @property
     def eval_scorer(self) -> Scorer: ...
+    @property
+    def environments(self) -> Environments | None:
+        """None: a completion is one turn."""
+        ...
+
     @property
     def train(self) -> PromptSet: ...
     @property

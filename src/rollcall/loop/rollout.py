@@ -1,8 +1,8 @@
 """Engine and rewards as awaitables.
 
-``attempt`` submits one prompt and waits for its group of scored completions. One pump drives all of them: it polls the
-engine, hands finished completions to the rewards, polls the rewards, and wakes the callers. When there is nothing to do it
-sleeps until the next ``attempt``.
+``attempt`` submits one prompt and waits for its group of scored completions; ``sample`` waits for one turn of an episode
+(``loop/episodes.py``). One pump drives all of them: it polls the engine, hands finished completions to the rewards, polls the
+rewards, and wakes the callers. When there is nothing to do it sleeps until the next request.
 
 An engine in this process decodes inside ``poll``. With an engine in other processes (``Elsewhere``) a poll only looks, so the
 pump sleeps until there is something to see, and does not hold up the event loop.
@@ -21,7 +21,7 @@ from rollcall.loop.aside import in_thread
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, Group, Prompt, Score
+from rollcall.types import Completion, Group, Ints, Prompt, Score
 
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
@@ -77,10 +77,12 @@ class Rollouts:
         self.clock = Clock()
         self._elsewhere = engine if isinstance(engine, Elsewhere) else None
         self._waiting: dict[int, _Waiting] = {}
+        self._turns: dict[int, asyncio.Future[tuple[Completion, str]]] = {}
         self._scorers: list[Scorer] = []
         self._work = asyncio.Event()
         self._idle = asyncio.Condition()
         self._num_attempts = 0
+        self._is_pumping = False
         self._held_back: list[Request] | None = None  # a list: the engine gets nothing new for now
         self._change: asyncio.Task[None] | None = None
         self._asking: set[asyncio.Task[Any]] = set()
@@ -91,15 +93,22 @@ class Rollouts:
         self, prompt: Prompt, *, step: int, draw: int, seeds: tuple[int, ...], sampling: Sampling, scorer: Scorer
     ) -> Group:
         key, waiting = self._expect(prompt, step=step, draw=draw, scorer=scorer)
-        request = Request(id=str(key), prompt_ids=prompt.token_ids, seeds=seeds, sampling=sampling)
-        if self._held_back is None:
-            self._submit(request)
-        else:
-            self._held_back.append(request)
+        self._request(Request(id=str(key), prompt_ids=prompt.token_ids, seeds=seeds, sampling=sampling))
         return await waiting.done
 
+    async def sample(self, prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> tuple[Completion, str]:
+        """One turn, and the worker that made it. Turns of one ``session`` extend each other."""
+        key, self._num_attempts = self._num_attempts, self._num_attempts + 1
+        self._turns[key] = asyncio.get_running_loop().create_future()
+        self._request(Request(id=str(key), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling))
+        try:
+            return await self._turns[key]
+        except asyncio.CancelledError:
+            self._give_up(key)
+            raise
+
     async def score_again(self, group: Group, *, scorer: Scorer) -> Group:
-        """The same completions with new scores."""
+        """The same completions with new scores; the time at which it was finished is that of the completions."""
         key, waiting = self._expect(group.prompt, step=group.step, draw=group.draw, scorer=scorer)
         waiting.completions = group.completions
         self._hand_to_rewards(key, waiting)
@@ -116,6 +125,21 @@ class Rollouts:
             self._scorers.append(scorer)
         return key, waiting
 
+    def _request(self, request: Request) -> None:
+        if self._held_back is None:
+            self._submit(request)
+        else:
+            self._held_back.append(request)
+
+    def _give_up(self, key: int) -> None:
+        """Nobody waits for this turn any more."""
+        held_back = self._held_back or []
+        if any(request.id == str(key) for request in held_back):
+            self._held_back = [request for request in held_back if request.id != str(key)]
+            del self._turns[key]
+        elif self._is_pumping and key in self._turns:
+            self.engine.abort(str(key))
+
     async def drain(self) -> None:
         """Give the engine nothing new, and wait until it has finished its requests."""
         self._held_back = [] if self._held_back is None else self._held_back
@@ -130,6 +154,7 @@ class Rollouts:
 
     async def pump(self) -> None:
         """Runs beside the callers of ``attempt``, until cancelled."""
+        self._is_pumping = True
         try:
             while True:
                 await self._work.wait()
@@ -140,12 +165,13 @@ class Rollouts:
                 if worked and not self.engine.num_unfinished:
                     async with self._idle:
                         self._idle.notify_all()
-                if self._waiting:
+                if self._waiting or self._turns:
                     if self._elsewhere is not None:
                         await self._rest(self._elsewhere)
                     self._work.set()
                 await asyncio.sleep(0)
         finally:
+            self._is_pumping = False
             for task in (self._change, *self._asking):
                 if task is not None:
                     task.cancel()
@@ -156,9 +182,10 @@ class Rollouts:
         try:
             self.engine.submit(request)
         except ValueError as error:
-            waiting = self._waiting.pop(int(request.id))
-            if not waiting.done.cancelled():
-                waiting.done.set_exception(error)
+            key = int(request.id)
+            done = self._turns.pop(key) if key in self._turns else self._waiting.pop(key).done
+            if not done.cancelled():
+                done.set_exception(error)
         self._work.set()
 
     async def _rest(self, engine: Elsewhere) -> None:
@@ -193,11 +220,15 @@ class Rollouts:
         self._looked_s = now
         for result in finished:
             key = int(result.request_id)
-            waiting = self._waiting[key]
-            waiting.completions = result.completions
-            if self._elsewhere is not None:
-                waiting.worker = self._elsewhere.take_maker(result.request_id)
+            worker = self._elsewhere.take_maker(result.request_id) if self._elsewhere is not None else HERE
             self.clock.engine_tokens += sum(len(completion.token_ids) for completion in result.completions)
+            if key in self._turns:
+                turn = self._turns.pop(key)
+                if not turn.cancelled():
+                    turn.set_result((result.completions[0], worker))
+                continue
+            waiting = self._waiting[key]
+            waiting.completions, waiting.worker = result.completions, worker
             self._hand_to_rewards(key, waiting)
 
     def _hand_to_rewards(self, key: int, waiting: _Waiting) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,12 @@ from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
-from rollcall.types import Completion, Group, Prompt, Score
+from rollcall.types import Completion, EndReason, Episode, Group, Prompt, Score
 from rollcall.words import all_of
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 
+ENVIRONMENT = "environment"  # the reward that comes with an episode
 _MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
 _MAX_LINES_TOLD = 25  # of a traceback
 _WAIT_S = 1.0
@@ -86,12 +87,13 @@ class Scorer(AbstractContextManager["Scorer"]):
                 specs[index] = with_pickled(reward.model_dump(), index=index)
                 # They reach code that may raise them, and what it raises is shown.
                 remember(os.environ.get(name, "") for name in specs[index].get("env", ()))
-            elif index not in self._model_rewards:
+            elif reward.type != ENVIRONMENT and index not in self._model_rewards:
                 raise ValueError(f"reward.{index} ({reward.type}) runs in this process; give model_rewards[{index}]")
         self.counts = {name: Counts() for name in self.names}
         self.failures: list[Failure] = []
         self._kept: Counter[tuple[str, str]] = Counter()
         self._process_rewards = list(specs)
+        self._own_rewards = [index for index, reward in enumerate(self._rewards) if reward.type == ENVIRONMENT]
         self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
         self._kinds = self._pool.kinds if self._pool else {}
         self._num_unfinished = 0
@@ -152,6 +154,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         )
         if self._pool is not None and completions:
             self._pool.submit([task for index in self._process_rewards for task in self._tasks(job, index)])
+        for index in self._own_rewards:
+            for place, completion in enumerate(completions):
+                self._record(job, environment_reward(completion), place=place, index=index)
         for index in self._model_rewards:
             for place, result in enumerate(self._call_model_reward(index, prompt, completions)):
                 self._record(job, result, place=place, index=index)
@@ -207,15 +212,38 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _finish(self, job: _Job) -> None:
         weights = {name: reward.weight for name, reward in zip(self.names, self._rewards, strict=True)}
         job.scores = tuple(
-            Score(
+            _failed_score(weights, completion.episode)
+            if completion.episode is not None and completion.episode.error
+            else Score(
                 value=sum(weight * parts[name] for name, weight in weights.items()),
                 parts={name: parts[name] for name in weights},
                 errors=errors,
             )
-            for parts, errors in zip(job.parts, job.errors, strict=True)
+            for parts, errors, completion in zip(job.parts, job.errors, job.completions, strict=True)
         )
         if job.key is not None:
             self._finished.append(job)
+
+
+def environment_reward(completion: Completion) -> RewardResult:
+    """What an episode's environment gave, at its end and along the way."""
+    episode = completion.episode
+    if episode is None:
+        return RewardResult(0.0, "nan", "this completion is not an episode, so no environment has scored it")
+    if episode.error:
+        return RewardResult(0.0, "hung" if episode.ended is EndReason.TIMEOUT else "raised", redact(episode.error))
+    given = [turn.reward for turn in episode.turns if turn.reward is not None]
+    if episode.reward is None and not given:
+        why = "the environment gave no reward; let it give one (get_reward, or the reward of a step), or name other rewards"
+        return RewardResult(0.0, "nan", why)
+    return checked(sum(given) + (episode.reward or 0.0))
+
+
+def _failed_score(names: Iterable[str], episode: Episode) -> Score:
+    """Of an episode whose environment failed: 0, whatever the other rewards say of its text."""
+    kind = "hung" if episode.ended is EndReason.TIMEOUT else "raised"
+    why = redact(episode.error).strip()
+    return Score(value=0.0, parts=dict.fromkeys(names, 0.0), errors={ENVIRONMENT: f"{kind}: {_headline(why)}"})
 
 
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:

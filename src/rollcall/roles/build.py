@@ -11,13 +11,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from rollcall.config import Config, ExactReward, Ppo, RolloutSection
+from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
 from rollcall.config.rewards import Reward
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
+from rollcall.environments.conversation import MESSAGES, Conversations
+from rollcall.environments.episode import KIND
+from rollcall.environments.protocol import Environments
 from rollcall.errors import ConfigError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
@@ -49,6 +52,7 @@ class Held(Generic[EngineT]):
     engine: EngineT
     scorer: Scorer
     eval_scorer: Scorer
+    environments: Environments | None  # the controller closes them
     train: PromptSet
     val: PromptSet | None
     stop_token_ids: tuple[int, ...]
@@ -224,6 +228,23 @@ def build_scorers(
     if len(functions) < len(rewards):
         return scorer, scorer
     return scorer, Scorer([ExactReward()], num_workers=num_workers, model_rewards={})
+
+
+def build_environments(
+    section: EnvironmentSection | None, tokenizer: Any, *sets: PromptSet | None
+) -> Environments | None:
+    """Refuses a chat template that cannot be extended turn by turn."""
+    if section is None:
+        return None
+    from rollcall.environments.make import make_environments  # few runs have one
+
+    say("starting the environment")
+    environments = make_environments(section, chat_template=tokenizer.chat_template)
+    rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
+    role = "tool" if section.type == "class" else "user"
+    for kind in {str(row.get(KIND) or "") for row in rows if MESSAGES in row}:
+        Conversations(tokenizer).check_extension(tools=environments.tools_of(kind), role=role)
+    return environments
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

@@ -34,7 +34,7 @@ from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
 from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts
-from rollcall.roles.build import Held, Inputs, build_scorers, load_inputs
+from rollcall.roles.build import Held, Inputs, build_environments, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.lookout import look_at
 from rollcall.roles.team import Team
@@ -174,6 +174,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
         reference=partial(team.forward, Role.REFERENCE, "score_reference") if Role.REFERENCE in members else None,
         scorer=scorer,
         eval_scorer=eval_scorer,
+        environments=build_environments(config.environment, inputs.tokenizer, inputs.train, inputs.val),
         train=inputs.train,
         val=inputs.val,
         stop_token_ids=facts.stop_token_ids,

@@ -1,0 +1,303 @@
+"""Episodes: the tokens sampled are the tokens trained, every limit ends them, and nothing finished is made again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import column, finish, make_run
+from scripted import Scripted, ends, says
+from tiny import make_model, make_tokenizer, reference_logprobs
+
+from rollcall.config import ClassEnvironment, Config
+from rollcall.durable.journal import Journal
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Sampling
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.episode import Player, turn_seed
+from rollcall.environments.protocol import EnvironmentFailed, Message
+from rollcall.errors import ConfigError
+from rollcall.inspect.audit import audit
+from rollcall.loop.attempts import RunError
+from rollcall.loop.episodes import Episodes
+from rollcall.loop.rollout import Rollouts
+from rollcall.model.decoder import fuse_parameters
+from rollcall.types import Completion, EndReason, FinishReason, Prompt
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_token_ids=(0,), stop_strings=())
+
+
+def a_model() -> Any:
+    model = make_model()
+    fuse_parameters(model)
+    return model
+
+
+def a_prompt(text: str = "3a=") -> Prompt:
+    ids = np.array(make_tokenizer()(text)["input_ids"], dtype=np.int32)
+    return Prompt(id="row", token_ids=ids, text=text, answer="a", metadata={"level": 2})
+
+
+def play(
+    environments: Any,
+    *,
+    prompt: Prompt | None = None,
+    sampling: Sampling = SAMPLING,
+    seed: int = 5,
+    model: Any = None,
+    max_prompt_tokens: int = 64,
+    **section: Any,
+) -> Completion:
+    """One episode on a tiny model."""
+    section = {"path": "x:X", "max_turn_tokens": 6, **section}
+
+    async def main() -> Completion:
+        rollouts = Rollouts(NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None))
+        player = Player(
+            section=ClassEnvironment(**section),
+            environments=environments,
+            conversations=Conversations(make_tokenizer()),
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        pump = asyncio.create_task(rollouts.pump())
+        try:
+            episodes = Episodes(rollouts=rollouts, player=player)
+            return await episodes._play(prompt or a_prompt(), seed=seed, sampling=sampling, makers=Counter())
+        finally:
+            pump.cancel()
+
+    return asyncio.run(main())
+
+
+def three_turns(row: Any, texts: list[str]) -> Any:
+    return says("+7=") if len(texts) < 3 else ends()
+
+
+@pytest.mark.parametrize("opening", [None, "1+"])
+def test_the_row_is_what_was_sampled_with_observations_between(opening: str | None) -> None:
+    model = a_model()
+    script = Scripted(three_turns, opening=opening, reward=lambda texts: 0.5)
+    made = play(script, model=model)
+    episode = made.episode
+    assert episode is not None and not episode.error
+    assert episode.ended is (EndReason.TOKENS if made.finish is FinishReason.LENGTH else EndReason.DONE)
+    assert episode.reward == 0.5 and len(episode.turns) == 3 and script.closed == [False]
+    observed = make_tokenizer()("+7=")["input_ids"]
+    expected: list[int] = []
+    mask: list[bool] = []
+    for place, (turn, given) in enumerate(zip(episode.turns, script.given, strict=True)):
+        assert turn.num_sampled == len(given) and turn.num_observed == (3 if place < 2 else 0)
+        expected += [*given, *(observed if place < 2 else [])]
+        mask += [True] * len(given) + [False] * turn.num_observed
+    assert made.token_ids.tolist() == expected and made.mask.tolist() == mask
+    assert not made.logprobs[~made.mask].any()
+    opened = a_prompt().token_ids
+    if opening:
+        assert episode.prompt_ids is not None
+        opened = np.array(make_tokenizer()("3a=1+")["input_ids"], dtype=np.int32)
+        assert np.array_equal(episode.prompt_ids, opened)
+    else:
+        assert episode.prompt_ids is None
+    by_transformers = reference_logprobs(model, opened, made.token_ids).numpy()
+    np.testing.assert_allclose(made.logprobs[made.mask], by_transformers[made.mask], atol=2e-5)
+
+
+def test_an_episode_of_one_turn_samples_what_a_plain_completion_would() -> None:
+    model, prompt = a_model(), a_prompt()
+    made = play(Scripted(lambda row, texts: ends()), model=model, max_turn_tokens=None)
+
+    async def plain() -> Any:
+        rollouts = Rollouts(NativeEngine(model, make_tokenizer(), max_running=8, kv_tokens=None))
+        pump = asyncio.create_task(rollouts.pump())
+        try:
+            return await rollouts.sample(prompt.token_ids, seed=5, sampling=SAMPLING, session="")
+        finally:
+            pump.cancel()
+
+    turn, _ = asyncio.run(plain())
+    assert np.array_equal(made.token_ids, turn.token_ids) and np.array_equal(made.logprobs, turn.logprobs)
+    assert turn_seed(5, 0) == 5 and len({turn_seed(5, turn) for turn in range(100)}) == 100
+
+
+def forever(row: Any, texts: list[str]) -> Any:
+    return says("+1=", reward=0.25, metrics={"moves": float(len(texts))})
+
+
+def test_limits_of_turns_and_tokens_end_an_episode() -> None:
+    made = play(Scripted(forever), max_turns=4)
+    assert made.episode is not None and made.episode.ended is EndReason.TURNS and len(made.episode.turns) == 4
+    assert made.episode.turns[-1].num_observed == 0 and made.mask[-1]
+    assert made.episode.metrics == {"moves": 4.0} and [turn.reward for turn in made.episode.turns] == [0.25] * 4
+    made = play(Scripted(forever), max_turns=100, sampling=replace(SAMPLING, stop_token_ids=()))
+    assert made.episode is not None and made.episode.ended is EndReason.TOKENS
+    assert SAMPLING.max_tokens - 3 <= len(made.token_ids) <= SAMPLING.max_tokens and made.mask[-1]
+    assert made.finish is FinishReason.LENGTH
+
+
+def raises(row: Any, texts: list[str]) -> Any:
+    if len(texts) == 2:
+        raise EnvironmentFailed("the door is locked")
+    return says("+1=")
+
+
+async def _never() -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("script", "section", "ended", "error"),
+    [
+        (Scripted(raises), {}, EndReason.ERROR, "the door is locked"),
+        (Scripted(lambda row, texts: _never()), {"call_timeout_s": 0.01}, EndReason.TIMEOUT, "step took longer"),
+        (
+            Scripted(lambda row, texts: _never()),
+            {"episode_timeout_s": 0.3},
+            EndReason.TIMEOUT,
+            "the episode took longer",
+        ),
+        (Scripted(lambda row, texts: ends(reward=float("nan"))), {}, EndReason.ERROR, "finite number"),
+        (Scripted(lambda row, texts: ends(metrics={"x": "y"})), {}, EndReason.ERROR, "finite number"),
+        (Scripted(lambda row, texts: says("")), {}, EndReason.ERROR, "has no tokens"),
+        (Scripted(three_turns, reward=lambda texts: float("inf")), {}, EndReason.ERROR, "reward of the episode"),
+        (Scripted(three_turns, opening="1" * 100), {}, EndReason.ERROR, "opens with 103 tokens"),
+    ],
+)
+def test_what_an_environment_does_wrong_ends_its_episode_alone(
+    script: Scripted, section: dict[str, Any], ended: EndReason, error: str
+) -> None:
+    made = play(script, **section)
+    assert made.episode is not None and made.episode.ended is ended and error in made.episode.error
+    assert script.closed == [True]
+    assert (
+        len(made.token_ids) == sum(turn.num_sampled + turn.num_observed for turn in made.episode.turns) or made.mask[-1]
+    )
+
+
+# Conversations
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+FORGETS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+    "<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class Letters:
+    """A tokenizer in which each character is a token, and `<end>` is one."""
+
+    def __init__(self, chat_template: str) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        ids: list[int] = []
+        for place, piece in enumerate(text.split("<end>")):
+            ids += ([0] if place else []) + [ord(letter) for letter in piece]
+        return {"input_ids": ids}
+
+    def apply_chat_template(self, messages: Any, *, tools: Any, add_generation_prompt: bool, tokenize: bool) -> str:
+        from jinja2 import Environment
+
+        return (
+            Environment()
+            .from_string(self.chat_template)
+            .render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        )
+
+
+def test_a_chat_is_extended_by_what_the_template_writes_behind_the_models_own_tokens() -> None:
+    conversations = Conversations(Letters(CHATML))
+    conversations.check_extension(tools=(), role="tool")
+    extend = lambda last_id: conversations.extend(  # noqa: E731
+        [Message(role="tool", content="ROLLCALLFIRST 3")], is_chat=True, tools=(), last_id=last_id
+    )
+    rest = "\n<tool>ROLLCALLFIRST 3<end>\n<assistant>"
+    assert extend(0).tolist() == Letters(CHATML)(rest)["input_ids"]
+    assert extend(65).tolist() == [0, *Letters(CHATML)(rest)["input_ids"]]  # it was cut: its message is ended for it
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be extended turn by turn.*model.chat_template"):
+        Conversations(Letters(FORGETS.replace("{%", "{%-", 1) + "{# <think> #}")).check_extension(tools=(), role="user")
+    with pytest.raises(ConfigError, match="role 'tool'"):
+        refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ 1 / 0 }}{% endif %}{% endfor %}"
+        Conversations(Letters(refuses)).check_extension(tools=(), role="tool")
+
+
+# Whole runs
+
+
+def letters_game(row: Any, texts: list[str]) -> Any:
+    """The model writes something, is told the letter, and writes again."""
+    return says(f"{row['answer']}=") if len(texts) == 1 else ends(metrics={"tries": 2.0})
+
+
+def game(folder: Path, *overrides: str, name: str = "run") -> Config:
+    config = make_run(
+        folder, "rollout.max_response_tokens=12", "trainer.steps=3", *overrides, name=name, reward=[{"type": "exact"}]
+    )
+    environment = ClassEnvironment(path="x:Game", max_turn_tokens=3)
+    return config.model_copy(update={"environment": environment})
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scripted], Scripted]:
+    def use(script: Scripted) -> Scripted:
+        monkeypatch.setattr("rollcall.roles.local.build_environments", lambda *_: script)
+        return script
+
+    return use
+
+
+def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: Any) -> None:
+    script = scripted(Scripted(letters_game))
+    config = game(tmp_path)
+    finish(config)
+    groups = [group for step in (1, 2, 3) for group in Journal(config.run.dir / "journal").read(step)]
+    assert script.is_closed and len(groups) == 24 and script.num_started == 24 * 4
+    for group in groups:
+        for completion in group.completions:
+            assert completion.episode is not None and 1 <= len(completion.episode.turns) <= 2
+    assert audit(config.run.dir).is_clean and len(column(config, "train/loss")) == 3
+
+
+def test_a_group_interrupted_at_three_of_four_makes_the_one_that_is_missing(tmp_path: Path, scripted: Any) -> None:
+    whole = game(tmp_path, name="whole")
+    scripted(Scripted(letters_game))
+    finish(whole)
+    expected = Journal(whole.run.dir / "journal").read(1)
+
+    def dies(row: Any, texts: list[str]) -> Any:
+        if script.num_started == 12:  # in the last attempt of the third group
+            raise RuntimeError("the power is cut")
+        return letters_game(row, texts)
+
+    config = game(tmp_path)
+    assert config.environment is not None
+    one_by_one = config.environment.model_copy(update={"max_running": 1})
+    config = config.model_copy(update={"environment": one_by_one})
+    script = scripted(Scripted(dies))
+    with pytest.raises(RuntimeError, match="power"):
+        finish(config)
+    with Journal(config.run.dir / "journal") as journal:
+        kept = sum(map(len, journal.read_attempts(1).values()))
+    script = scripted(Scripted(letters_game))
+    finish(config)
+    assert kept >= 11 and script.num_started == 24 * 4 - kept, "an episode that was finished was made again"
+    for ours, theirs in zip(Journal(config.run.dir / "journal").read(1), expected, strict=True):
+        for one, other in zip(ours.completions, theirs.completions, strict=True):
+            assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
+
+
+def test_an_environment_that_always_fails_stops_the_run_and_says_why(tmp_path: Path, scripted: Any) -> None:
+    def broken(row: Any, texts: list[str]) -> Any:
+        raise EnvironmentFailed("no module named browser")
+
+    scripted(Scripted(broken))
+    with pytest.raises(RunError, match="no module named browser"):
+        finish(game(tmp_path))
