@@ -130,6 +130,11 @@ class Completion:
     def __post_init__(self) -> None:
         _check_row(self)
 
+    def prompt_ids(self, group_prompt: Ints) -> Ints:
+        """What the model read first."""
+        own = self.episode.prompt_ids if self.episode is not None else None
+        return group_prompt if own is None else own
+
     @classmethod
     def given(cls, token_ids: Ints, *, text: str = "") -> Completion:
         """Tokens that nobody sampled, with log-probs of 0."""

@@ -16,6 +16,7 @@ from typing import Any
 from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import read_rows
+from rollcall.observe.transcript import episode_columns, transcript
 from rollcall.types import Group, Prompt
 
 GIB = 2**30
@@ -83,6 +84,7 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
                 **({"errors": score.errors} if score.errors else {}),
                 "num_tokens": len(completion.token_ids),
                 "finish": completion.finish.value,
+                **episode_columns(completion),
             },
             ensure_ascii=False,
         )
@@ -99,7 +101,7 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
     """(prompt, completion, answer, reward) of the first completion of the first groups, for the console."""
     rows = [
-        (_asked(group.prompt), group.completions[0].text, group.prompt.answer, group.scores[0].value)
+        (_asked(group.prompt), transcript(group.completions[0]), group.prompt.answer, group.scores[0].value)
         for group in groups
         if group.completions
     ]

@@ -17,6 +17,7 @@ from rollcall.config import Config
 from rollcall.durable.append_file import parse_row
 from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
 from rollcall.durable.journal import is_trained_row
+from rollcall.observe.transcript import transcript
 from rollcall.redact import redact
 from rollcall.types import Completion, Group
 from rollcall.view.grown import GrownFile
@@ -204,9 +205,10 @@ def _no_advantages(config: Config | None) -> str:
 def _show_completion(completion: Completion, *, number: int, group: Group) -> dict[str, Any]:
     score = group.scores[number]
     chosen = completion.logprobs[completion.mask]
+    text = transcript(completion)
     return {
-        "text": completion.text[:LONG],
-        "length": len(completion.text),
+        "text": text[:LONG],
+        "length": len(text),
         "tokens": len(completion.token_ids),
         "finish": completion.finish.value,
         "reward": score.value,
@@ -224,7 +226,7 @@ def text_of(group: Group, *, completion: int | None) -> str:
         return group.prompt.text
     if not 0 <= completion < len(group.completions):
         raise NoGroupError(f"the group has {len(group.completions)} completions, and no number {completion}")
-    return group.completions[completion].text
+    return transcript(group.completions[completion])
 
 
 def _brief(metadata: dict[str, Any]) -> dict[str, str]:

@@ -125,7 +125,8 @@ def show_tokens(
         columns["learner"] = _short(learner["logprobs"])
         columns["mismatch"] = _short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = _short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
-    prompt = group.prompt.token_ids[-MOST_PROMPT_TOKENS:].tolist()
+    whole_prompt = one.prompt_ids(group.prompt.token_ids)
+    prompt = whole_prompt[-MOST_PROMPT_TOKENS:].tolist()
     return {
         "step": group.step,
         "draw": group.draw,
@@ -140,7 +141,7 @@ def show_tokens(
         "pieces": _pieces(ids, vocabulary),
         "special": _special(ids, vocabulary),
         "prompt": {"texts": _texts(prompt, vocabulary), "ids": prompt, "special": _special(prompt, vocabulary),
-                   "left_out": len(group.prompt.token_ids) - len(prompt)},
+                   "left_out": len(whole_prompt) - len(prompt)},
     }  # fmt: skip
 
 
