@@ -237,12 +237,9 @@ def letters_game(row: Any, texts: list[str]) -> Any:
     return says(f"{row['answer']}=") if len(texts) == 1 else ends(metrics={"tries": 2.0})
 
 
-def game(folder: Path, *overrides: str, name: str = "run") -> Config:
-    config = make_run(
-        folder, "rollout.max_response_tokens=12", "trainer.steps=3", *overrides, name=name, reward=[{"type": "exact"}]
-    )
-    environment = ClassEnvironment(path="x:Game", max_turn_tokens=3)
-    return config.model_copy(update={"environment": environment})
+def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type": "exact"},)) -> Config:
+    changes = ("rollout.max_response_tokens=12", "trainer.steps=3", "environment.type=class", "environment.path=x:Game")
+    return make_run(folder, *changes, "environment.max_turn_tokens=3", *overrides, name=name, reward=reward)
 
 
 @pytest.fixture
@@ -277,10 +274,7 @@ def test_a_group_interrupted_at_three_of_four_makes_the_one_that_is_missing(tmp_
             raise RuntimeError("the power is cut")
         return letters_game(row, texts)
 
-    config = game(tmp_path)
-    assert config.environment is not None
-    one_by_one = config.environment.model_copy(update={"max_running": 1})
-    config = config.model_copy(update={"environment": one_by_one})
+    config = game(tmp_path, "environment.max_running=1")
     script = scripted(Scripted(dies))
     with pytest.raises(RuntimeError, match="power"):
         finish(config)
@@ -302,3 +296,23 @@ def test_an_environment_that_always_fails_stops_the_run_and_says_why(tmp_path: P
     scripted(Scripted(broken))
     with pytest.raises(RunError, match="no module named browser"):
         finish(game(tmp_path))
+
+
+def test_an_environment_can_own_the_task(tmp_path: Path, scripted: Any) -> None:
+    script = scripted(Scripted(letters_game, opening="1+1=", reward=lambda texts: float("2" in texts[-1])))
+    config = game(tmp_path, "data.train=builtin:environment", "trainer.steps=1", reward=[{"type": "environment"}])
+    finish(config)
+    (first, *_) = Journal(config.run.dir / "journal").read(1)
+    (completion, *_) = first.completions
+    assert completion.episode is not None and completion.episode.prompt_ids is not None
+    assert completion.episode.prompt_ids.tolist() == make_tokenizer()("1+1=")["input_ids"]
+    script.opening = None
+    with pytest.raises(RunError, match="reset has to return the first message"):
+        finish(game(tmp_path, "data.train=builtin:environment", name="silent", reward=[{"type": "environment"}]))
+
+
+def test_without_an_environment_there_is_nothing_that_could_say_how_to_begin(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs an environment"):
+        make_run(tmp_path, "data.train=builtin:environment")
+    with pytest.raises(ConfigError, match="needs an environment"):
+        make_run(tmp_path, reward=[{"type": "environment"}])

@@ -113,6 +113,10 @@ class Config(Section):
             raise ValueError(
                 "reward {type: environment} needs an environment; add that section, or choose another reward"
             )
+        if self.environment is None and "builtin:environment" in (self.data.train, self.data.val):
+            raise ValueError(
+                "data builtin:environment has no prompts of its own and needs an environment; add that section"
+            )
         self._check_algorithm()
         self._check_cluster()
         return self

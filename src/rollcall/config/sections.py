@@ -144,7 +144,8 @@ class ModelSection(Section):
 class DataSection(Section):
     train: str = field(
         "builtin:arithmetic",
-        "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset of the hub or a folder laid out as one.",
+        "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset of the hub or a folder laid out as one; or "
+        "`builtin:environment`: no data, the environment says how an episode begins.",
     )
     val: str | None = field("builtin:arithmetic", "Held-out rows for evaluation; `null`: no evaluation.")
     split: str = field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")

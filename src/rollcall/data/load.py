@@ -26,6 +26,8 @@ from rollcall.types import Prompt
 from rollcall.words import all_of, are
 
 MAX_LINE_BYTES = 1 << 26  # of a JSON line; a prompt of a million tokens has a tenth of it
+NO_DATA = "builtin:environment"  # the environment owns the task
+NUM_ROWS = 1024
 _ROWS_PER_ENCODE = 1024
 _COLUMNS_SHOWN = 20
 
@@ -66,6 +68,8 @@ def load_prompts(
     """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the
     types of the run's, some of which read columns of their own."""
     _check_section(data, tokenizer)
+    if source == NO_DATA:
+        return _without_data(data, tokenizer, split=split, limit=limit)
     prompts: list[Prompt] = []
     num_overlong, shortest = 0, None
     rows = _rendered_rows(source, data=data, tokenizer=tokenizer, split=split)
@@ -88,6 +92,25 @@ def load_prompts(
     return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
 
 
+def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
+    """Rows with nothing but a number: the environment says how an episode begins, so their tokens are never read."""
+    is_chat = data.chat if data.chat is not None else bool(tokenizer.chat_template)
+    system = [{"role": "system", "content": data.system}] if data.system is not None else []
+    chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
+    first = 0 if split == "train" else NUM_ROWS
+    prompts = [
+        Prompt(
+            id=f"environment-{split}:{index}",
+            token_ids=np.zeros(1, dtype=np.int32),
+            text="",
+            answer="",
+            metadata={"index": index, **chat},
+        )
+        for index in range(first, first + (limit or (NUM_ROWS if split == "train" else NUM_ROWS // 8)))
+    ]
+    return PromptSet(prompts=prompts, num_overlong=0, source=NO_DATA)
+
+
 def _check_section(data: DataSection, tokenizer: Any) -> None:
     if data.template is not None and "{prompt}" not in data.template:
         raise DataError(f"data.template={data.template!r} has no {{prompt}} in it; put it where the prompt goes")
@@ -107,7 +130,7 @@ def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Itera
             yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
         return
     if source.startswith("builtin:"):
-        raise DataError(f"{source} is not a built-in task; there is builtin:arithmetic")
+        raise DataError(f"{source} is not a built-in task; there are builtin:arithmetic and {NO_DATA}")
     path = Path(source)
     if path.is_dir():
         found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in _READERS)) or "no data file"

@@ -1,0 +1,118 @@
+"""A conversation as token ids: how it opens, and the ids of the messages that follow a sampled turn.
+
+Nothing sampled is ever tokenised again. The next turn's prompt is the exact ids so far and, behind them, the ids of the new
+messages. These come from rendering a stand-in conversation, whose assistant message is a marker: what the template writes
+after the marker is what belongs after the model's own tokens.
+
+A chat template can be extended this way only if later messages do not change how earlier ones are written.
+``check_extension`` tries it before the run begins. Prompts of plain text are extended by the text itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollcall.environments.protocol import EnvironmentFailed, Message
+from rollcall.errors import ConfigError
+from rollcall.types import Ints, Prompt
+
+_MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
+_THINKS = "<think>\nhm\n</think>\n\n"
+MESSAGES = "prompt_messages"  # of a prompt's metadata: it is a chat
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    token_ids: Ints
+    text: str
+
+
+class Conversations:
+    """Of one run: all have its tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Opened:
+        """What the model reads first: the row's prompt, with what the environment said added to its last message."""
+        messages = prompt.metadata.get(MESSAGES)
+        if messages is None:
+            text = prompt.text + (added or "")
+            return Opened(self._ids(text, special=True), text)
+        messages = [dict(message) for message in messages]
+        if added:
+            last = messages[-1]["content"]
+            messages[-1]["content"] = f"{last}{added}" if last else added
+        return self.open_chat(messages, tools=tools)
+
+    def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Opened:
+        text = self._render(messages, tools)
+        return Opened(self._ids(text), text)
+
+    def extend(self, messages: Sequence[Message], *, is_chat: bool, tools: Tools, last_id: int) -> Ints:
+        """The ids behind a turn that ended with ``last_id``: the end of the model's message, the new messages, and the beginning
+        of the model's next one."""
+        if is_chat:
+            text = self._after_marker([_plain(message) for message in messages], tools)
+        else:
+            text = "".join(message.content for message in messages)
+        ids = self._ids(text)
+        if is_chat and len(ids) and ids[0] == last_id:
+            ids = ids[1:]  # the model has ended its message itself
+        if not len(ids):
+            raise EnvironmentFailed(
+                f"the observation {text[:60]!r} has no tokens; return some text, or end the episode"
+            )
+        return ids
+
+    def check_extension(self, *, tools: Tools, role: str) -> None:
+        """Refuse a chat template that writes earlier messages differently once later ones follow."""
+        first, second = _MARKERS
+        thinks = _THINKS if "<think>" in (self._tokenizer.chat_template or "") else ""
+        said = {"role": role, "content": "seen"}
+        opening: list[dict[str, Any]] = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": first}]
+        again = {"role": "assistant", "content": f"{thinks}{second}"}
+        try:
+            before = self._render([*opening, said], tools)
+            after = self._render([*opening, said, again, said], tools)
+        except EnvironmentFailed as error:
+            raise ConfigError(
+                f"the chat template cannot be used with an environment: {error}. Set model.chat_template to one that has "
+                f"messages of role {role!r}"
+            ) from None
+        expected = f"{before}{thinks}{second}"
+        if not after.startswith(expected):
+            place = next((i for i, (a, b) in enumerate(zip(after, expected, strict=False)) if a != b), len(after))
+            raise ConfigError(
+                "the chat template cannot be extended turn by turn: with one more message it writes earlier ones differently, so "
+                f"the model would be trained on other tokens than it sampled. It wrote {expected[max(place - 20, 0) : place + 40]!r} "
+                f"before and {after[max(place - 20, 0) : place + 40]!r} after. Set model.chat_template to one that leaves earlier "
+                "messages as they are (often a template that keeps earlier thoughts)"
+            )
+
+    def _after_marker(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
+        marker = _MARKERS[0]
+        stand_in = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": marker}]
+        text = self._render([*stand_in, *messages], tools)
+        return text.partition(marker)[2]  # the first: an observation may hold the marker too
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
+            raise EnvironmentFailed(f"the chat template refuses the messages: {error}") from None
+
+    def _ids(self, text: str, *, special: bool = False) -> Ints:
+        return np.array(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    named = {"name": message.name} if message.name else {}
+    return {"role": message.role, "content": message.content, **named}

@@ -1,0 +1,263 @@
+"""One episode: the model's turns and the environment's answers, until one of them ends it or a limit does.
+
+Whatever the environment does, this ends: each call and the whole episode have a time limit, turns and tokens are counted. An
+environment that fails ends its own episode, and the tokens so far stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollcall.config import EnvironmentBase
+from rollcall.engine.protocol import Sampling
+from rollcall.environments.conversation import MESSAGES, Conversations, Tools
+from rollcall.environments.protocol import Environment, EnvironmentFailed, Environments, Opening, StepResult
+from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn
+
+T = TypeVar("T")
+KIND = "environment"  # the column that names a row's environment, where there are several
+LONGEST_ERROR = 2000
+
+SampleTurn = Callable[..., Awaitable[Completion]]
+"""(prompt ids, seed=, sampling=, session=) -> one turn"""
+
+
+class _TooLong(Exception):  # noqa: N818 - an outcome
+    """A call, or the episode, went over its time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """The tokens of an episode so far, without its prompt."""
+
+    token_ids: list[Ints] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    mask: list[Any] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    length: int = 0
+
+    def add_sampled(self, turn: Completion) -> None:
+        self._add(turn.token_ids, turn.logprobs, turn.mask)
+        for segment in turn.segments:
+            self._note(segment)
+
+    def add_observed(self, ids: Ints) -> None:
+        self._add(ids, np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.bool_))
+        self._note(Segment(version=self.segments[-1].version, num_tokens=len(ids)))
+
+    def _add(self, ids: Ints, logprobs: Any, mask: Any) -> None:
+        self.token_ids.append(ids)
+        self.logprobs.append(logprobs)
+        self.mask.append(mask)
+        self.length += len(ids)
+
+    def _note(self, segment: Segment) -> None:
+        if self.segments and self.segments[-1].version == segment.version:
+            last = self.segments.pop()
+            segment = replace(last, num_tokens=last.num_tokens + segment.num_tokens)
+        self.segments.append(segment)
+
+
+@dataclass(slots=True, kw_only=True)
+class Player:
+    """Plays the episodes of a run."""
+
+    section: EnvironmentBase
+    environments: Environments
+    conversations: Conversations
+    max_prompt_tokens: int
+
+    async def play(
+        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
+    ) -> Completion:
+        """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompt."""
+        one = _OneEpisode(self, prompt, seed=seed, sampling=sampling, session=session, sample=sample)
+        environment: Environment | None = None
+        broken = True
+        limit = asyncio.timeout(self.section.episode_timeout_s)
+        try:
+            async with limit:
+                environment = await self.call(self.environments.start(str(prompt.metadata.get(KIND) or "")), "start")
+                await one.run(environment)
+            broken = bool(one.error)
+        except _TooLong as error:
+            one.end(EndReason.TIMEOUT, str(error))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            one.end(
+                EndReason.TIMEOUT,
+                f"the episode took longer than environment.episode_timeout_s={self.section.episode_timeout_s:g}",
+            )
+        except EnvironmentFailed as error:
+            one.end(EndReason.ERROR, str(error))
+        finally:
+            if environment is not None:
+                await environment.close(broken=broken)
+        return one.completion()
+
+    async def call(self, work: Awaitable[T], name: str) -> T:
+        """A call of the environment, with its time limit."""
+        limit_s = self.section.call_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await work
+        except TimeoutError:
+            if limit.expired():
+                raise _TooLong(f"{name} took longer than environment.call_timeout_s={limit_s:g}") from None
+            raise
+
+
+class _OneEpisode:
+    """What an episode has come to."""
+
+    def __init__(
+        self, player: Player, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
+    ) -> None:
+        self._player, self._prompt, self._seed, self._sampling = player, prompt, seed, sampling
+        self._session, self._sample = session, sample
+        self._opened: Ints | None = None  # where it is not the row's own prompt
+        self._row = _Row()
+        self._turns: list[Turn] = []
+        self._metrics: dict[str, float] = {}
+        self._reward: float | None = None
+        self._finish = FinishReason.ABORT  # until a turn is sampled
+        self._ended = EndReason.DONE
+        self.error = ""
+
+    async def run(self, environment: Environment) -> None:
+        call = self._player.call
+        opening = await call(environment.reset(row_of(self._prompt)), "reset")
+        self._open(opening)
+        self._ended = await self._take_turns(environment, opening.tools)
+        reward = await call(environment.reward(), "reward")
+        self._reward = None if reward is None else _number(reward, "the reward of the episode")
+
+    def end(self, reason: EndReason, error: str) -> None:
+        """It failed; the turns so far stay."""
+        self._ended, self.error = reason, error[:LONGEST_ERROR] or "no reason was given"
+
+    def _open(self, opening: Opening) -> None:
+        opened = self._player.conversations.open(self._prompt, added=opening.text, tools=opening.tools)
+        most = self._player.max_prompt_tokens
+        if not self._prompt.text and not opening.text:
+            raise EnvironmentFailed("there is no data, so reset has to return the first message; it returned nothing")
+        if not 0 < len(opened.token_ids) <= most:
+            raise EnvironmentFailed(
+                f"the episode opens with {len(opened.token_ids)} tokens, and data.max_prompt_tokens={most}; raise it, or let "
+                "reset return less"
+            )
+        if not np.array_equal(opened.token_ids, self._prompt.token_ids):
+            self._opened = opened.token_ids
+
+    async def _take_turns(self, environment: Environment, tools: Tools) -> EndReason:
+        while True:
+            turn = await self._next_turn()
+            result = await self._player.call(environment.step(turn.text, turn.token_ids.tolist()), "step")
+            observed = self._observed(turn, result, tools)
+            ended = self._why_ended(turn, result, observed)
+            self._note(turn, result, None if ended else observed)
+            if ended:
+                return ended
+
+    async def _next_turn(self) -> Completion:
+        """The model's next turn."""
+        left, most = self._sampling.max_tokens - self._row.length, self._player.section.max_turn_tokens
+        opened = self._prompt.token_ids if self._opened is None else self._opened
+        turn = await self._sample(
+            np.concatenate((opened, *self._row.token_ids)),
+            seed=turn_seed(self._seed, len(self._turns)),
+            sampling=replace(self._sampling, max_tokens=min(left, most or left)),
+            session=self._session,
+        )
+        self._row.add_sampled(turn)
+        self._finish = turn.finish
+        return turn
+
+    def _observed(self, turn: Completion, result: StepResult, tools: Tools) -> Ints | None:
+        """The ids of what the environment said; None: it said nothing, and the episode is done."""
+        if result.done:
+            return None
+        return self._player.conversations.extend(
+            result.messages,
+            is_chat=MESSAGES in self._prompt.metadata,
+            tools=tools,
+            last_id=int(turn.token_ids[-1]),
+        )
+
+    def _why_ended(self, turn: Completion, result: StepResult, observed: Ints | None) -> EndReason | None:
+        """None: it goes on."""
+        if observed is None:
+            return EndReason.TOKENS if turn.finish is FinishReason.LENGTH else EndReason.DONE
+        if len(self._turns) + 1 >= self._player.section.max_turns:
+            return EndReason.TURNS
+        if self._row.length + len(observed) >= self._sampling.max_tokens:
+            return EndReason.TOKENS
+        return None
+
+    def _note(self, turn: Completion, result: StepResult, observed: Ints | None) -> None:
+        self._turns.append(
+            Turn(
+                num_sampled=len(turn.token_ids),
+                num_observed=0 if observed is None else len(observed),
+                text=turn.text,
+                observation="" if observed is None else "\n".join(message.content for message in result.messages),
+                calls=result.calls,
+                reward=None if result.reward is None else _number(result.reward, "the reward of a turn"),
+            )
+        )
+        self._metrics |= {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
+        if observed is not None:
+            self._row.add_observed(observed)
+
+    def completion(self) -> Completion:
+        row = self._row
+        return Completion(
+            token_ids=_joined(row.token_ids, np.int32),
+            logprobs=_joined(row.logprobs, np.float32),
+            mask=_joined(row.mask, np.bool_),
+            segments=tuple(row.segments),
+            finish=self._finish,
+            seed=self._seed,
+            text=self._turns[-1].text if self._turns else "",
+            episode=Episode(
+                prompt_ids=self._opened,
+                turns=tuple(self._turns),
+                branches=(),
+                reward=self._reward,
+                metrics=self._metrics,
+                ended=self._ended,
+                error=self.error,
+            ),
+        )
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The row of the data as its columns, which is what `reset` gets."""
+    columns = {name: value for name, value in prompt.metadata.items() if name != MESSAGES}
+    return {"prompt": prompt.metadata.get(MESSAGES, prompt.text), "answer": prompt.answer, **columns}
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The first turn has the attempt's own, so an episode of one turn samples what a plain completion would."""
+    if turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise EnvironmentFailed(f"{what} is {repr(value)[:60]}; it must be a finite number")
+    return float(value)
+
+
+def _joined(parts: list[Any], dtype: Any) -> Any:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)
