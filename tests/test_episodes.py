@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.episode import Player, turn_seed
+from rollcall.environments.episode import Player, turn_seed, within
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
@@ -177,6 +179,21 @@ def test_what_an_environment_does_wrong_ends_its_episode_alone(
     assert (
         len(made.token_ids) == sum(turn.num_sampled + turn.num_observed for turn in made.episode.turns) or made.mask[-1]
     )
+
+
+def test_an_answer_that_came_while_the_loop_stood_still_is_not_late() -> None:
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        threading.Timer(0.05, lambda: loop.call_soon_threadsafe(answer.set_result, "in time")).start()
+
+        async def call() -> str:
+            asyncio.get_running_loop().call_later(0.01, time.sleep, 0.5)  # as an update in this process does
+            return await answer
+
+        return await within(call(), 0.2, "late")
+
+    assert asyncio.run(main()) == "in time"
 
 
 # Conversations

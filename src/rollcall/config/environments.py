@@ -28,7 +28,9 @@ class EnvironmentBase(Section):
     call_timeout_s: float = field(
         30.0, "Time limit for one call of the environment, in seconds.", ge=0.001, le=LONGEST_S
     )
-    episode_timeout_s: float = field(600.0, "Time limit for one episode, in seconds.", ge=0.001, le=LONGEST_S)
+    episode_timeout_s: float = field(
+        3600.0, "Time limit for one episode, in seconds, with its waits for the engine.", ge=0.001, le=LONGEST_S
+    )
     max_running: int = field(256, "Most episodes that go on at the same time.", ge=1)
     truncated: Treatment = field("keep", f"Episodes that a limit of turns or tokens ended. {_TREATMENTS}")
     timed_out: Treatment = field("mask", "The same for episodes that took too long.")

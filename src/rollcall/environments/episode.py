@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -24,12 +24,14 @@ from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, P
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
 LONGEST_ERROR = 2000
+LOOK_S = 1.0
+GRACE_S = 0.05
 
 SampleTurn = Callable[..., Awaitable[Completion]]
 """(prompt ids, seed=, sampling=, session=) -> one turn"""
 
 
-class _TooLong(Exception):  # noqa: N818 - an outcome
+class TooLong(Exception):  # noqa: N818 - an outcome
     """A call, or the episode, went over its time."""
 
 
@@ -79,40 +81,43 @@ class Player:
     ) -> Completion:
         """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompt."""
         one = _OneEpisode(self, prompt, seed=seed, sampling=sampling, session=session, sample=sample)
-        environment: Environment | None = None
-        broken = True
-        limit = asyncio.timeout(self.section.episode_timeout_s)
+        limit_s = self.section.episode_timeout_s
         try:
-            async with limit:
-                environment = await self.call(self.environments.start(str(prompt.metadata.get(KIND) or "")), "start")
-                await one.run(environment)
-            broken = bool(one.error)
-        except _TooLong as error:
-            one.end(EndReason.TIMEOUT, str(error))
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            one.end(
-                EndReason.TIMEOUT,
-                f"the episode took longer than environment.episode_timeout_s={self.section.episode_timeout_s:g}",
-            )
+            await within(one.run(), limit_s, f"the episode took longer than environment.episode_timeout_s={limit_s:g}")
+        except TooLong as error:
+            one.fail(EndReason.TIMEOUT, str(error))
         except EnvironmentFailed as error:
-            one.end(EndReason.ERROR, str(error))
-        finally:
-            if environment is not None:
-                await environment.close(broken=broken)
+            one.fail(EndReason.ERROR, str(error))
         return one.completion()
 
-    async def call(self, work: Awaitable[T], name: str) -> T:
+    async def call(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """A call of the environment, with its time limit."""
         limit_s = self.section.call_timeout_s
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await work
-        except TimeoutError:
-            if limit.expired():
-                raise _TooLong(f"{name} took longer than environment.call_timeout_s={limit_s:g}") from None
-            raise
+        return await within(work, limit_s, f"{name} took longer than environment.call_timeout_s={limit_s:g}")
+
+
+async def within(work: Coroutine[Any, Any, T], limit_s: float, late: str) -> T:
+    """Its result, or ``TooLong`` with the text ``late``.
+
+    Only time in which this event loop runs counts: an update in this process stops the loop for minutes, and an answer that came
+    meanwhile is not late.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    left = limit_s
+    try:
+        while not task.done():
+            if left <= 0:
+                raise TooLong(late)
+            look_s, began = min(left, LOOK_S), loop.time()
+            await asyncio.wait({task}, timeout=look_s)
+            left -= min(loop.time() - began, look_s)
+            if left <= 0:
+                await asyncio.wait({task}, timeout=GRACE_S)  # the loop may have stood still until now
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 class _OneEpisode:
@@ -132,15 +137,21 @@ class _OneEpisode:
         self._ended = EndReason.DONE
         self.error = ""
 
-    async def run(self, environment: Environment) -> None:
-        call = self._player.call
-        opening = await call(environment.reset(row_of(self._prompt)), "reset")
-        self._open(opening)
-        self._ended = await self._take_turns(environment, opening.tools)
-        reward = await call(environment.reward(), "reward")
-        self._reward = None if reward is None else _number(reward, "the reward of the episode")
+    async def run(self) -> None:
+        call, kind = self._player.call, str(self._prompt.metadata.get(KIND) or "")
+        environment = await call(self._player.environments.start(kind), "the start of the environment")
+        broken = True
+        try:
+            opening = await call(environment.reset(row_of(self._prompt)), "reset")
+            self._open(opening)
+            ended = await self._take_turns(environment, opening.tools)
+            reward = await call(environment.reward(), "the reward")
+            self._reward = None if reward is None else _number(reward, "the reward of the episode")
+            self._ended, broken = ended, False
+        finally:
+            await environment.close(broken=broken)
 
-    def end(self, reason: EndReason, error: str) -> None:
+    def fail(self, reason: EndReason, error: str) -> None:
         """It failed; the turns so far stay."""
         self._ended, self.error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
