@@ -164,6 +164,7 @@ def test_the_auditor_counts_what_went_wrong(tmp_path: Path) -> None:
         "prompts_skipped": 1,
         "trained_twice": 1,
         "groups_regenerated": 1,
+        "episodes_regenerated": 0,
         "files_torn": 1,
     }
 

@@ -306,6 +306,27 @@ def inspect(dir: Path) -> list[StepFile]:
     return sorted(found, key=lambda file: file.step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsFile:
+    """A step's attempts as they are on the disk."""
+
+    path: Path
+    places: tuple[tuple[int, int], ...]  # draw and place in its group, of all whole records, repeats included
+    num_bad_bytes: int
+
+
+def inspect_attempts(dir: Path) -> list[AttemptsFile]:
+    """Single attempts that were kept before their groups were finished; for reports."""
+    found = []
+    for path in sorted(dir.glob(f"*.{ATTEMPTS}")) if dir.is_dir() else []:
+        scan = _scan_groups(data := _read_bytes(path))
+        headers = [header_of(payload) for payload in scan.payloads if draw_of(payload) is not None]
+        places = tuple((header["draw"], header["attempt"]) for header in headers if is_count(header.get("attempt")))
+        bad = len(data) - scan.good_end + sum(end - start for start, end in scan.damage)
+        found.append(AttemptsFile(path=path, places=places, num_bad_bytes=bad))
+    return found
+
+
 def is_trained_row(row: dict[str, Any]) -> bool:
     """Whether a line of ``trained.jsonl`` says what it has to."""
     draws = row.get("draws")

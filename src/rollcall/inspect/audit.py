@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
-from rollcall.durable.journal import StepFile, inspect, is_trained_row
+from rollcall.durable.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
 from rollcall.errors import ConfigError
 from rollcall.loop.supply import Cursor
 from rollcall.words import are, counted
@@ -38,11 +39,12 @@ class Audit:
     skipped: tuple[int, ...]  # draws that came up before others that were trained, and were not
     trained_twice: tuple[int, ...]  # draws in two steps
     regenerated: tuple[int, ...]  # draws with more than one record
+    remade: tuple[int, ...]  # draws with an episode that has more than one record
     torn: tuple[Torn, ...]
 
     @property
     def is_clean(self) -> bool:
-        return not (self.skipped or self.trained_twice or self.regenerated or self.torn)
+        return not (self.skipped or self.trained_twice or self.regenerated or self.remade or self.torn)
 
     def counts(self) -> dict[str, int]:
         return {
@@ -50,6 +52,7 @@ class Audit:
             "prompts_skipped": len(self.skipped),
             "trained_twice": len(self.trained_twice),
             "groups_regenerated": len(self.regenerated),
+            "episodes_regenerated": len(self.remade),
             "files_torn": len(self.torn),
         }
 
@@ -61,7 +64,9 @@ def audit(run_dir: Path) -> Audit:
     if not (run_dir / "journal").is_dir():
         raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
     files = inspect(run_dir / "journal")
+    attempts = inspect_attempts(run_dir / "journal")
     records = Counter(draw for file in files for draw in file.draws)
+    episodes = Counter(place for file in attempts for place in file.places)
     trained = read_trained(run_dir)
     # A step that was trained again after a crash says the same again.
     steps_of: dict[int, set[int]] = {}
@@ -75,11 +80,14 @@ def audit(run_dir: Path) -> Audit:
         skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
         trained_twice=tuple(sorted(repeats | {draw for draw, steps in steps_of.items() if len(steps) > 1})),
         regenerated=tuple(sorted(draw for draw, count in records.items() if count > 1)),
-        torn=tuple(find_torn(run_dir, files=files, checkpoints=checkpoints)),
+        remade=tuple(sorted({draw for (draw, _), count in episodes.items() if count > 1})),
+        torn=tuple(find_torn(run_dir, files=[*files, *attempts], checkpoints=checkpoints)),
     )
 
 
-def find_torn(run_dir: Path, *, files: list[StepFile], checkpoints: list[CheckpointEntry]) -> list[Torn]:
+def find_torn(
+    run_dir: Path, *, files: Sequence[StepFile | AttemptsFile], checkpoints: list[CheckpointEntry]
+) -> list[Torn]:
     """Everything that a killed write may have left."""
     torn = [
         Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
