@@ -18,6 +18,7 @@ from rollcall.version import __version__
 if TYPE_CHECKING:
     from rollcall.api import evaluate, load_run, train
     from rollcall.config import Config
+    from rollcall.environments.stepwise import Observation, StepResult
     from rollcall.errors import ConfigError
     from rollcall.evaluation import EvalReport
     from rollcall.inspect.run import Run, SavedCheckpoint
@@ -33,11 +34,13 @@ __all__ = [
     "EvalReport",
     "EvaluationDone",
     "Group",
+    "Observation",
     "Prompt",
     "Run",
     "SavedCheckpoint",
     "Score",
     "StepDone",
+    "StepResult",
     "__version__",
     "evaluate",
     "load_run",
@@ -46,6 +49,7 @@ __all__ = [
 _FROM = {
     "rollcall.api": ("evaluate", "load_run", "train"),
     "rollcall.config": ("Config",),
+    "rollcall.environments.stepwise": ("Observation", "StepResult"),
     "rollcall.errors": ("ConfigError",),
     "rollcall.evaluation": ("EvalReport",),
     "rollcall.inspect.run": ("Run", "SavedCheckpoint"),

@@ -1,10 +1,13 @@
-"""Imports of large libraries, and what they print."""
+"""Imports: of large libraries and what they print, and of what a run file names as ``module:name``."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -27,3 +30,30 @@ def calm_transformers() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     enable_progress_bars()  # the line above turns these off too, and a download takes minutes
+
+
+def load_named(path: str, *, key: str, what: str, example: str) -> Any:
+    """What ``module:name`` names, where ``what`` is a function or a class. ValueError says what is wrong with the key.
+
+    Only the standard library is imported here, because processes that run user code have to start fast.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ValueError(f"{key}={path!r} is not module:{what}; write for example {example}")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"{key}={path!r}: there is no module {missing!r}; start from the directory that holds it, or install it"
+            ) from None
+        raise ValueError(f"{key}={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            names = [name for name in dir(target) if callable(getattr(target, name, None)) and not name.startswith("_")]
+            raise ValueError(
+                f"{key}={path!r}: module {module_name!r} has no {attribute!r}; it has {', '.join(names[:20]) or f'no {what}'}"
+            )
+        target = getattr(target, part)
+    return target

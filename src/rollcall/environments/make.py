@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from rollcall.config import EnvironmentSection
+from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.environments.calls import format_of
+from rollcall.environments.processes import ProcessEnvironments, Setup
 from rollcall.environments.protocol import Environments
 from rollcall.errors import ConfigError
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
-    raise ConfigError(f"environment.type={section.type} cannot be run yet; leave the environment out")
+    """Waits until episodes can begin; ConfigError: the user's class cannot be used, and why."""
+    if not isinstance(section, ClassEnvironment | StepEnvironment):
+        raise ConfigError(f"environment.type={section.type} cannot be run yet; use class or step")
+    return ProcessEnvironments(_setup(section, chat_template=chat_template), max_processes=section.max_running)
+
+
+def _setup(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> Setup:
+    is_class = isinstance(section, ClassEnvironment)
+    call_format = ""
+    if is_class:
+        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
+    return Setup(
+        type=section.type,
+        paths=kinds_of(section.path),
+        tools=list(section.tools) if is_class else [],
+        call_format=call_format,
+        is_chat=chat_template is not None,
+        env=list(section.env),
+        memory_mb=section.memory_mb,
+    )

@@ -7,7 +7,6 @@ because the worker process has to start fast.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pickle
 import traceback
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from rollcall.importing import load_named
 
 ARGUMENTS = ("prompt", "completion", "answer", "metadata")
 _EXPECTED = (
@@ -70,25 +71,10 @@ def _unpickle(path: str, pickled: bytes) -> UserFunction:
 
 
 def _import(path: str) -> UserFunction:
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise RewardLoadError(f"path={path!r} is not module:function; write for example my_rewards:score")
     try:
-        target: Any = importlib.import_module(module_name)
-    except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise RewardLoadError(
-                f"path={path!r}: there is no module {missing!r}; start from the directory that holds it, or install it"
-            ) from None
-        raise RewardLoadError(f"path={path!r}: importing {module_name} failed\n{traceback.format_exc()}") from None
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            names = [name for name in dir(target) if callable(getattr(target, name, None)) and not name.startswith("_")]
-            raise RewardLoadError(
-                f"path={path!r}: module {module_name!r} has no {attribute!r}; it has {', '.join(names[:20]) or 'no function'}"
-            )
-        target = getattr(target, part)
+        target = load_named(path, key="path", what="function", example="my_rewards:score")
+    except ValueError as error:
+        raise RewardLoadError(str(error)) from None
     if not callable(target):
         raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
     return user_function(path, target)

@@ -19,7 +19,6 @@ import io
 import json
 import os
 import pickle
-import select
 import signal
 import struct
 import sys
@@ -31,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal
 
 from rollcall.debug.pause import running_s
+from rollcall.process import end_with
 from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
@@ -106,7 +106,7 @@ def frame(message: Any) -> bytes:
 
 def main(arguments: list[str]) -> None:
     read_fd, write_fd, lifeline_fd, crash_fd, line_fd = map(int, arguments)
-    _end_with_parent(lifeline_fd)
+    end_with(lifeline_fd)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a worker is ended
     faulthandler.enable(crash_fd)
@@ -331,25 +331,6 @@ def _receive(source: BinaryIO) -> Any:
     (size,) = LENGTH.unpack(head)
     body = source.read(size)
     return pickle.loads(body) if len(body) == size else None
-
-
-def _end_with_parent(lifeline_fd: int) -> None:
-    """Have the kernel kill this process when the lifeline closes.
-
-    A reward that hangs inside C code (a runaway regular expression) runs no Python thread or handler, and a parent
-    death signal would follow the parent's thread instead of its process. Where the kernel lacks this (macOS), a worker
-    ends at its next read.
-    """
-    import fcntl
-
-    set_signal = getattr(fcntl, "F_SETSIG", None)
-    if set_signal is None:
-        return
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before the signal was asked for
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -241,9 +241,9 @@ def build_environments(
     say("starting the environment")
     environments = make_environments(section, chat_template=tokenizer.chat_template)
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
-    role = "tool" if section.type == "class" else "user"
     for kind in {str(row.get(KIND) or "") for row in rows if MESSAGES in row}:
-        Conversations(tokenizer).check_extension(tools=environments.tools_of(kind), role=role)
+        tools = environments.tools_of(kind)
+        Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
     return environments
 
 

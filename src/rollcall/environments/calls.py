@@ -1,0 +1,244 @@
+"""Tool calls in what a model wrote, by the format that it writes them in.
+
+``hermes``   ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of them anywhere in the text.
+``llama``    ``{"name": "add", "parameters": {"a": 1}}`` as the whole text or behind ``<|python_tag|>``; several are separated by
+             ``;`` or white space, or stand in a list.
+``text``     a line of its own, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
+             are Python literals, by name or in the order of the tool's arguments; nothing is ever evaluated.
+
+What a model wrote before ``</think>`` is thought, not said. A call that cannot be read is a ``Call`` with an ``error`` for the model. The
+text may be anything, so the work is linear in its length, and JSON is neither deep nor large.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollcall.errors import ConfigError
+
+CallFormat = Literal["hermes", "llama", "text"]
+MAX_CALLS = 64  # in one turn
+MAX_DEPTH = 32  # of the JSON of a call
+_MAX_CALL_CHARS = 100_000
+_MAX_LINE_CHARS = 10_000
+_LARGEST_INT = (1 << 63) - 1  # what other formats than JSON can store too
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*")
+_THINK, _THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    name: str  # empty: it could not be read
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""  # why it cannot be made, for the model
+
+
+class _Unreadable(ValueError):
+    """Why a call cannot be read, for the model."""
+
+
+def format_of(chat_template: str | None) -> CallFormat:
+    """How a model with this chat template writes calls; ConfigError: in a way that is not known here."""
+    template = chat_template or ""
+    if _OPEN in template and "<function=" not in template:
+        return "hermes"
+    if _PYTHON_TAG in template or ("tools" in template and '"parameters"' in template and _OPEN not in template):
+        return "llama"
+    if re.search(r"\btools\b", template):
+        raise ConfigError(
+            "environment.call_format=auto: the chat template has tools, and writes calls neither as Qwen (<tool_call> with JSON) nor "
+            "as Llama does; set environment.call_format to hermes, llama or text, and tell the model in the prompt to write so"
+        )
+    return "text"
+
+
+def parse_calls(text: str, *, call_format: CallFormat, tools: Mapping[str, Sequence[str]]) -> list[Call]:
+    """The calls in their order; empty: there is none. ``tools``: name -> arguments in their order."""
+    said = _said(text)
+    found = {"hermes": _hermes, "llama": _llama, "text": _lines}[call_format](said, tools)
+    calls: list[Call] = []
+    for call in found:
+        if len(calls) == MAX_CALLS:
+            calls.append(Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the others were not made"))
+            break
+        calls.append(call)
+    return calls
+
+
+def _said(text: str) -> str:
+    _, thought, said = text.rpartition(_THOUGHT)
+    return "" if not thought and text.lstrip().startswith(_THINK) else said
+
+
+def _hermes(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
+    at = 0
+    while (start := text.find(_OPEN, at)) >= 0:
+        start += len(_OPEN)
+        end = text.find(_CLOSE, start)
+        yield _from_json(text[start : end if end >= 0 else start + _MAX_CALL_CHARS + 1], is_closed=end >= 0)
+        if end < 0:
+            return
+        at = end + len(_CLOSE)
+
+
+def _from_json(body: str, *, is_closed: bool) -> Call:
+    try:
+        found = _load(body.strip())
+        return _call(found)
+    except _Unreadable as error:
+        why = str(error) if is_closed else f"{_OPEN} without {_CLOSE}"
+        example = '{"name": "...", "arguments": {...}}'
+        return Call(name="", error=f"the call cannot be read: {why}; write {_OPEN}{example}{_CLOSE}")
+
+
+def _llama(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
+    tag = text.find(_PYTHON_TAG)
+    is_tagged = tag >= 0
+    body = text[tag + len(_PYTHON_TAG) :] if is_tagged else text
+    at = _skip(body, 0)
+    if not is_tagged and body[at : at + 1] not in ("{", "["):
+        return
+    is_first = True
+    while at < len(body):
+        try:
+            found, at = _decode(body, at)
+            calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
+        except _Unreadable as error:
+            # A model may answer with JSON that is no call, or go on in words behind one.
+            if is_first and (is_tagged or '"name"' in body[:_MAX_CALL_CHARS]):
+                example = '{"name": "...", "parameters": {...}}'
+                yield Call(name="", error=f"the call cannot be read: {error}; write {example}")
+            return
+        yield from calls
+        is_first = False
+        at = _skip(body, at)
+
+
+def _skip(body: str, at: int) -> int:
+    match = _BETWEEN.match(body, at)
+    return match.end() if match else at
+
+
+def _lines(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
+    if not tools:
+        return
+    names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True))
+    for match in re.finditer(rf"^[ \t]*({names})(\(|: ?\{{)", text, re.MULTILINE):
+        end = text.find("\n", match.end())
+        line = text[match.start(1) : end if end >= 0 else len(text)].rstrip()
+        name = match[1]
+        if not line.endswith(")" if match[2] == "(" else "}"):
+            continue  # a sentence that begins with a tool's name
+        try:
+            yield Call(name=name, arguments=_line_arguments(line, name, is_json=match[2] != "(", names=tools[name]))
+        except _Unreadable as error:
+            yield Call(
+                name=name, error=f'the call cannot be read: {error}; write {name}(argument=1, other="x") on a line'
+            )
+
+
+def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]) -> dict[str, Any]:
+    if len(line) > _MAX_LINE_CHARS:
+        raise _Unreadable(f"it has more than {_MAX_LINE_CHARS} characters")
+    if is_json:
+        found = _load(line[len(name) + 1 :].strip())
+        assert isinstance(found, dict), "it begins with a brace"
+        return found
+    call = _parse_line(line)
+    if len(call.args) > len(names):
+        raise _Unreadable(f"{name} takes {len(names)} arguments, and there are {len(call.args)}")
+    given = [*zip(names, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+    arguments: dict[str, Any] = {}
+    for key, node in given:
+        if key is None or key in arguments:
+            raise _Unreadable(f"argument {key} is there twice" if key else "** is not allowed")
+        try:
+            arguments[key] = _plain(ast.literal_eval(node))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise _Unreadable(f"argument {key} is neither a number nor text in quotes nor a list of these") from None
+    return arguments
+
+
+def _parse_line(line: str) -> ast.Call:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the parser, about what a model wrote
+            node = ast.parse(line, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise _Unreadable("it is not written as Python writes a call") from None
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise _Unreadable("it is more than one call")
+    return node
+
+
+# JSON
+
+
+def _load(text: str) -> Any:
+    found, end = _decode(text, 0)
+    if end != len(text):
+        raise _Unreadable("something follows its JSON")
+    return found
+
+
+def _decode(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value at a place, and where it ends."""
+    part = text if at == 0 and len(text) <= _MAX_CALL_CHARS else text[at : at + _MAX_CALL_CHARS]
+    try:
+        found, end = _DECODER.raw_decode(part)
+    except RecursionError:
+        raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:
+        is_long = len(part) == _MAX_CALL_CHARS < len(text) - at
+        why = getattr(error, "msg", str(error))
+        raise _Unreadable(
+            f"it has more than {_MAX_CALL_CHARS} characters" if is_long else f"not JSON ({why})"
+        ) from None
+    return _plain(found), at + end
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The value in JSON's types; _Unreadable: it has others, is too deep, or has a number that is not finite."""
+    if depth > MAX_DEPTH:
+        raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep")
+    if value is None or (isinstance(value, bool | int) and abs(value) <= _LARGEST_INT):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(each, depth + 1) for each in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {_plain(key): _plain(each, depth + 1) for key, each in value.items()}
+    raise _Unreadable("it has a value that is not in JSON, or a number that is too large")
+
+
+def _call(found: Any) -> Call:
+    """From ``{"name": ..., "arguments": {...}}``; some models write ``parameters``, or the arguments as text."""
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise _Unreadable('it has no "name"')
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _load(arguments.strip() or "{}")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise _Unreadable('its "arguments" are not an object')
+    return Call(name=found["name"], arguments=arguments)

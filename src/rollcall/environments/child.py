@@ -1,0 +1,191 @@
+"""The process of one environment: it answers the parent over its socket, one request after the other, and is reset between episodes.
+
+A message is its length and JSON, in both directions: what a child says may be controlled by the text that it was given, and the
+parent must be able to read it without running it. Requests are ``{"do": "reset", "row": ...}``, ``{"do": "step", "text": ..., "token_ids":
+...}`` and ``{"do": "reward"}``. Answers are ``{"text": ...}``, a step's result, ``{"worth": ...}``, or ``{"failed": why}``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollcall.environments import class_env, stepwise
+from rollcall.environments.stepwise import WrongResult
+from rollcall.process import end_with
+
+LENGTH = struct.Struct("<Q")
+MAX_ANSWER_BYTES = 32 << 20
+_MAX_WHY = 20_000
+_MAX_OPENING_CHARS = 1_000_000
+_MB = 1 << 20
+_PR_SET_CHILD_SUBREAPER = 36
+# Frames that say nothing to the author of an environment.
+_OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
+
+
+class Player(Protocol):
+    def reset(self, row: Mapping[str, Any], run: Any) -> str | None: ...
+    def step(self, text: str, token_ids: list[int], run: Any) -> dict[str, Any]: ...
+    def reward(self, run: Any) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    memory_mb: int
+
+
+def adopt_orphans() -> None:
+    """What this process's children leave behind becomes its own child, so that it can be found and ended."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run_child(connection: socket.socket, player: Player, *, lifeline_fd: int, limits: Limits) -> None:
+    """The life of a child after its fork; returns when the parent has hung up."""
+    # Its own session: killing its group ends what user code started.
+    os.setsid()
+    _end_with_parent(lifeline_fd)
+    adopt_orphans()
+    faulthandler.enable(sys.__stderr__ or 2)
+    sys.breakpointhook = _pass_over
+    _limit(limits)
+    _reseed()
+    _Child(connection, player, limits=limits).serve()
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    """Opened again: the signal is a property of an open file, and children share the one that they inherit."""
+    try:
+        own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # no /proc: it ends when its socket closes
+        return
+    os.close(lifeline_fd)
+    end_with(own_fd)
+
+
+def _limit(limits: Limits) -> None:
+    """The memory that it writes to: address space includes what browsers and GPU libraries reserve and never use."""
+    for kind, most in ((resource.RLIMIT_DATA, limits.memory_mb * _MB), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def _reseed() -> None:
+    """Python's own random numbers differ after a fork; those of numpy would be the same in every child."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        numpy.random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "seed"):
+        torch.seed()
+
+
+def _pass_over(*args: Any, **kwargs: Any) -> None:
+    caller = sys._getframe().f_back
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else "an environment"
+    print(f"breakpoint() at {where} is ignored: environments have no debugger", file=sys.stderr)
+
+
+class _Child:
+    def __init__(self, connection: socket.socket, player: Player, *, limits: Limits) -> None:
+        self._connection = connection
+        self._player = player
+        self._limits = limits
+        self._runner: Any = None
+        self._pid = os.getpid()
+
+    def serve(self) -> None:
+        while (request := self._receive()) is not None:
+            body = self._answer(request)
+            if os.getpid() != self._pid:
+                # User code forked and the copy came back here: its answer would be taken for the next one's.
+                os._exit(1)
+            sys.stdout.flush()
+            self._connection.sendall(LENGTH.pack(len(body)) + body)
+
+    def _receive(self) -> dict[str, Any] | None:
+        head = self._read(LENGTH.size)
+        body = self._read(LENGTH.unpack(head)[0]) if head else None
+        return json.loads(body) if body else None
+
+    def _read(self, count: int) -> bytes | None:
+        found = bytearray()
+        while len(found) < count:
+            data = self._connection.recv(min(count - len(found), 1 << 20))
+            if not data:
+                return None
+            found += data
+        return bytes(found)
+
+    def _answer(self, request: dict[str, Any]) -> bytes:
+        try:
+            body = _encode(self._do(request))
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            return _encode({"failed": self._why(error)})
+        if len(body) > MAX_ANSWER_BYTES:
+            most = MAX_ANSWER_BYTES / _MB
+            return _encode({"failed": f"it answered with {len(body) / _MB:.1f} MB; at most {most:g} MB can be read"})
+        return body
+
+    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request["do"]:
+            case "reset":
+                text = self._player.reset(request["row"], self._run)
+                if text is not None and len(text) > _MAX_OPENING_CHARS:
+                    raise WrongResult(
+                        f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read"
+                    )
+                return {"text": text}
+            case "step":
+                return self._player.step(request["text"], request["token_ids"], self._run)
+            case "reward":
+                return {"worth": self._player.reward(self._run)}
+            case other:
+                raise AssertionError(f"the parent asked for {other!r}")
+
+    def _run(self, returned: Any) -> Any:
+        """What a method returned; if it is async, once that is done. One loop for the process, so that clients stay open."""
+        if not inspect.isawaitable(returned):
+            return returned
+        import asyncio
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(_await(returned))
+
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, WrongResult):
+            return str(error)
+        frames = error.__traceback__
+        while frames is not None and _is_own(frames.tb_frame.f_code.co_filename):
+            frames = frames.tb_next
+        if isinstance(error, MemoryError):
+            error = MemoryError(f"{error} (this process may use memory_mb={self._limits.memory_mb})".strip())
+        why = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        return why if len(why) <= _MAX_WHY else f"{why[: _MAX_WHY // 2]}\n...\n{why[-_MAX_WHY // 2 :]}"
+
+
+async def _await(returned: Any) -> Any:
+    return await returned
+
+
+def _is_own(file: str) -> bool:
+    return file in _OWN_FILES or os.sep + "asyncio" + os.sep in file
+
+
+def _encode(answer: dict[str, Any]) -> bytes:
+    # Half of a surrogate pair, which Python's text may hold, is no text for anybody else.
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")

@@ -1,0 +1,196 @@
+"""The class convention, as TRL has it: ``reset(**row)``, public methods as tools, ``get_reward()``. Played in the environment's process.
+
+One object of the class for each process, kept and reset between episodes. A turn without a call ends the episode. This module
+imports the standard library only: processes of environments have to be small.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.environments.calls import Call, CallFormat, parse_calls
+from rollcall.environments.stepwise import WrongResult, number
+from rollcall.environments.tools import Tool, WrongArguments, check_arguments, describe, tool_of, tools_of_class
+from rollcall.importing import load_named
+
+MAX_RESULT_CHARS = 1_000_000  # of one tool call
+_MAX_SHOWN_CHARS = 10_000  # of a result, for people to read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassKind:
+    """A class with its tools, and functions beside it; or functions alone."""
+
+    path: str
+    cls: type | None
+    tools: dict[str, Tool]
+    functions: dict[str, Callable[..., Any]]
+    call_format: CallFormat
+    is_chat: bool  # the model has a chat template
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template gets."""
+        return [] if self.call_format == "text" else [tool.schema for tool in self.tools.values()]
+
+    @property
+    def told(self) -> str:
+        """What the prompt says of the tools, where there is a chat and its template does not."""
+        is_told = self.is_chat and self.call_format == "text" and self.tools
+        return f"\n\n{describe(self.tools)}" if is_told else ""
+
+    def make(self) -> ClassPlayer:
+        return ClassPlayer(self)
+
+
+def load_class(
+    path: str | None, *, key: str, functions: list[str], call_format: CallFormat, is_chat: bool
+) -> ClassKind:
+    """ValueError: the class or a function cannot be used; the message says which and what to do."""
+    tools: dict[str, Tool] = {}
+    cls: Any = None
+    if path is not None:
+        cls = load_named(path, key=key, what="Class", example="my_env:Game")
+        _check_class(cls, named=f"{key}={path!r}")
+        tools |= tools_of_class(cls, path=path)
+    found: dict[str, Callable[..., Any]] = {}
+    for index, each in enumerate(functions):
+        named = f"environment.tools.{index}"
+        function = load_named(each, key=named, what="function", example="my_tools:search")
+        if not callable(function) or inspect.isclass(function):
+            raise ValueError(f"{named}={each!r} is not a function; give one with type hints and a docstring")
+        tool = tool_of(function, path=each)
+        if tool.name in tools:
+            raise ValueError(f"{named}={each!r}: there is already a tool {tool.name}; give one of them another name")
+        tools[tool.name], found[tool.name] = tool, function
+    return ClassKind(
+        path=path or ", ".join(functions),
+        cls=cls,
+        tools=tools,
+        functions=found,
+        call_format=call_format,
+        is_chat=is_chat,
+    )
+
+
+def _check_class(cls: Any, *, named: str) -> None:
+    if not inspect.isclass(cls):
+        raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
+    if not callable(getattr(cls, "reset", None)):
+        raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"{named} cannot be made without arguments ({error}); give each argument of __init__ a default"
+        ) from None
+    except ValueError:
+        pass  # its constructor does not say what it takes
+
+
+class ClassPlayer:
+    """Episodes of one process. ``run`` waits for what an async method returned."""
+
+    def __init__(self, kind: ClassKind) -> None:
+        self._kind = kind
+        self._instance: Any = None
+
+    def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
+        if self._kind.cls is None:
+            text = None
+        else:
+            self._instance = self._instance or self._kind.cls()
+            reset = self._instance.reset
+            text = run(reset(**_taken(reset, row)))
+        if text is not None and not isinstance(text, str):
+            raise WrongResult(f"reset returned {type(text).__name__}; return a string or None")
+        return f"{text or ''}{self._kind.told}" if self._kind.told else text
+
+    def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
+        kind = self._kind
+        names = {name: tuple(tool.hints) for name, tool in kind.tools.items()}
+        made = [self._answer(call, run) for call in parse_calls(text, call_format=kind.call_format, tools=names)]
+        return {
+            "messages": _messages(made, kind),
+            "done": not made,
+            "reward": None,
+            "metrics": {},
+            "calls": [each | {"result": _shown(each["result"])} for each in made],
+        }
+
+    def reward(self, run: Callable[[Any], Any]) -> float | None:
+        get_reward = getattr(self._instance, "get_reward", None)
+        if get_reward is None:
+            return None
+        return number(run(get_reward()), what="get_reward returned")
+
+    def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
+        """What became of a call. What a tool raises is for the model to read, except where its process is no longer sound."""
+        error = call.error
+        result = ""
+        if not error:
+            try:
+                tool = self._tool(call.name)
+                result = _text(run(self._function(call.name)(**check_arguments(tool, call.arguments))))
+            except MemoryError:
+                raise
+            except WrongArguments as wrong:
+                error = str(wrong)
+            except Exception as raised:  # noqa: BLE001 - a tool may raise anything
+                error = _told(raised)
+        if error:
+            result = json.dumps({"error": error[:_MAX_SHOWN_CHARS]}, ensure_ascii=False)
+        return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
+
+    def _tool(self, name: str) -> Tool:
+        if name not in self._kind.tools:
+            there_are = ", ".join(self._kind.tools) or "none"
+            raise WrongArguments(f"there is no tool {name[:80]!r}; there are {there_are}")
+        return self._kind.tools[name]
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        return self._kind.functions.get(name) or getattr(self._instance, name)
+
+
+def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that ``reset`` takes."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(row)
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return {name: value for name, value in row.items() if name in names}
+
+
+def _text(result: Any) -> str:
+    """A tool's result as the model reads it."""
+    text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    if len(text) > MAX_RESULT_CHARS:
+        raise WrongArguments(f"the result has {len(text):,} characters; at most {MAX_RESULT_CHARS:,} can be read")
+    return text
+
+
+def _told(error: Exception) -> str:
+    """An exception in the model's words. A ValueError is how a tool says what is wrong, so its name adds nothing."""
+    said = str(error)
+    name = type(error).__name__
+    return said if said and type(error) is ValueError else f"{name}: {said}" if said else name
+
+
+def _messages(made: list[dict[str, Any]], kind: ClassKind) -> list[dict[str, str]]:
+    """A chat template without tools has no role for them, and often refuses two messages of the user in a row. Without a chat
+    template the results follow the model's own text, so they stand on lines of their own."""
+    if kind.call_format != "text":
+        return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
+    if not made:
+        return []
+    lines = [each["result"] if len(made) == 1 else f"{each['name'] or 'error'}: {each['result']}" for each in made]
+    text = "\n".join(lines)
+    return [{"role": "user", "content": text if kind.is_chat else f"\n{text}\n", "name": ""}]
+
+
+def _shown(result: str) -> str:
+    return result if len(result) <= _MAX_SHOWN_CHARS else f"{result[:_MAX_SHOWN_CHARS]}..."

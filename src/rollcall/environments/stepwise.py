@@ -1,0 +1,190 @@
+"""The step-by-step interface: a class with ``reset(row)`` and ``step(text, token_ids)``, which decides everything itself.
+
+    from rollcall import Observation, StepResult
+
+    class Guess:
+        async def reset(self, row: dict) -> Observation:
+            self.number = int(row["answer"])
+            return Observation("Guess a number from 1 to 9.")
+
+        async def step(self, text: str, token_ids: list[int]) -> StepResult:
+            if text.strip() == str(self.number):
+                return StepResult(reward=1.0, done=True)
+            return StepResult("No. Guess again.", metrics={"wrong": 1})
+
+Both may be plain methods. ``reset`` may return a string or None. ``step`` may return a string, which is an observation, or a tuple
+``(observation, reward, done)`` or ``(observation, reward, done, metrics)``. This module imports the standard library only: it is
+imported where environments run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollcall.importing import load_named
+
+_ROLES = ("user", "tool", "system")
+_ARGUMENTS = {"__init__": "no argument", "reset": "a row", "step": "text and token_ids"}
+_MAX_METRICS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the model reads."""
+
+    text: str
+    role: Literal["user", "tool", "system"] = "user"  # of the message, in the chat template
+    name: str = ""  # of the tool, for the role `tool`
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a turn came to."""
+
+    observation: Observation | str | None = None  # what the model reads next; None only where `done`
+    reward: float | None = None  # for this turn alone; None: none along the way
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
+    """A method returned what it must not; the message says what and what it may."""
+
+
+def opening_of(returned: Any) -> str | None:
+    """What ``reset`` returned, as text."""
+    if isinstance(returned, Observation):
+        returned = returned.text
+    if returned is not None and not isinstance(returned, str):
+        raise WrongResult(f"reset returned {_shown(returned)}; return an Observation, a string or None")
+    return returned
+
+
+def result_of(returned: Any) -> StepResult:
+    """What ``step`` returned, with each field checked; its observation is an ``Observation`` or None."""
+    result = _as_result(returned)
+    observation = result.observation
+    if isinstance(observation, str):
+        observation = Observation(observation)
+    is_observation = isinstance(observation, Observation) and isinstance(observation.text, str)
+    if observation is not None and not (
+        is_observation and observation.role in _ROLES and isinstance(observation.name, str)
+    ):
+        raise WrongResult(
+            f"step returned the observation {_shown(result.observation)}; give text, with a role of {', '.join(_ROLES)}"
+        )
+    if not isinstance(result.done, bool | int) or result.done not in (0, 1):
+        raise WrongResult(f"step returned done={_shown(result.done)}; give True or False")
+    if observation is None and not result.done:
+        raise WrongResult("step returned no observation and is not done; give what the model reads next, or done=True")
+    reward = None if result.reward is None else number(result.reward, what="step returned the reward")
+    return StepResult(observation, reward, bool(result.done), _metrics(result.metrics))
+
+
+def _as_result(returned: Any) -> StepResult:
+    if isinstance(returned, StepResult):
+        return returned
+    if isinstance(returned, str | Observation):
+        return StepResult(returned)
+    if isinstance(returned, tuple) and len(returned) in (3, 4):
+        return StepResult(*returned)
+    raise WrongResult(
+        f"step returned {_shown(returned)}; return a StepResult, a string, or (observation, reward, done, metrics)"
+    )
+
+
+def _metrics(found: Any) -> dict[str, float]:
+    if not isinstance(found, Mapping) or len(found) > _MAX_METRICS or not all(isinstance(key, str) for key in found):
+        raise WrongResult(
+            f"step returned metrics={_shown(found)}; give at most {_MAX_METRICS} names, each with a number"
+        )
+    return {key: number(value, what=f"step returned the metric {key[:80]} as") for key, value in found.items()}
+
+
+def number(value: Any, *, what: str) -> float:
+    """A finite float, also of a type that only becomes one (numpy, torch)."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise WrongResult(f"{what} {_shown(value)}; give a number")
+    found = float(value)
+    if not math.isfinite(found):
+        raise WrongResult(f"{what} {found}; give a finite number")
+    return found
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a __repr__ of the user's may raise anything
+        text = "something that cannot be shown"
+    return f"{text if len(text) <= 80 else f'{text[:80]}...'} ({type(value).__name__})"
+
+
+# Played in the environment's process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKind:
+    path: str
+    cls: type
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template gets: such a class has no tools that anybody but itself knows."""
+        return []
+
+    def make(self) -> StepPlayer:
+        return StepPlayer(self.cls)
+
+
+def load_stepwise(path: str, *, key: str) -> StepKind:
+    """ValueError: the class cannot be used; the message says what to do."""
+    cls = load_named(path, key=key, what="Class", example="my_env:Game")
+    wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
+    if not inspect.isclass(cls):
+        raise ValueError(f"{key}={path!r} is {type(cls).__name__}, not a class; {wanted}")
+    for name, arguments in (("__init__", ()), ("reset", ({},)), ("step", ("", []))):
+        method = cls if name == "__init__" else getattr(cls, name, None)
+        if not callable(method):
+            raise ValueError(f"{key}={path!r} has no {name}; {wanted}")
+        try:
+            inspect.signature(method).bind(*([] if name == "__init__" else [None]), *arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{key}={path!r}: {name} cannot be called with {_ARGUMENTS[name]} ({error}); {wanted}"
+            ) from None
+        except ValueError:
+            continue  # it does not say what it takes
+    return StepKind(path=path, cls=cls)
+
+
+class StepPlayer:
+    """Episodes of one process: one object of the class, kept and reset."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._instance: Any = None
+
+    def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
+        self._instance = self._instance or self._cls()
+        return opening_of(run(self._instance.reset(dict(row))))
+
+    def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
+        result = result_of(run(self._instance.step(text, token_ids)))
+        seen = result.observation
+        messages = (
+            [{"role": seen.role, "content": seen.text, "name": seen.name}] if isinstance(seen, Observation) else []
+        )
+        return {
+            "messages": [] if result.done else messages,
+            "done": result.done,
+            "reward": result.reward,
+            "metrics": dict(result.metrics),
+            "calls": [],
+        }
+
+    def reward(self, run: Callable[[Any], Any]) -> float | None:
+        return None

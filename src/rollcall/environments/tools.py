@@ -1,0 +1,358 @@
+"""Tools: their schemas, from type hints and docstrings, and the arguments of a call, checked against the hints.
+
+The schemas are those of ``transformers.utils.get_json_schema``, which chat templates take. They are made here because the process
+of an environment imports the standard library only: it has to be small, and to start fast.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+RESERVED = ("reset", "get_reward")  # methods of an environment that are not tools
+_JSON_TYPES: dict[Any, str] = {
+    int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array", tuple: "array",
+    dict: "object",
+}  # fmt: skip
+_SECTION = re.compile(r"\s*(Args|Returns|Raises):(.*)", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
+_CHOICES = re.compile(r"\(choices:\s*(\[[^\]]*\])\s*\)\s*$", re.IGNORECASE)
+_MAX_DIGITS = 100  # of a number that a model wrote as text
+
+
+class ToolRefused(ValueError):  # noqa: N818 - the message is the user's
+    """A function cannot be a tool; the message says which and what to add."""
+
+
+class WrongArguments(ValueError):  # noqa: N818 - an answer to the model
+    """A call does not fit its tool; the message is for the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    name: str
+    schema: dict[str, Any]  # as chat templates take it
+    hints: dict[str, Any]  # argument -> its type
+    required: tuple[str, ...]
+
+    @property
+    def signature(self) -> str:
+        """``add(a: integer, b: integer)``, as a model writes a call in plain text."""
+        properties = self.schema["function"]["parameters"]["properties"]
+        return f"{self.name}({', '.join(f'{name}: {_kind(found)}' for name, found in properties.items())})"
+
+
+# Schemas
+
+
+def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
+    """Its public methods, inherited ones too, by name. ToolRefused: one of them cannot be a tool."""
+    found: dict[str, Tool] = {}
+    for name in dir(cls):
+        if name.startswith("_") or name in RESERVED:
+            continue
+        attribute = inspect.getattr_static(cls, name)
+        if isinstance(attribute, classmethod) or inspect.isfunction(attribute):
+            found[name] = tool_of(getattr(cls, name), path=f"{path}.{name}", is_method=True)
+    return found
+
+
+def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False) -> Tool:
+    """``path`` names it in the message of ToolRefused."""
+    parameters = _parameters(function, path=path, is_method=is_method)
+    doc = (inspect.getdoc(function) or "").strip()
+    if not doc:
+        raise ToolRefused(
+            f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read "
+            f"(a method that is no tool begins with an underscore)"
+        )
+    description, told, returned = _read_docstring(doc)
+    hints = _hints(function, path=path)
+    properties: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if parameter.annotation is inspect.Parameter.empty:
+            raise ToolRefused(f"{path}: argument {name} has no type hint; add one, such as {name}: str")
+        if name not in told:
+            raise ToolRefused(
+                f"{path}: the docstring does not describe argument {name}; add under `Args:` a line `{name}: what it is`"
+            )
+        properties[name] = _with_description(_schema(hints[name], path=path), told[name], path=path)
+    required = tuple(name for name, each in parameters.items() if each.default is inspect.Parameter.empty)
+    name = getattr(function, "__name__", "")
+    schema: dict[str, Any] = {
+        "name": name,
+        "description": description,
+        "parameters": {"type": "object", "properties": properties} | ({"required": list(required)} if required else {}),
+    }
+    if "return" in hints:
+        schema["return"] = _schema(hints["return"], path=path) | ({"description": returned} if returned else {})
+    taken = {each: hints[each] for each in parameters}
+    return Tool(name=name, schema={"type": "function", "function": schema}, hints=taken, required=required)
+
+
+def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        raise ToolRefused(
+            f"{path} does not say which arguments it takes; give a function that is written in Python"
+        ) from None
+    first = next(iter(parameters), None)
+    if is_method and inspect.isfunction(function) and first is not None:
+        del parameters[first]  # self
+    for name, parameter in parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolRefused(
+                f"{path} takes {parameter}, and a tool's arguments are given by name; give each a name of its own"
+                if parameter.kind is not parameter.POSITIONAL_ONLY
+                else f"{path}: argument {name} cannot be given by name; take the `/` out of its signature"
+            )
+    return parameters
+
+
+def _hints(function: Callable[..., Any], *, path: str) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except Exception as error:  # noqa: BLE001 - a hint in quotes is the user's code
+        raise ToolRefused(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _schema(hint: Any, *, path: str) -> dict[str, Any]:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _schema(args[0], path=path)
+    if origin in (Union, types.UnionType):
+        return _union_schema(args, path=path)
+    if origin is Literal:
+        kinds = list(dict.fromkeys(_JSON_TYPES.get(type(arg), "") for arg in args))
+        if "" in kinds:
+            raise ToolRefused(f"{path}: {hint} has choices that JSON does not have; use text and numbers")
+        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
+    if origin is list and args:
+        return {"type": "array", "items": _schema(args[0], path=path)}
+    if origin is tuple and args:
+        if len(args) == 1 or ... in args:
+            raise ToolRefused(f"{path}: {hint} has no fixed length above one; use list[...]")
+        return {"type": "array", "prefixItems": [_schema(arg, path=path) for arg in args]}
+    if origin is dict and len(args) == 2:
+        return {"type": "object", "additionalProperties": _schema(args[1], path=path)}
+    if hint is Any:
+        return {}
+    return {"type": _JSON_TYPES.get(origin or hint, "object")}
+
+
+def _union_schema(args: tuple[Any, ...], *, path: str) -> dict[str, Any]:
+    members = [_schema(arg, path=path) for arg in args if arg is not type(None)]
+    if len(members) == 1:
+        found = members[0]
+    elif all(member.keys() == {"type"} and isinstance(member["type"], str) for member in members):
+        kinds = sorted({member["type"] for member in members})
+        found = {"type": kinds[0] if len(kinds) == 1 else kinds}
+    else:
+        found = {"anyOf": members}
+    return found | ({"nullable": True} if type(None) in args else {})
+
+
+def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[str, Any]:
+    """A description may end with ``(choices: ["tea", "coffee"])``."""
+    if match := _CHOICES.search(told):
+        try:
+            choices = json.loads(match[1])
+        except ValueError:
+            raise ToolRefused(f"{path}: {match[0]} is not a list in JSON; write (choices: [...])") from None
+        schema["enum"] = [choice.strip() if isinstance(choice, str) else choice for choice in choices]
+        told = told[: match.start()].strip()
+    return schema | {"description": told}
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
+    """What it does, what its arguments are, what it returns: a docstring in Google's style.
+
+    >>> _read_docstring("Add.\\n\\nArgs:\\n    a: The first\\n        number.\\n\\nReturns:\\n    The sum.")
+    ('Add.', {'a': 'The first number.'}, 'The sum.')
+    """
+    sections: dict[str, list[str]] = {"": []}
+    at = ""
+    for line in doc.splitlines():
+        if (match := _SECTION.fullmatch(line)) and match[1] not in sections:
+            at = match[1]
+            sections[at] = [match[2]] if match[2].strip() else []
+        else:
+            sections[at].append(line)
+    arguments: dict[str, str] = {}
+    name = ""
+    for line in sections.get("Args", []):
+        if match := _ARGUMENT.fullmatch(line):
+            name = match[1]
+            arguments[name] = match[2].strip()
+        elif name and line.strip():
+            arguments[name] = f"{arguments[name]} {line.strip()}".strip()
+    returned = "\n".join(line for line in sections.get("Returns", [])).strip()
+    return "\n".join(sections[""]).strip(), arguments, returned
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """A type in a word or two, for the model."""
+    if "enum" in schema:
+        return " or ".join(json.dumps(choice) for choice in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_kind(member) for member in schema["anyOf"])
+    kind = schema.get("type", "anything")
+    return kind if isinstance(kind, str) else " or ".join(kind)
+
+
+def describe(tools: Mapping[str, Tool]) -> str:
+    """The tools in words, for a model whose chat template knows none."""
+    lines = ['You can call these tools. Write a call on a line of its own, such as name(argument=1, other="x").']
+    for tool in tools.values():
+        function = tool.schema["function"]
+        lines.append(f"{tool.signature}: {function['description']}")
+        lines += [
+            f"  {name}: {found['description']}"
+            for name, found in function["parameters"]["properties"].items()
+            if found["description"]
+        ]
+    return "\n".join(lines)
+
+
+# Arguments
+
+
+def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the hints want them; WrongArguments: they do not fit."""
+    for name in given:
+        if name not in tool.hints:
+            takes = ", ".join(tool.hints) or "nothing"
+            raise WrongArguments(f"{tool.name} has no argument {name[:80]!r}; it takes {takes}")
+    if missing := [name for name in tool.required if name not in given]:
+        raise WrongArguments(f"{tool.name} needs {', '.join(missing)}; call it as {tool.signature}")
+    properties = tool.schema["function"]["parameters"]["properties"]
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        try:
+            found[name] = _convert(value, tool.hints[name])
+            if "enum" in properties[name] and found[name] not in properties[name]["enum"]:
+                raise ValueError
+        except (ValueError, RecursionError):
+            raise WrongArguments(
+                f"{tool.name}: {name} is {_short(value)}, and it must be {_kind(properties[name])}"
+            ) from None
+    return found
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """The value as the hint wants it; ValueError: it cannot be. A hint that JSON has no type for takes anything."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _convert(value, args[0])
+    if origin in (Union, types.UnionType):
+        return _convert_to_one(value, args)
+    if origin is Literal:
+        return next(arg for arg in _or_wrong(args, value))
+    kind = origin or hint
+    if kind in _CONVERTERS:
+        return _CONVERTERS[kind](value)
+    if kind in (list, tuple):
+        return _convert_list(value, kind, args)
+    if kind is dict:
+        found = _parsed(value, dict)
+        return {key: _convert(each, args[1]) for key, each in found.items()} if len(args) == 2 else found
+    return value
+
+
+def _convert_to_one(value: Any, args: tuple[Any, ...]) -> Any:
+    """One of several types: the one that it is, else the first that it can become."""
+    for arg in args:
+        if type(value) is (get_origin(arg) or arg):
+            return _convert(value, arg)
+    for arg in args:
+        try:
+            return _convert(value, arg)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _or_wrong(choices: tuple[Any, ...], value: Any) -> list[Any]:
+    found = [each for each in choices if type(each) is type(value) and each == value]
+    found = found or [each for each in choices if not isinstance(each, str) and str(each) == value]
+    if not found:
+        raise ValueError
+    return found
+
+
+def _convert_list(value: Any, kind: type, args: tuple[Any, ...]) -> Any:
+    items = _parsed(value, list)
+    if kind is tuple and args:
+        if len(items) != len(args):
+            raise ValueError
+        items = [_convert(item, arg) for item, arg in zip(items, args, strict=True)]
+    elif args:
+        items = [_convert(item, args[0]) for item in items]
+    return kind(items)
+
+
+def _parsed(value: Any, kind: type) -> Any:
+    """A list or an object, which a model may have written as text."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    if not isinstance(value, kind):
+        raise ValueError
+    return value
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, str) and len(value) <= _MAX_DIGITS:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    is_text = isinstance(value, str) and len(value) <= _MAX_DIGITS
+    if not is_text and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ValueError
+    try:
+        found = float(value)
+    except OverflowError:
+        raise ValueError from None
+    if not math.isfinite(found):
+        raise ValueError
+    return found
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, list | dict):
+        raise ValueError
+    return json.dumps(value)
+
+
+def _none(value: Any) -> None:
+    if value is not None and value != "null":
+        raise ValueError
+
+
+_CONVERTERS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bool, str: _str, type(None): _none}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,229 @@
+"""Environments in processes of their own: what they answer, how they fail, and that nothing outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollcall.config.environments import ClassEnvironment, StepEnvironment
+from rollcall.environments.make import make_environments
+from rollcall.environments.processes import ProcessEnvironments
+from rollcall.environments.protocol import Environment, EnvironmentFailed
+from rollcall.errors import ConfigError
+from rollcall.process import Process
+
+MODULE = "tests.environments_of_users"
+
+
+def made(path: Any = f"{MODULE}:Secret", *, call_format: Any = "hermes", **keys: Any) -> ProcessEnvironments:
+    section = ClassEnvironment(path=path, call_format=call_format, **keys)
+    environments = make_environments(section, chat_template=None)
+    assert isinstance(environments, ProcessEnvironments)
+    return environments
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@asynccontextmanager
+async def episode(environments: ProcessEnvironments, **row: Any) -> AsyncIterator[Environment]:
+    """One that is broken when its block raises."""
+    environment = await environments.start(row.get("environment", ""))
+    try:
+        await environment.reset(row)
+        yield environment
+    except BaseException:
+        await environment.close(broken=True)
+        raise
+    await environment.close(broken=False)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+def test_a_class_is_played_from_reset_to_reward_and_its_process_is_kept() -> None:
+    async def play() -> None:
+        environments = made()
+        names = [schema["function"]["name"] for schema in environments.tools_of("")]
+        assert names == ["ask", "ask_later", "refuse"]
+        environment = await environments.start("")
+        assert (await environment.reset({"prompt": "p", "answer": "7"})).text == "reset 1: prompt"
+        result = await environment.step(f"I ask. {call('ask', times='2')}{call('ask_later')}", [1])
+        assert [message.content for message in result.messages] == ["77", '{"secret": "7", "unit": "s"}']
+        assert not result.done and [each.failed for each in result.calls] == [False, False]
+        refused = await environment.step(call("refuse"), [1])
+        assert refused.messages[0].content == '{"error": "not today"}' and refused.calls[0].failed
+        assert (await environment.step("It is 7.", [1])).done
+        assert await environment.reward() == 0.5
+        pids = environments.pids
+        await environment.close(broken=False)
+        async with episode(environments, answer="8") as again:
+            assert environments.pids == pids
+            assert (await again.reset({"answer": "8"})).text == "reset 3: "
+        await environments.aclose()
+        assert not any(Process.of(pid) for pid in pids)
+
+    run(play())
+
+
+def test_a_row_chooses_its_class_by_the_environment_column_and_each_has_its_own_tools() -> None:
+    async def play() -> None:
+        paths = {"secret": f"{MODULE}:Secret", "plain": f"{MODULE}:Plain"}
+        environments = made(paths, tools=[f"{MODULE}:add"], max_running=1)
+        assert [schema["function"]["name"] for schema in environments.tools_of("plain")] == ["look", "add"]
+        with pytest.raises(ValueError, match="'other', and environment.path has secret, plain"):
+            environments.tools_of("other")
+        with pytest.raises(EnvironmentFailed, match="no environment column"):
+            await environments.start("")
+        async with episode(environments, environment="secret", answer="7") as environment:
+            assert (await environment.step(call("add", a=1, b="2"), [])).messages[0].content == "3"
+        async with episode(environments, environment="plain", prompt="p", answer="a", other=1) as environment:
+            result = await environment.step(call("look") + call("ask"), [])
+            assert [each.result for each in result.calls][0] == "p a" and result.calls[1].failed
+            assert await environment.reward() is None
+        assert len(environments.pids) <= 3
+        await environments.aclose()
+
+    run(play())
+
+
+def test_step_by_step_classes_say_everything_themselves() -> None:
+    async def play() -> None:
+        section = StepEnvironment(path={"fully": f"{MODULE}:Guess", "plainly": f"{MODULE}:GuessPlainly"})
+        environments = make_environments(section, chat_template=None)
+        guess = await environments.start("fully")
+        assert (await guess.reset({"answer": "4"})).text == "Guess."
+        wrong = await guess.step("3", [5, 6])
+        assert (wrong.messages[0].role, wrong.messages[0].name, wrong.reward) == ("tool", "judge", -0.5)
+        right = await guess.step("4", [5, 6])
+        assert right.done and right.reward == 1.0 and right.metrics == {"tokens": 2.0} and await guess.reward() is None
+        plainly = await environments.start("plainly")
+        await plainly.reset({"answer": "4"})
+        assert (await plainly.step("wrong", [])).messages[0].content == "No."
+        assert (await plainly.step("right", [])).reward == 1.0
+        with pytest.raises(EnvironmentFailed, match="step returned None"):
+            await plainly.step("none", [])
+        await environments.aclose()
+
+    run(play())
+
+
+def test_what_cannot_be_used_is_refused_at_the_start_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="environment.path=.* there is no module 'tests.environments_of_nobody'"):
+        made("tests.environments_of_nobody:Game")
+    with pytest.raises(ConfigError, match="environment.env names ROLLCALL_NOT_SET"):
+        made(env=["ROLLCALL_NOT_SET"])
+
+
+def test_hostile_environments_fail_their_own_episode_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    failures = {
+        "eat": r"(?s)MemoryError.*memory_mb=300",
+        "die": "its process died .SIGKILL",
+        "exit": "SystemExit: 3",
+        "write": "at most .* are read|answered rubbish|its process died",
+    }
+
+    async def play() -> None:
+        environments = made(f"{MODULE}:Hostile", memory_mb=300)
+        async with episode(environments) as bystander:
+            for tool, why in failures.items():
+                with pytest.raises(EnvironmentFailed, match=why):
+                    async with episode(environments) as environment:
+                        await environment.step(call(tool), [])
+            for how, why in {"raise": "(?s)reset.*KeyError: 'no such row'", "number": "reset returned int"}.items():
+                with pytest.raises(EnvironmentFailed, match=why) as failed:
+                    async with episode(environments, how=how):
+                        pass
+                assert "rollcall" not in str(failed.value)
+            async with episode(environments) as environment:
+                flood = await environment.step(call("flood"), [])
+                assert flood.calls[0].failed and "100,000,000 characters" in flood.messages[0].content
+                assert (await environment.step(call("shout"), [])).messages[0].content == "done"
+                assert (await environment.step(call("fork"), [])).messages[0].content == "parent"
+                assert (await environment.step(call("stop_here"), [])).messages[0].content == "done"
+            assert (await bystander.step(call("shout"), [])).messages[0].content == "done"
+            with pytest.raises(EnvironmentFailed, match="get_reward returned nan"):
+                await bystander.reward()
+        await environments.aclose()
+
+    run(play())
+    shown = capfd.readouterr().err
+    assert "x" * 10_000 in shown and "is ignored: environments have no debugger" in shown
+
+
+def test_a_call_that_is_given_up_is_killed_with_all_that_its_episode_started() -> None:
+    async def play() -> None:
+        environments = made(f"{MODULE}:Hostile")
+        started: list[int] = []
+        with pytest.raises(TimeoutError):
+            async with episode(environments) as environment:
+                started += map(int, (await environment.step(call("start"), [])).messages[0].content.split())
+                async with asyncio.timeout(0.3):
+                    await environment.step(call("hang"), [])
+        assert len(environments.pids) == 1
+        await gone(started)
+        await environments.aclose()
+
+    run(play())
+
+
+def test_a_killed_zygote_fails_what_runs_and_is_started_again() -> None:
+    async def play() -> None:
+        environments = made(f"{MODULE}:Hostile")
+        with pytest.raises(EnvironmentFailed, match="forked from is gone"):
+            async with episode(environments) as environment:
+                before = [
+                    *environments.pids,
+                    int((await environment.step(call("start"), [])).calls[0].result.split()[0]),
+                ]
+                os.kill(before[0], signal.SIGKILL)
+                await environment.step(call("hang"), [])
+        await gone(before)
+        async with episode(environments) as environment:
+            assert environments.pids[0] != before[0]
+        await environments.aclose()
+
+    run(play())
+
+
+def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        environments = made(f"{MODULE}:Hostile")
+        async with episode(environments) as environment:
+            started = (await environment.step(call("start"), [])).messages[0].content
+            hanging = asyncio.create_task(environment.step(call("hang"), []))
+            await asyncio.sleep(0.1)
+            (tmp_path / "pids.tmp").write_text(f"{started} {' '.join(map(str, environments.pids))}")
+            (tmp_path / "pids.tmp").rename(tmp_path / "pids")
+            await hanging
+
+    parent = os.fork()
+    if parent == 0:
+        try:
+            run(play())
+        finally:
+            os._exit(1)
+    while not (tmp_path / "pids").exists():
+        assert os.waitpid(parent, os.WNOHANG) == (0, 0)
+        time.sleep(0.02)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    run(gone([int(pid) for pid in (tmp_path / "pids").read_text().split()]))
+
+
+async def gone(pids: list[int]) -> None:
+    """Wait until none of these lives."""
+    assert pids
+    while any(Process.of(pid) for pid in pids):
+        await asyncio.sleep(0.02)
