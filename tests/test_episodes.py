@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import column, finish, make_run
+from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed
 from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
 
@@ -333,3 +333,49 @@ def test_without_an_environment_there_is_nothing_that_could_say_how_to_begin(tmp
         make_run(tmp_path, "data.train=builtin:environment")
     with pytest.raises(ConfigError, match="needs an environment"):
         make_run(tmp_path, reward=[{"type": "environment"}])
+
+
+# Killed
+
+
+def own_game(folder: Path, *overrides: str, name: str = "run") -> Config:
+    """In processes of its own."""
+    changes = ("environment.type=step", "environment.path=games:LetterGame", "trainer.save_every=1")
+    return game(folder, *changes, *overrides, name=name, reward=[{"type": "environment"}])
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill(call="rollcall.durable.journal:Journal.append_attempt", number=11),
+        Kill(call=IN_JOURNAL, number=14, when="torn"),
+        Kill(call=IN_UPDATE, number=1),
+    ],
+    ids=["between two attempts", "in the record of one", "in the update"],
+)
+def test_a_run_killed_in_the_middle_of_episodes_makes_no_finished_one_again(tmp_path: Path, kill: Kill) -> None:
+    whole, config = own_game(tmp_path, name="whole"), own_game(tmp_path)
+    finish(whole)
+    run_and_be_killed(config, kill)
+    finish(config)
+    found = audit(config.run.dir)
+    assert found.is_clean and found.steps == 3, found
+    for step in (1, 2, 3):
+        for ours, theirs in zip(groups(config, step).values(), groups(whole, step).values(), strict=True):
+            assert ours.draw == theirs.draw and ours.scores == theirs.scores
+            for one, other in zip(ours.completions, theirs.completions, strict=True):
+                assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.mask, other.mask)
+
+
+def test_environment_processes_that_are_killed_cost_their_episodes_and_no_more(tmp_path: Path) -> None:
+    config = own_game(tmp_path, "environment.path=games:SuicidalGame")
+    finish(config)
+    made = [
+        completion.episode
+        for step in (1, 2, 3)
+        for group in groups(config, step).values()
+        for completion in group.completions
+    ]
+    failed = [episode for episode in made if episode is not None and episode.ended is EndReason.ERROR]
+    assert 0 < len(failed) < len(made) and all("SIGKILL" in episode.error for episode in failed)
+    assert audit(config.run.dir).is_clean and any(column(config, "train/reward_errors"))

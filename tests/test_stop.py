@@ -394,7 +394,7 @@ def test_sigterm_to_every_process_of_a_run_ends_it_with_one_line_and_a_status_of
     finish(config)
     found = audit(config.run.dir)
     assert found.is_clean and found.steps == 9 and set(updates(config).values()) == {1}
-    assert not any(row.get("reward/errors") for row in metric_rows(config)), "the scorers outlived the signal"
+    assert not any(row.get("train/reward_errors") for row in metric_rows(config)), "the scorers outlived the signal"
 
 
 def test_the_status_is_one_that_no_other_end_has() -> None:

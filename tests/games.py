@@ -1,0 +1,29 @@
+"""Environments of tests, as a user writes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+
+class LetterGame:
+    """The model writes something, is told the letter, and writes again."""
+
+    async def reset(self, row: dict[str, Any]) -> None:
+        self.answer, self.num_turns = row["answer"], 0
+
+    async def step(self, text: str, token_ids: list[int]) -> Any:
+        self.num_turns += 1
+        if self.num_turns == 1:
+            return f"{self.answer}="
+        return None, float(self.answer in text), True, {"tries": 2.0}
+
+
+class SuicidalGame(LetterGame):
+    """Its process dies in the first turn of some rows."""
+
+    async def step(self, text: str, token_ids: list[int]) -> Any:
+        if self.answer == "c":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().step(text, token_ids)
