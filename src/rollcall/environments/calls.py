@@ -31,7 +31,7 @@ _MAX_LINE_CHARS = 10_000
 _LARGEST_INT = (1 << 63) - 1  # what other formats than JSON can store too
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
-_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*")
+_BETWEEN = re.compile(r"(?:[\s;]++|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*+")
 _THINK, _THOUGHT = "<think>", "</think>"
 
 
@@ -132,7 +132,7 @@ def _lines(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
     if not tools:
         return
     names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True))
-    for match in re.finditer(rf"^[ \t]*({names})(\(|: ?\{{)", text, re.MULTILINE):
+    for match in re.finditer(rf"^[ \t]*+({names})(\(|: ?\{{)", text, re.MULTILINE):
         end = text.find("\n", match.end())
         line = text[match.start(1) : end if end >= 0 else len(text)].rstrip()
         name = match[1]

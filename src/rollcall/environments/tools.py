@@ -311,7 +311,11 @@ def _parsed(value: Any, kind: type) -> Any:
 def _int(value: Any) -> int:
     if isinstance(value, str) and len(value) <= _MAX_DIGITS:
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, float) and not value.is_integer())
+    ):
         raise ValueError
     return int(value)
 
