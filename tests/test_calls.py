@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcall.environments.calls import MAX_CALLS, Call, CallFormat, format_of, parse_calls
@@ -154,6 +154,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join), st.sampled_from(FORMATS))
 def test_any_text_gives_calls_that_json_can_hold(text: str, call_format: CallFormat) -> None:
     for call in parsed(text, call_format):
@@ -167,6 +168,7 @@ ARGUMENTS = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(ARGUMENTS)
 def test_what_is_written_well_is_read_as_it_was_meant(arguments: dict[str, Any]) -> None:
     body = json.dumps({"name": "add", "arguments": arguments})

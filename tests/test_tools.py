@@ -219,7 +219,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdefghijkmno"), JSON))
 def test_whatever_a_model_gives_is_taken_or_told(arguments: dict[str, Any]) -> None:
     try:
