@@ -18,10 +18,11 @@ from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
 
 from rollcall.config import ClassEnvironment, Config
+from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.conversation import Conversations
+from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, turn_seed, within
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
@@ -30,6 +31,7 @@ from rollcall.loop.attempts import RunError
 from rollcall.loop.episodes import Episodes
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.decoder import fuse_parameters
+from rollcall.roles.build import build_environments
 from rollcall.types import Completion, EndReason, FinishReason, Prompt
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_token_ids=(0,), stop_strings=())
@@ -252,6 +254,20 @@ def test_a_template_that_rewrites_what_was_said_is_refused() -> None:
 def letters_game(row: Any, texts: list[str]) -> Any:
     """The model writes something, is told the letter, and writes again."""
     return says(f"{row['answer']}=") if len(texts) == 1 else ends(metrics={"tries": 2.0})
+
+
+def test_plain_prompts_have_an_environment_without_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | None] = []
+    monkeypatch.setattr(
+        "rollcall.environments.make.make_environments",
+        lambda section, *, chat_template: given.append(chat_template) or Scripted(letters_game),
+    )
+    plain = a_prompt()
+    chat = replace(plain, metadata={MESSAGES: [{"role": "user", "content": "1+1="}]})
+    for prompt in (plain, chat):
+        prompts = PromptSet(prompts=[prompt], num_overlong=0, source="rows")
+        build_environments(ClassEnvironment(path="x:X"), Letters(CHATML), prompts, None)
+    assert given == [None, CHATML]
 
 
 def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type": "exact"},)) -> Config:

@@ -239,8 +239,10 @@ def build_environments(
     from rollcall.environments.make import make_environments  # few runs have one
 
     say("starting the environment")
-    environments = make_environments(section, chat_template=tokenizer.chat_template)
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
+    # A tokenizer may have a template that plain prompts do not go through.
+    is_chat = any(MESSAGES in row for row in rows)
+    environments = make_environments(section, chat_template=tokenizer.chat_template if is_chat else None)
     for kind in {str(row.get(KIND) or "") for row in rows if MESSAGES in row}:
         tools = environments.tools_of(kind)
         Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
