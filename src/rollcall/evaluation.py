@@ -141,7 +141,7 @@ def plan_evaluation(
     if file is None:
         path, origin = config.model.path, "model directory"
     else:
-        path, origin = _model_of(config, is_given=_sets_model(overrides, changes or {}))
+        path, origin = newest_model_of(config, is_given=sets_model(overrides, changes or {}))
     if config.data.val is None:
         raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
     return EvalPlan(config=config, model_path=path, origin=origin)
@@ -199,7 +199,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         )
 
 
-def _sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
+def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
     section = changes.get("model")
     in_section = isinstance(section, Mapping) and "path" in section
     return in_section or "model.path" in changes or any(text.startswith("model.path=") for text in overrides)
@@ -216,7 +216,7 @@ def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
     }
 
 
-def _model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
+def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
     """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from."""
     if is_given:
         return config.model.path, "given by model.path"

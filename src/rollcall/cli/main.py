@@ -23,6 +23,7 @@ from rollcall.cli.plan import plan, simulate
 from rollcall.cli.prepare import fetch_model, prepare
 from rollcall.cli.reward import reward
 from rollcall.cli.runs import compare, recover
+from rollcall.cli.serve import serve
 from rollcall.cli.stacks import profile, stacks
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train
@@ -47,6 +48,7 @@ Once installed:
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what a resume will do
   rollcall view runs          a page: curves, samples, tokens, timeline, cluster
+  rollcall serve runs/gsm8k    the trained model behind the OpenAI API
   rollcall stacks runs/gsm8k   what every process does; also trace, profile
   rollcall compare runs/gsm8k runs/other
   rollcall merge runs/gsm8k --out models/gsm8k
@@ -117,6 +119,7 @@ for command in (
     compare,
     trace,
     view,
+    serve,
     stacks,
     profile,
     merge,

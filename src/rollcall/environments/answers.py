@@ -1,0 +1,219 @@
+"""Completions as the bodies and stream events of the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.environments.histories import Call
+from rollcall.environments.wire import Wanted
+from rollcall.types import Completion, FinishReason, Ints
+
+DONE = b"data: [DONE]\n\n"
+FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer to a prompt."""
+
+    index: int
+    prompt: int  # which of the request's
+    completion: Completion
+    content: str  # without stop strings and calls
+    calls: tuple[Call, ...]
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.calls else FINISH[self.completion.finish]
+
+    def message(self) -> dict[str, Any]:
+        """As it is returned, and as a later request has it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """All that a request has come to."""
+
+    model: str
+    wanted: Wanted
+    prompts: tuple[Ints, ...]
+    choices: tuple[Choice, ...]
+    tokenizer: Any
+
+    def usage(self) -> dict[str, int]:
+        read = sum(len(ids) for ids in self.prompts)
+        new = sum(len(choice.completion.token_ids) for choice in self.choices)
+        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+
+
+def chat_body(answered: Answered) -> dict[str, Any]:
+    choices: list[dict[str, Any]] = []
+    for choice in answered.choices:
+        message = {
+            "role": "assistant",
+            "content": None if choice.calls and not choice.content else choice.content,
+            "refusal": None,
+        }
+        if choice.calls:
+            message["tool_calls"] = _calls(choice.calls)
+        choices.append(
+            {
+                "index": choice.index,
+                "message": message,
+                "logprobs": _chat_logprobs(choice.completion, answered),
+                "finish_reason": choice.finish_reason,
+                **_token_ids(choice, answered.wanted),
+            }
+        )
+    body = {**_head("chatcmpl", "chat.completion", answered), "choices": choices, "usage": answered.usage()}
+    return {**body, "prompt_token_ids": answered.prompts[0].tolist()} if answered.wanted.token_ids else body
+
+
+def text_body(answered: Answered) -> dict[str, Any]:
+    choices = [
+        {
+            "index": choice.index,
+            "text": choice.content,
+            "logprobs": _text_logprobs(choice.completion, answered),
+            "finish_reason": choice.finish_reason,
+            **_token_ids(choice, answered.wanted),
+            **_prompt_ids(choice, answered),
+        }
+        for choice in answered.choices
+    ]
+    body = {**_head("cmpl", "text_completion", answered), "choices": choices, "usage": answered.usage()}
+    return {**body, **_prompt_ids(answered.choices[0], answered)} if len(answered.prompts) == 1 else body
+
+
+def generate_body(answered: Answered, *, request_id: str | None) -> dict[str, Any]:
+    choices = [
+        {
+            "index": choice.index,
+            "token_ids": choice.completion.token_ids.tolist(),
+            "finish_reason": choice.finish_reason,
+            "logprobs": {"content": _contents(choice.completion, None)} if answered.wanted.logprobs else None,
+        }
+        for choice in answered.choices
+    ]
+    head = {"request_id": request_id or f"gen-{secrets.token_hex(12)}", "model": answered.model}
+    return {**head, "choices": choices, "usage": answered.usage()}
+
+
+def chat_events(answered: Answered) -> Iterator[bytes]:
+    """A stream: who speaks, what is said, why it ended; then the usage, if that was wanted."""
+    head = _head("chatcmpl", "chat.completion.chunk", answered)
+    wanted = answered.wanted
+    for choice in answered.choices:
+        first = {"prompt_token_ids": answered.prompts[0].tolist()} if wanted.token_ids and choice.index == 0 else {}
+        yield _event({**head, **first, "choices": [_part(choice, {"role": "assistant", "content": ""})]}, wanted)
+        said: dict[str, Any] = {"content": choice.content} if choice.content else {}
+        if choice.calls:
+            said["tool_calls"] = [{"index": at, **call} for at, call in enumerate(_calls(choice.calls))]
+        logprobs = _chat_logprobs(choice.completion, answered)
+        part = {**_part(choice, said), "logprobs": logprobs, **_token_ids(choice, wanted)}
+        yield _event({**head, "choices": [part]}, wanted)
+        yield _event({**head, "choices": [{**_part(choice, {}), "finish_reason": choice.finish_reason}]}, wanted)
+    yield from _last_events(head, answered)
+
+
+def text_events(answered: Answered) -> Iterator[bytes]:
+    head = _head("cmpl", "text_completion", answered)
+    for choice in answered.choices:
+        part = {
+            "index": choice.index,
+            "text": choice.content,
+            "logprobs": _text_logprobs(choice.completion, answered),
+            "finish_reason": choice.finish_reason,
+            **_token_ids(choice, answered.wanted),
+            **_prompt_ids(choice, answered),
+        }
+        yield _event({**head, "choices": [part]}, answered.wanted)
+    yield from _last_events(head, answered)
+
+
+def _last_events(head: dict[str, Any], answered: Answered) -> Iterator[bytes]:
+    if answered.wanted.usage:
+        yield _event({**head, "choices": [], "usage": answered.usage()}, None)
+    yield DONE
+
+
+def _event(body: dict[str, Any], wanted: Wanted | None) -> bytes:
+    if wanted is not None and wanted.usage:
+        body["usage"] = None  # as the API has it, where the last event has the usage
+    return b"data: " + to_bytes(body) + b"\n\n"
+
+
+def to_bytes(body: Any) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def _head(prefix: str, kind: str, answered: Answered) -> dict[str, Any]:
+    identity = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": identity, "object": kind, "created": int(time.time()), "model": answered.model}
+
+
+def _part(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    ]
+
+
+def _token_ids(choice: Choice, wanted: Wanted) -> dict[str, Any]:
+    return {"token_ids": choice.completion.token_ids.tolist()} if wanted.token_ids else {}
+
+
+def _prompt_ids(choice: Choice, answered: Answered) -> dict[str, Any]:
+    return {"prompt_token_ids": answered.prompts[choice.prompt].tolist()} if answered.wanted.token_ids else {}
+
+
+def _chat_logprobs(completion: Completion, answered: Answered) -> dict[str, Any] | None:
+    if not answered.wanted.logprobs:
+        return None
+    tokenizer = None if answered.wanted.tokens_as_ids else answered.tokenizer
+    return {"content": _contents(completion, tokenizer), "refusal": None}
+
+
+def _contents(completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
+    """Without a tokenizer a token is written by its id."""
+    found: list[dict[str, Any]] = []
+    for token_id, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):
+        token = f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id])
+        found.append({"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+    return found
+
+
+def _text_logprobs(completion: Completion, answered: Answered) -> dict[str, Any] | None:
+    if not answered.wanted.logprobs:
+        return None
+    tokenizer = None if answered.wanted.tokens_as_ids else answered.tokenizer
+    tokens = [entry["token"] for entry in _contents(completion, tokenizer)]
+    offsets = [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": completion.logprobs.tolist(),
+        "top_logprobs": None,
+        "text_offset": offsets[:-1],
+    }

@@ -1,0 +1,363 @@
+"""The OpenAI API over a sampler: an ASGI app.
+
+    POST /v1/chat/completions    messages in, a message out; tools, streaming, token ids, log-probs
+    POST /v1/completions         text or token ids in, text out
+    POST /inference/v1/generate  token ids in and out
+    GET  /v1/models              what is served, with `max_model_len`
+    POST /v1/reward              what an episode was worth; for the program of an episode alone
+
+Every address needs a key. The same addresses below ``/episodes/NAME`` are those of one episode, and its key opens no others. The
+body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollcall.environments.answers import (
+    Answered,
+    Choice,
+    chat_body,
+    chat_events,
+    generate_body,
+    text_body,
+    text_events,
+    to_bytes,
+)
+from rollcall.environments.callers import Caller, Callers, Served, check_ids
+from rollcall.environments.calls import CallFormat, parse_calls
+from rollcall.environments.histories import Asked, Call
+from rollcall.environments.protocol import EnvironmentFailed
+from rollcall.environments.wire import (
+    ChatRequest,
+    Refused,
+    Wanted,
+    finite,
+    read_chat,
+    read_generate,
+    read_json,
+    read_text,
+)
+from rollcall.types import Completion, FinishReason
+
+MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
+READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
+WRITE_TIMEOUT_S = 60.0  # for one piece of an answer
+EPISODES = "/episodes/"
+MAX_METRICS = 100
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    body: bytes
+    status: int = 200
+    events: Iterable[bytes] | None = None  # a stream, in place of the body
+    closes: bool = False  # the connection: the rest of the request was not read
+
+
+class Endpoint:
+    """``call_format``: how the model writes tool calls."""
+
+    def __init__(self, callers: Callers, *, served: Served, tokenizer: Any, call_format: CallFormat) -> None:
+        self._callers, self._served = callers, served
+        self._tokenizer, self._call_format = tokenizer, call_format
+        self._posts: dict[str, Callable[[Caller, dict[str, Any]], Coroutine[Any, Any, Reply]]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._text,
+            "/inference/v1/generate": self._generate,
+            "/v1/reward": self._reward,
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "the server has neither lifespan nor websockets"
+        caller: Caller | None = None
+        try:
+            caller, path = self._caller_of(scope)
+            reply = await self._reply(caller, path, scope, receive)
+        except Refused as refused:
+            if caller is not None:
+                caller.num_refused += 1
+            # Where the body was not read, the next request cannot follow on this connection.
+            reply = Reply(
+                body=to_bytes(refused.body()), status=refused.status, closes=refused.status in (401, 408, 413)
+            )
+        except _Left:
+            return
+        except Exception:
+            logging.getLogger("rollcall").exception("the endpoint failed at a request")
+            failed = Refused(500, "the server failed at this request; its log has the reason", code="internal_error")
+            reply = Reply(body=to_bytes(failed.body()), status=failed.status, closes=True)
+        await _send(reply, send)
+
+    # Who asks, and for what
+
+    def _caller_of(self, scope: Message) -> tuple[Caller, str]:
+        """Refuses without a key, with two, with an unknown one, and with one of another episode."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
+        caller = self._callers.of(key.strip()) if kind.lower() == "bearer" else None
+        path: str = scope["path"]
+        if caller is not None and path.startswith(EPISODES):
+            name, slash, rest = path.removeprefix(EPISODES).partition("/")
+            path, caller = slash + rest, caller if name == caller.name else None
+        if caller is None:
+            raise Refused(
+                401,
+                "this needs a valid key in one header `Authorization: Bearer KEY`; the key of an episode is valid until it ends",
+                code="invalid_api_key",
+            )
+        return caller, path
+
+    async def _reply(self, caller: Caller, path: str, scope: Message, receive: Receive) -> Reply:
+        method: str = scope["method"]
+        if path == "/v1/models" and method == "GET":
+            return Reply(body=to_bytes({"object": "list", "data": [self._model()]}))
+        if path == f"/v1/models/{self._served.name}" and method == "GET":
+            return Reply(body=to_bytes(self._model()))
+        work = self._posts.get(path)
+        if work is None or (path == "/v1/reward" and not caller.takes_reward):
+            raise Refused(404, f"{method} {path[:200]} does not exist here", code="not_found")
+        if method != "POST":
+            raise Refused(405, f"{path} answers to POST", code="method_not_allowed")
+        given = read_json(await _body(scope, receive))
+        caller.num_requests += path != "/v1/reward"
+        return await self._unless_left(caller, work(caller, given), receive)
+
+    def _model(self) -> dict[str, Any]:
+        length = self._served.max_model_len
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rollcall",
+            "max_model_len": length,
+        }
+
+    async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
+        """The reply, unless the client hangs up before or the key ends: then the work ends too."""
+        task = asyncio.create_task(work)
+        caller.tasks.add(task)
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _Left
+            if task.cancelled():
+                raise Refused(503, "the episode has ended", code="episode_over")
+            return task.result()
+        except (EnvironmentFailed, RecursionError, ValueError) as error:
+            why = "the request has lists or maps too deep in each other" if isinstance(error, RecursionError) else error
+            raise Refused(400, str(why), code="invalid_value") from None
+        finally:
+            caller.tasks.discard(task)
+            gone.cancel()
+            task.cancel()
+
+    # What is asked
+
+    async def _chat(self, caller: Caller, given: dict[str, Any]) -> Reply:
+        caller.rules.model(_model_name(given))
+        request = read_chat(given)
+        if not self._tokenizer.chat_template:
+            raise Refused(
+                400,
+                "the model has no chat template, so it reads no messages; use /v1/completions, or set model.chat_template",
+                code="no_chat_template",
+            )
+        asked = caller.histories.chat(request.messages, tools=request.tools)
+        answered = await self._sample(caller, [asked], request.wanted, request)
+        if request.wanted.stream:
+            return Reply(body=b"", events=chat_events(answered))
+        return Reply(body=to_bytes(chat_body(answered)))
+
+    async def _text(self, caller: Caller, given: dict[str, Any]) -> Reply:
+        caller.rules.model(_model_name(given))
+        request = read_text(given)
+        asked = [
+            caller.histories.plain(prompt) if isinstance(prompt, str) else self._by_ids(caller, prompt)
+            for prompt in request.prompts
+        ]
+        answered = await self._sample(caller, asked, request.wanted, None)
+        if request.wanted.stream:
+            return Reply(body=b"", events=text_events(answered))
+        return Reply(body=to_bytes(text_body(answered)))
+
+    async def _generate(self, caller: Caller, given: dict[str, Any]) -> Reply:
+        caller.rules.model(_model_name(given))
+        request = read_generate(given)
+        answered = await self._sample(caller, [self._by_ids(caller, request.token_ids)], request.wanted, None)
+        return Reply(body=to_bytes(generate_body(answered, request_id=request.request_id)))
+
+    async def _reward(self, caller: Caller, given: dict[str, Any]) -> Reply:
+        take_reward(caller, given)
+        return Reply(body=to_bytes({"reward": caller.reward}))
+
+    def _by_ids(self, caller: Caller, given: tuple[int, ...]) -> Asked:
+        ids = np.array(given, dtype=np.int32)
+        check_ids(ids, self._served)
+        return caller.histories.ids(ids)
+
+    # Sampling
+
+    async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
+        """``wanted.n`` completions of each prompt, side by side."""
+        try:
+            caller.rules.admit(len(asked) * wanted.n)
+            turns: list[Awaitable[Completion]] = []
+            sessions: list[str] = []
+            for one in asked:
+                row = len(one.added) + (one.behind.row.length if one.holds_row and one.behind else 0)
+                sampling = caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_row=row)
+                for place in range(wanted.n):
+                    sessions.append(one.session if place == 0 else caller.histories.new_session())
+                    seed = caller.rules.seed(wanted, len(turns))
+                    turns.append(caller.sample(one.prompt_ids, seed=seed, sampling=sampling, session=sessions[-1]))
+            completions = await _all(turns)
+        except BaseException:
+            for one in asked:
+                caller.histories.give_up(one)
+            raise
+        choices: list[Choice] = []
+        for index, (completion, session) in enumerate(zip(completions, sessions, strict=True)):
+            choice = self._choice(index, index // wanted.n, completion, wanted=wanted, chat=chat)
+            message = choice.message() if chat is not None else None
+            one = asked[choice.prompt]
+            caller.histories.note(one, completion, session=session, message=message, calls=choice.calls)
+            choices.append(choice)
+        return Answered(
+            model=self._served.name,
+            wanted=wanted,
+            prompts=tuple(one.prompt_ids for one in asked),
+            choices=tuple(choices),
+            tokenizer=self._tokenizer,
+        )
+
+    def _choice(
+        self, index: int, prompt: int, completion: Completion, *, wanted: Wanted, chat: ChatRequest | None
+    ) -> Choice:
+        content, calls = _without(completion, wanted.stop), ()
+        if chat is not None and chat.finds_calls:
+            content, calls = self._find_calls(content, chat.tools)
+        return Choice(index=index, prompt=prompt, completion=completion, content=content, calls=calls)
+
+    def _find_calls(self, text: str, tools: tuple[dict[str, Any], ...]) -> tuple[str, tuple[Call, ...]]:
+        """What is said beside the calls, and the calls. Where one of them cannot be read, all of it stays text."""
+        known = {tool["function"]["name"]: _argument_names(tool["function"]) for tool in tools}
+        found = parse_calls(text, call_format=self._call_format, tools=known)
+        if not found or any(call.error for call in found):
+            return text, ()
+        before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""
+        calls = (Call(id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments) for call in found)
+        return before, tuple(calls)
+
+
+def take_reward(caller: Caller, given: dict[str, Any]) -> None:
+    """``{"reward": 1.0, "metrics": {"steps": 3}}``; the last one counts."""
+    reward, metrics = given.get("reward"), given.get("metrics") or {}
+    if not finite(reward):
+        raise Refused(400, "reward must be a finite number", code="invalid_value", param="reward")
+    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS or not all(map(finite, metrics.values())):
+        text = f"metrics must be a map of at most {MAX_METRICS} names to finite numbers"
+        raise Refused(400, text, code="invalid_value", param="metrics")
+    caller.reward = float(reward)
+    caller.metrics |= {name[:100]: float(value) for name, value in metrics.items()}
+
+
+class _Left(Exception):  # noqa: N818 - an outcome
+    """The client has hung up."""
+
+
+def _model_name(given: dict[str, Any]) -> str | None:
+    name = given.get("model")
+    if name is not None and not isinstance(name, str):
+        raise Refused(400, "model must be text", code="invalid_value", param="model")
+    return name
+
+
+def _argument_names(function: dict[str, Any]) -> list[str]:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return list(properties) if isinstance(properties, dict) else []
+
+
+def _without(completion: Completion, stops: tuple[str, ...]) -> str:
+    """The text up to the stop string that ended it: the API does not return these."""
+    text = completion.text
+    if completion.finish is not FinishReason.STOP:
+        return text
+    return text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]
+
+
+async def _all(turns: list[Awaitable[Completion]]) -> list[Completion]:
+    """All of them; the first failure ends the others."""
+    if len(turns) == 1:
+        return [await turns[0]]
+    tasks = [asyncio.ensure_future(turn) for turn in turns]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# Bytes
+
+
+async def _body(scope: Message, receive: Receive) -> bytes:
+    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    too_long = Refused(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send less", code="body_too_long")
+    if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise too_long
+    parts: list[bytes] = []
+    length = 0
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _Left
+                parts.append(message.get("body", b""))
+                length += len(parts[-1])
+                if length > MAX_BODY_BYTES:
+                    raise too_long
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {READ_TIMEOUT_S:g} s", code="too_slow") from None
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(reply: Reply, send: Send) -> None:
+    kind = b"application/json" if reply.events is None else b"text/event-stream"
+    headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+    if reply.events is None:
+        headers.append((b"content-length", str(len(reply.body)).encode()))
+    if reply.closes:
+        headers.append((b"connection", b"close"))
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+            if reply.events is None:
+                await send({"type": "http.response.body", "body": reply.body})
+                return
+        for event in reply.events:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    except TimeoutError:
+        logging.getLogger("rollcall").info("a client of the endpoint does not read its answer; it is left")

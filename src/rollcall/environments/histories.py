@@ -1,0 +1,336 @@
+"""What a program asks, request by request, as sequences of tokens: nothing sampled is tokenised again.
+
+Each answer is kept with the exact ids up to its end. A request that goes on from an answer (its messages begin with those before,
+and then the answer as it was returned) is the ids up to there and, behind them, the ids of the new messages. Any other request
+begins anew: a program that rewrites its history, or that asks for something else beside it.
+
+    row 0   prompt  [sampled] observed [sampled] observed [sampled]       first history: the episode's own row
+    row 1   the same tokens up to the second answer, as its prompt, then observed' [sampled']     went back to that answer
+    row 2   another prompt  [sampled]                                     rewritten, or somebody else's conversation
+
+Every sampled token is in one row with its mask true, and in the prompts of the rows that branch off behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.protocol import Message
+from rollcall.types import Branch, Completion, FinishReason, Ints, Segment, ToolCall, Turn
+
+FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
+Given = TypeVar("Given", bytes, str)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """A training row on its way."""
+
+    prompt_ids: Ints
+    session: str
+    token_ids: list[Ints] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    mask: list[Any] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0
+    tip: _Answer | None = None  # the answer at its end
+    finish: FinishReason = FinishReason.ABORT
+    is_extended: bool = False  # by a request on its way
+
+    def add_sampled(self, completion: Completion, calls: Sequence[Call]) -> None:
+        self._add(completion.token_ids, completion.logprobs, completion.mask)
+        for segment in completion.segments:
+            self._note(segment)
+        self.finish = completion.finish
+        self.turns.append(
+            Turn(
+                num_sampled=len(completion.token_ids),
+                num_observed=0,
+                text=completion.text,
+                observation="",
+                calls=tuple(ToolCall(name=call.name, arguments=call.shown, result="", failed=False) for call in calls),
+                reward=None,
+            )
+        )
+
+    def add_observed(self, asked: Asked) -> None:
+        ids = asked.added
+        if len(ids):
+            self._add(ids, np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.bool_))
+            self._note(Segment(version=self.segments[-1].version, num_tokens=len(ids)))
+        last = self.turns[-1]
+        calls = tuple(
+            replace(call, result=result) for call, result in zip(last.calls, asked.results(last.calls), strict=True)
+        )
+        self.turns[-1] = replace(last, num_observed=len(ids), observation=asked.observation, calls=calls)
+
+    def branch(self) -> Branch:
+        return Branch(
+            prompt_ids=self.prompt_ids,
+            token_ids=joined(self.token_ids, np.int32),
+            logprobs=joined(self.logprobs, np.float32),
+            mask=joined(self.mask, np.bool_),
+            segments=tuple(self.segments),
+        )
+
+    def _add(self, ids: Ints, logprobs: Any, mask: Any) -> None:
+        self.token_ids.append(ids)
+        self.logprobs.append(logprobs)
+        self.mask.append(mask)
+        self.length += len(ids)
+
+    def _note(self, segment: Segment) -> None:
+        if self.segments and self.segments[-1].version == segment.version:
+            segment = replace(segment, num_tokens=segment.num_tokens + self.segments.pop().num_tokens)
+        self.segments.append(segment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A tool call that was found in an answer."""
+
+    id: str
+    name: str
+    arguments: Any  # what the model wrote, read as JSON
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        return self.arguments if isinstance(self.arguments, dict) else {"": self.arguments}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Answer:
+    """The state behind one answer."""
+
+    ids: Ints  # all, to its end
+    row: Row
+    key: bytes | None  # of the messages, the answer among them; None: not a chat
+    text: str | None  # prompt and answer; None: not plain text
+    ends_at_stop: bool
+    calls: tuple[Call, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Asked:
+    """A request as the engine gets it."""
+
+    prompt_ids: Ints
+    session: str
+    behind: _Answer | None  # the answer that it goes on from
+    added: Ints  # the ids behind that answer
+    key: bytes | None = None
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()  # the new ones
+    holds_row: bool = False
+
+    @property
+    def observation(self) -> str:
+        return "\n".join(message["content"] for message in self.messages)
+
+    def results(self, calls: Sequence[ToolCall]) -> list[str]:
+        """What the program says each call has returned, by its id, else in order."""
+        assert self.behind is not None
+        said = [message for message in self.messages if message["role"] == "tool"]
+        by_id = {message.get("tool_call_id"): message["content"] for message in said}
+        if len(self.behind.calls) != len(calls):
+            return ["" for _ in calls]
+        return [by_id.get(call.id, "") for call in self.behind.calls]
+
+
+class Histories:
+    """Of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows; None: keep all,
+    and the rows."""
+
+    def __init__(self, conversations: Conversations, tokenizer: Any, *, name: str, max_kept: int | None = None) -> None:
+        self._conversations, self._tokenizer = conversations, tokenizer
+        self._name, self._max_kept = name, max_kept
+        self._answers: OrderedDict[int, _Answer] = OrderedDict()
+        self._by_key: dict[bytes, _Answer] = {}
+        self._by_ids: _Prefixes[bytes] = _Prefixes()
+        self._by_text: _Prefixes[str] = _Prefixes()
+        self._num_kept = 0
+        self._num_sessions = 0
+        self.rows: list[Row] = []
+        self.num_extended = 0  # requests that went on from an answer
+
+    # Requests
+
+    def chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]]) -> Asked:
+        keys = _keys(messages, tools)
+        for count in range(len(messages), 0, -1):
+            answer = self._by_key.get(keys[count])
+            new = messages[count:]
+            if answer is not None and new and all(message["role"] in FOLLOWING for message in new):
+                added = self._conversations.extend(
+                    [_plain(message) for message in new], is_chat=True, tools=tools, last_id=int(answer.ids[-1])
+                )
+                return self._extended(answer, added, key=keys[-1], messages=tuple(new))
+        opened = self._conversations.open_chat(messages, tools=tools)
+        return self._opened(opened.token_ids, key=keys[-1])
+
+    def ids(self, token_ids: Ints) -> Asked:
+        """A prompt of token ids goes on from the longest answer that it begins with."""
+        longest = self._by_ids.longest(token_ids.tobytes())
+        if longest is None:
+            return self._opened(token_ids)
+        return self._extended(longest, token_ids[len(longest.ids) :])
+
+    def plain(self, text: str) -> Asked:
+        """The same for text. Where an answer ended at a stop token, which its text does not show, the prompt has none either: it
+        is the ids before that token, and a row of its own."""
+        longest = self._by_text.longest(text)
+        if longest is None:
+            return self._opened(self._encode(text, special=True), text=text)
+        added = self._encode(text[len(longest.text or "") :])
+        if longest.ends_at_stop:
+            return self._opened(np.concatenate((longest.ids[:-1], added)), text=text)
+        return self._extended(longest, added, text=text)
+
+    def give_up(self, asked: Asked) -> None:
+        """The request was refused or left, and nothing was sampled."""
+        if asked.holds_row and asked.behind is not None:
+            asked.behind.row.is_extended = False
+
+    # Answers
+
+    def note(
+        self,
+        asked: Asked,
+        completion: Completion,
+        *,
+        session: str,
+        message: dict[str, Any] | None = None,
+        calls: Sequence[Call] = (),
+    ) -> None:
+        """``completion`` was sampled for this request in that session. ``message`` is the answer as it is returned."""
+        self.give_up(asked)
+        row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
+        if row is None:
+            row = Row(prompt_ids=asked.prompt_ids, session=session)
+            if self._max_kept is None:
+                self.rows.append(row)
+        elif self._max_kept is None:
+            row.add_observed(asked)
+        if self._max_kept is None:
+            row.add_sampled(completion, calls)
+        stops = completion.finish is FinishReason.STOP and bool(len(completion.token_ids))
+        shown = "" if not stops else self._tokenizer.decode(completion.token_ids[-1:], skip_special_tokens=True)
+        answer = _Answer(
+            ids=np.concatenate((asked.prompt_ids, completion.token_ids)),
+            row=row,
+            key=None if asked.key is None or message is None else _next_key(asked.key, message),
+            text=None if asked.text is None else asked.text + completion.text,
+            ends_at_stop=stops and not shown,
+            calls=tuple(calls),
+        )
+        row.tip = answer
+        self._keep(answer)
+
+    def new_session(self) -> str:
+        self._num_sessions += 1
+        return f"{self._name}/{self._num_sessions}"
+
+    # Inside
+
+    def _opened(self, ids: Ints, *, key: bytes | None = None, text: str | None = None) -> Asked:
+        added = np.zeros(0, dtype=np.int32)
+        return Asked(prompt_ids=ids, session=self.new_session(), behind=None, added=added, key=key, text=text)
+
+    def _extended(self, answer: _Answer, added: Ints, **given: Any) -> Asked:
+        self._answers.move_to_end(id(answer))
+        self.num_extended += 1
+        row = answer.row
+        holds = row.tip is answer and not row.is_extended
+        if holds:
+            row.is_extended = True
+        return Asked(
+            prompt_ids=np.concatenate((answer.ids, added)),
+            session=row.session if holds else self.new_session(),
+            behind=answer,
+            added=added,
+            holds_row=holds,
+            **given,
+        )
+
+    def _keep(self, answer: _Answer) -> None:
+        self._answers[id(answer)] = answer
+        self._num_kept += len(answer.ids)
+        self._by_ids.add(answer.ids.tobytes(), answer)
+        if answer.key is not None:
+            self._by_key[answer.key] = answer
+        if answer.text is not None:
+            self._by_text.add(answer.text, answer)
+        while self._max_kept is not None and self._num_kept > self._max_kept and len(self._answers) > 1:
+            self._forget(self._answers.popitem(last=False)[1])
+
+    def _forget(self, answer: _Answer) -> None:
+        self._num_kept -= len(answer.ids)
+        self._by_ids.remove(answer.ids.tobytes(), answer)
+        if answer.key is not None and self._by_key.get(answer.key) is answer:
+            del self._by_key[answer.key]
+        if answer.text is not None:
+            self._by_text.remove(answer.text, answer)
+
+    def _encode(self, text: str, *, special: bool = False) -> Ints:
+        return np.array(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
+
+
+class _Prefixes(Generic[Given]):
+    """Answers by what a later prompt begins with."""
+
+    def __init__(self) -> None:
+        self._found: dict[Given, _Answer] = {}
+        self._lengths: Counter[int] = Counter()
+
+    def add(self, prefix: Given, answer: _Answer) -> None:
+        if prefix not in self._found:
+            self._lengths[len(prefix)] += 1
+        self._found[prefix] = answer  # the newest
+
+    def remove(self, prefix: Given, answer: _Answer) -> None:
+        if self._found.get(prefix) is answer:
+            del self._found[prefix]
+            self._lengths[len(prefix)] -= 1
+            self._lengths += Counter()  # without those that are 0
+
+    def longest(self, given: Given) -> _Answer | None:
+        for length in sorted((length for length in self._lengths if length <= len(given)), reverse=True):
+            if (answer := self._found.get(given[:length])) is not None:
+                return answer
+        return None
+
+
+def _keys(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[bytes]:
+    """One for each number of messages from the beginning, none of them first."""
+    keys = [_digest(b"", json.dumps(tools, sort_keys=True))]
+    for message in messages:
+        keys.append(_next_key(keys[-1], message))
+    return keys
+
+
+def _next_key(key: bytes, message: dict[str, Any]) -> bytes:
+    """Ids of calls do not count: they are not the model's, and programs change them."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    name = message.get("name", "") if message["role"] != "tool" else ""
+    return _digest(key, json.dumps([message["role"], message["content"], name, calls], sort_keys=True))
+
+
+def _digest(key: bytes, text: str) -> bytes:
+    return hashlib.blake2b(key + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _plain(message: dict[str, Any]) -> Message:
+    return Message(role=message["role"], content=message["content"], name=message.get("name", ""))
+
+
+def joined(parts: list[Any], dtype: Any) -> Any:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)

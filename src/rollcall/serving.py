@@ -1,0 +1,159 @@
+"""What `rollcall serve` does: find the model, build its engine, and offer it behind the endpoint until it is stopped.
+
+The main thread drives the engine; the endpoint's server has a thread of its own (``environments/server.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
+from rollcall.config import Config, load_config
+from rollcall.engine.protocol import Engine
+from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.calls import CallFormat, format_of
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.driver import EngineDriver
+from rollcall.environments.endpoint import Endpoint
+from rollcall.environments.histories import Histories
+from rollcall.environments.server import EndpointServer, in_loop
+from rollcall.errors import ConfigError
+from rollcall.evaluation import newest_model_of, sets_model
+from rollcall.loop.aside import together
+from rollcall.loop.group_maker import sampling_of
+from rollcall.model.files import resolve_model
+from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.roles.build import build_engine, check_engine, set_threads, tokenizer_of
+from rollcall.wait import say
+from rollcall.words import counted
+
+KEY = "ROLLCALL_SERVE_KEY"
+SHORTEST_KEY = 16
+KEPT_TOKENS = 4_000_000  # of answers whose exact ids a later request may extend
+LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServePlan:
+    config: Config
+    model_path: str
+    origin: str  # which model that is, in words
+    name: str  # by which requests ask for it
+
+
+def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
+    """Which model to serve and how: of a run directory or run file its newest, else the model of that path or name."""
+    values = {"rollout.engine": engine} if engine else {}
+    path = Path(target)
+    if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
+        file, defaults = run_file_of(path)
+        config = load_config(file, overrides, defaults=defaults, values=values)
+        model, origin = newest_model_of(config, is_given=sets_model(overrides, {}))
+        return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name)
+    name = path.name if path.exists() else target
+    config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, values=values)
+    return ServePlan(config=config, model_path=config.model.path, origin="given", name=name)
+
+
+def read_key(file: Path | None) -> str | None:
+    """The key in a file, else that of the variable; None: neither."""
+    key = file.read_text().strip() if file is not None else os.environ.get(KEY, "").strip()
+    if not key and file is None:
+        return None
+    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        where = str(file) if file is not None else KEY
+        raise ConfigError(
+            f"the key in {where} must have at least {SHORTEST_KEY} letters, digits and signs, without spaces; make one: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    return key
+
+
+def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
+    """Until Ctrl-C. ``show`` gets the address, and the key if it was made here."""
+    config = plan.config
+    set_threads(config.trainer.num_threads)
+    check_engine(config.rollout)
+    path = resolve_model(plan.model_path)
+    say(f"loading {plan.model_path} ({plan.origin})")
+    tokenizer = tokenizer_of(config, path)
+    device = resolve_device(config.model.device)
+    model = load_causal_lm(
+        path,
+        device=device,
+        dtype=resolve_dtype(config.model.dtype, device),
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
+    with closing(build_engine(config.rollout, model, tokenizer)) as engine:
+        served = Served(
+            name=plan.name,
+            max_model_len=engine.max_positions,
+            vocabulary=model.config.vocab_size,
+            stop_token_ids=stops,
+        )
+        rules = Open(served=served, default=sampling_of(config.rollout, stops))
+        work = _serve(engine, rules, tokenizer=tokenizer, host=host, port=port, key=key, show=show)
+        asyncio.run(work)
+
+
+async def _serve(
+    engine: Engine, rules: Open, *, tokenizer: Any, host: str, port: int, key: str | None, show: Callable[[str], None]
+) -> None:
+    driver = EngineDriver(engine)
+    callers = Callers()
+    caller = open_caller(driver, rules, tokenizer=tokenizer)
+    made = key is None
+    key = callers.add(caller, key=key or secrets.token_urlsafe(32))
+    app = Endpoint(callers, served=rules.served, tokenizer=tokenizer, call_format=_call_format(tokenizer))
+    server = EndpointServer(app, host=host, port=port)
+    say(
+        f"serving {rules.served.name!r} with {rules.served.max_model_len:,} positions; Ctrl-C ends it. The address"
+        f"{' and the key' if made else ''}:"
+    )
+    show(f"{server.address}/v1")
+    if made:
+        show(key)
+    try:
+        await together(_tell(caller, driver), background=[driver.pump()])
+    finally:
+        rules.is_stopping = True
+        server.close()
+
+
+def open_caller(driver: EngineDriver, rules: Open, *, tokenizer: Any) -> Caller:
+    """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread."""
+    own = copy.deepcopy(tokenizer)
+    histories = Histories(Conversations(own), own, name="serve", max_kept=KEPT_TOKENS)
+    sample = in_loop(driver.sample, asyncio.get_running_loop())
+    return Caller(name="serve", rules=rules, histories=histories, sample=sample)
+
+
+def _call_format(tokenizer: Any) -> CallFormat:
+    try:
+        return format_of(tokenizer.chat_template)
+    except ValueError:
+        return "hermes"  # the form that most models know; a call in another one stays text
+
+
+async def _tell(caller: Caller, driver: EngineDriver) -> None:
+    """Now and then a line of what was served since the last one."""
+    requests, tokens, since = 0, 0, time.monotonic()
+    while True:
+        await asyncio.sleep(LINE_EVERY_S)
+        now = time.monotonic()
+        if caller.num_requests != requests:
+            speed = (driver.num_tokens - tokens) / (now - since)
+            refused = f", {caller.num_refused} refused" if caller.num_refused else ""
+            say(f"{counted(caller.num_requests, 'request')}{refused}, {driver.num_tokens:,} tokens, {speed:,.0f} tokens/s")
+        requests, tokens, since = caller.num_requests, driver.num_tokens, now
