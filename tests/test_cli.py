@@ -95,7 +95,7 @@ def test_these_are_the_verbs() -> None:
         "check", "compare", "config", "data", "debug", "doctor", "down", "env", "eval", "fetch-model", "finish", "gather", "here", "init", "job list", "job logs",
         "job status", "job stop",
         "launch down", "launch dstack", "launch init", "launch kuberay", "launch list", "launch logs", "launch skypilot", "launch slurm",
-        "launch ssh", "launch status", "merge", "node", "plan", "prepare", "profile", "recover", "reward test", "simulate", "ssh", "stacks", "status", "submit", "trace", "train", "tunnel",
+        "launch ssh", "launch status", "merge", "node", "plan", "prepare", "profile", "recover", "reward test", "serve", "simulate", "ssh", "stacks", "status", "submit", "trace", "train", "tunnel",
             "upload",
         "version", "view",
     ]  # fmt: skip

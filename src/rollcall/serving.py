@@ -96,12 +96,7 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     )
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     with closing(build_engine(config.rollout, model, tokenizer)) as engine:
-        served = Served(
-            name=plan.name,
-            max_model_len=engine.max_positions,
-            vocabulary=model.config.vocab_size,
-            stop_token_ids=stops,
-        )
+        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
         rules = Open(served=served, default=sampling_of(config.rollout, stops))
         work = _serve(engine, rules, tokenizer=tokenizer, host=host, port=port, key=key, show=show)
         asyncio.run(work)
@@ -155,5 +150,7 @@ async def _tell(caller: Caller, driver: EngineDriver) -> None:
         if caller.num_requests != requests:
             speed = (driver.num_tokens - tokens) / (now - since)
             refused = f", {caller.num_refused} refused" if caller.num_refused else ""
-            say(f"{counted(caller.num_requests, 'request')}{refused}, {driver.num_tokens:,} tokens, {speed:,.0f} tokens/s")
+            say(
+                f"{counted(caller.num_requests, 'request')}{refused}, {driver.num_tokens:,} tokens, {speed:,.0f} tokens/s"
+            )
         requests, tokens, since = caller.num_requests, driver.num_tokens, now

@@ -20,7 +20,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: one that is free.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on. Default: this machine alone.")] = "127.0.0.1",
     key_file: Annotated[
-        Path | None, typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed.")
+        Path | None,
+        typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed."),
     ] = None,
     engine: Annotated[
         Literal["native", "vllm"] | None, typer.Option(help="Which engine samples. Default: the run's, else native.")

@@ -31,8 +31,8 @@ class Rules(Protocol):
 
     def model(self, name: str | None) -> None: ...
 
-    def sampling(self, wanted: Wanted, *, num_prompt: int, num_row: int) -> Sampling:
-        """``num_row``: tokens that the training row of this request has so far, the new messages among them."""
+    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
+        """``num_added``: tokens of the prompt behind the answer that it goes on from."""
         ...
 
     def admit(self, num_choices: int) -> None:
@@ -54,6 +54,14 @@ class Caller:
     reward: float | None = None  # what it reported
     metrics: dict[str, float] = field(default_factory=dict)
     takes_reward: bool = False
+    last_refusal: str = ""
+
+    async def end_requests(self) -> None:
+        """Its key is gone: those on their way are answered with that."""
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
 
 
 class Callers:
@@ -84,7 +92,6 @@ class Served:
     name: str
     max_model_len: int
     vocabulary: int
-    stop_token_ids: tuple[int, ...]
 
 
 def room_for(num_prompt: int, served: Served) -> int:
@@ -127,7 +134,7 @@ class Open:
                 param="model",
             )
 
-    def sampling(self, wanted: Wanted, *, num_prompt: int, num_row: int) -> Sampling:
+    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
         room = room_for(num_prompt, self.served)
         default = self.default
         return Sampling(

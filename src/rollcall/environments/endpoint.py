@@ -88,6 +88,7 @@ class Endpoint:
         except Refused as refused:
             if caller is not None:
                 caller.num_refused += 1
+                caller.last_refusal = str(refused)
             # Where the body was not read, the next request cannot follow on this connection.
             reply = Reply(
                 body=to_bytes(refused.body()), status=refused.status, closes=refused.status in (401, 408, 413)
@@ -204,9 +205,10 @@ class Endpoint:
         return Reply(body=to_bytes({"reward": caller.reward}))
 
     def _by_ids(self, caller: Caller, given: tuple[int, ...]) -> Asked:
-        ids = np.array(given, dtype=np.int32)
-        check_ids(ids, self._served)
-        return caller.histories.ids(ids)
+        asked = caller.histories.ids(np.array(given, dtype=np.int32))
+        # Sampled ids may lie beyond the tokenizer's, where the model has more outputs than tokens.
+        check_ids(asked.prompt_ids if asked.behind is None else asked.added, self._served)
+        return asked
 
     # Sampling
 
@@ -217,8 +219,7 @@ class Endpoint:
             turns: list[Awaitable[Completion]] = []
             sessions: list[str] = []
             for one in asked:
-                row = len(one.added) + (one.behind.row.length if one.holds_row and one.behind else 0)
-                sampling = caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_row=row)
+                sampling = caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added))
                 for place in range(wanted.n):
                     sessions.append(one.session if place == 0 else caller.histories.new_session())
                     seed = caller.rules.seed(wanted, len(turns))

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from rollcall.config import Config
+from rollcall.config import Config, EnvironmentBase
 from rollcall.engine.protocol import Sampling
+from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.episode import Player
+from rollcall.environments.episode import Player, SampleTurn
 from rollcall.environments.protocol import Environments
 from rollcall.loop.rollout import HERE, Rollouts
 from rollcall.reward.scorer import Scorer
@@ -22,10 +23,21 @@ Keep = Callable[[int, Group], Awaitable[Any]]
 """(place in the group, a group of this attempt alone)"""
 
 
+class Plays(Protocol):
+    """Plays whole episodes: turn by turn with an environment, or driven by a program."""
+
+    @property
+    def section(self) -> EnvironmentBase: ...
+
+    async def play(
+        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
+    ) -> Completion: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Episodes:
     rollouts: Rollouts
-    player: Player
+    player: Plays
     _free: asyncio.Semaphore = field(init=False)
     _num_sessions: int = 0
 
@@ -90,6 +102,13 @@ def episodes_of(
     """None: the run has no environment, and a completion is one turn."""
     if config.environment is None or environments is None:
         return None
+    if isinstance(environments, AgentEnvironments):
+        agents = environments.player(
+            tokenizer=tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        return Episodes(rollouts=rollouts, player=agents)
     player = Player(
         section=config.environment,
         environments=environments,

@@ -1,0 +1,308 @@
+"""Episodes that a program drives itself: it speaks the OpenAI API and knows nothing of training.
+
+    Episodes ──▶ AgentPlayer.play: a key, and the program as a process of its own
+                     program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the loop of the run
+                     program ends, or a limit is met
+                 ◀── the first history as the Completion, the others as its branches
+
+The program decides what it asks; the run decides how tokens are sampled (temperature, top-p, seed), so that what is sampled can be
+trained on. Requests are counted against `max_turns`, tokens of all histories against `rollout.max_response_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollcall.config.environments import AgentEnvironment
+from rollcall.engine.protocol import Sampling
+from rollcall.environments.callers import Caller, Callers, SampleTurn, Served, room_for
+from rollcall.environments.calls import CallFormat, format_of
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.endpoint import EPISODES, Endpoint, take_reward
+from rollcall.environments.episode import LONGEST_ERROR, row_of, turn_seed
+from rollcall.environments.histories import Histories, Row, joined
+from rollcall.environments.program import Program
+from rollcall.environments.protocol import Environment, EnvironmentFailed
+from rollcall.environments.server import EndpointServer, in_loop, refuse_without_packages
+from rollcall.environments.wire import Refused, Wanted
+from rollcall.errors import ConfigError
+from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
+from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
+from rollcall.wait import warn
+
+POLICY = "policy"  # the name under which the model is listed; any name is answered
+GRACE_S = 10.0  # for a program that was told that a limit is met
+LONGEST_ROW = 120_000  # bytes; Linux gives a variable 128 KiB
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class AgentEnvironments:
+    """Where the programs of a run come from. They do not fit ``reset`` and ``step``: ``player`` plays whole episodes."""
+
+    def __init__(self, section: AgentEnvironment, *, chat_template: str | None) -> None:
+        refuse_without_packages()
+        if missing := [name for name in section.env if name not in os.environ]:
+            raise ConfigError(
+                f"environment.env names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not set here; export "
+                "it, or take it out of environment.env"
+            )
+        self._section = section
+        self._players: list[AgentPlayer] = []
+        self._call_format = _call_format(chat_template)
+
+    def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
+        player = AgentPlayer(
+            self._section,
+            tokenizer=tokenizer,
+            max_row=max_prompt_tokens + max_response_tokens,
+            call_format=self._call_format,
+        )
+        self._players.append(player)
+        return player
+
+    async def start(self, kind: str) -> Environment:
+        raise EnvironmentFailed("a program drives its own episode; there is nothing to step")
+
+    def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
+        return ()  # a program brings its own with its requests
+
+    async def aclose(self) -> None:
+        for player in self._players:
+            await player.aclose()
+        self._players.clear()
+
+
+def _call_format(chat_template: str | None) -> CallFormat:
+    try:
+        return format_of(chat_template)
+    except ValueError:
+        return "hermes"  # the form that most models know; a call in another one stays text
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeRules:
+    """What the program of an episode may ask for."""
+
+    section: AgentEnvironment
+    served: Served
+    base: Sampling  # of the run; its max_tokens bounds all histories together
+    seed_of_attempt: int
+    histories: Histories
+    num_turns: int = 0
+    met: EndReason | None = None  # the limit that a request has met
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    overruled: set[str] = field(default_factory=set)  # parameters that requests had and the run decides
+
+    def model(self, name: str | None) -> None:
+        return None  # a program may have any name in its code
+
+    def admit(self, num_choices: int) -> None:
+        most = self.section.max_turns
+        if self.num_turns + num_choices > most:
+            raise self._over(EndReason.TURNS, f"{most} turns (environment.max_turns)", code="turn_limit")
+        self.num_turns += num_choices
+
+    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
+        own = {"temperature": self.base.temperature, "top_p": self.base.top_p, "top_k": self.base.top_k, "seed": None}
+        self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
+        room = room_for(num_prompt, self.served)
+        left = self.base.max_tokens - num_added - sum(row.length for row in self.histories.rows)
+        if left < 1:
+            text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
+            raise self._over(EndReason.TOKENS, text, code="token_limit")
+        limits = (room, left, self.section.max_turn_tokens or left, wanted.max_tokens or left)
+        return replace(
+            self.base,
+            max_tokens=min(limits),
+            stop_token_ids=tuple(dict.fromkeys((*self.base.stop_token_ids, *wanted.stop_token_ids))),
+            stop_strings=tuple(dict.fromkeys((*self.base.stop_strings, *wanted.stop))),
+        )
+
+    def seed(self, wanted: Wanted, place: int) -> int:
+        return turn_seed(self.seed_of_attempt, self.num_turns - 1 + place)
+
+    def _over(self, met: EndReason, limit: str, *, code: str) -> Refused:
+        self.met = self.met or met
+        self.is_over.set()
+        return Refused(400, f"this episode has used its {limit}; report the reward and end", code=code)
+
+
+class AgentPlayer:
+    """Plays the episodes of a run, in the thread of its server."""
+
+    def __init__(self, section: AgentEnvironment, *, tokenizer: Any, max_row: int, call_format: CallFormat) -> None:
+        self.section = section
+        self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
+        self._conversations = Conversations(self._tokenizer)
+        self._served = Served(name=POLICY, max_model_len=max_row, vocabulary=len(tokenizer))
+        self._callers = Callers()
+        app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
+        self._server = EndpointServer(app)
+        self._playing: set[asyncio.Task[Any]] = set()
+        self._is_told = False
+
+    async def play(
+        self,
+        prompt: Prompt,
+        *,
+        seed: int,
+        sampling: Sampling,
+        session: str,
+        sample: Callable[..., Awaitable[Completion]],
+    ) -> Completion:
+        """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompts of its histories."""
+        crossing = in_loop(sample, asyncio.get_running_loop())
+        work = self._play(prompt, seed=seed, sampling=sampling, session=session, sample=crossing)
+        return await asyncio.wrap_future(self._server.run(work))
+
+    async def aclose(self) -> None:
+        await asyncio.wrap_future(self._server.run(self._stop()))
+        await asyncio.to_thread(self._server.close)
+
+    async def _stop(self) -> None:
+        for task in self._playing:
+            task.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
+
+    async def _play(
+        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
+    ) -> Completion:
+        task = asyncio.current_task()
+        assert task is not None
+        self._playing.add(task)
+        histories = Histories(self._conversations, self._tokenizer, name=session)
+        rules = EpisodeRules(
+            section=self.section, served=self._served, base=sampling, seed_of_attempt=seed, histories=histories
+        )
+        caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
+        key = self._callers.add(caller)
+        folder = make_folder()
+        try:
+            ended, error = await self._run_program(prompt, caller, rules, key=key, folder=folder)
+        finally:
+            self._callers.remove(key)
+            await caller.end_requests()
+            remove_folder(folder)
+            self._playing.discard(task)
+        return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
+
+    async def _run_program(
+        self, prompt: Prompt, caller: Caller, rules: EpisodeRules, *, key: str, folder: str
+    ) -> tuple[EndReason, str]:
+        """Why the episode ended, and what was wrong."""
+        try:
+            variables = self._variables(prompt, caller.name, key=key, folder=folder)
+            program = await Program.start(self.section.run, variables=variables, memory_mb=self.section.memory_mb)
+        except (EnvironmentFailed, OSError) as error:
+            return EndReason.ERROR, f"the program could not be started: {error}"
+        limit_s = self.section.episode_timeout_s
+        try:
+            is_late = not await _ended_within(limit_s, program, rules.is_over)
+        finally:
+            await program.end()
+        if rules.met is None and is_late:
+            return EndReason.TIMEOUT, f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
+        self._tell(rules.overruled)
+        _take_printed_reward(caller, program.stdout)
+        if rules.met is not None:
+            return rules.met, ""
+        if program.ended:
+            return EndReason.ERROR, f"the program ended with {program.ended}; stderr: {_tail(program.stderr)}"
+        if not caller.histories.rows:
+            return EndReason.ERROR, _why_no_answer(caller, program)
+        return EndReason.DONE, ""
+
+    def _variables(self, prompt: Prompt, name: str, *, key: str, folder: str) -> dict[str, str]:
+        row = json.dumps(row_of(prompt), default=str)
+        if len(row) > LONGEST_ROW:
+            raise EnvironmentFailed(
+                f"the row has {len(row):,} bytes as JSON, and ROLLCALL_ROW holds {LONGEST_ROW:,}; leave long columns out of the data"
+            )
+        confinement = Confinement(
+            own_files=False, network=True, env=tuple(self.section.env), processes=0, memory_mb=0, file_mb=0
+        )
+        return {
+            **environment(confinement, folder=folder, environ=os.environ, root=_ROOT),
+            "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{name}/v1",
+            "OPENAI_API_KEY": key,
+            "ROLLCALL_ROW": row,
+        }
+
+    def _tell(self, overruled: set[str]) -> None:
+        if overruled and not self._is_told:
+            self._is_told = True
+            warn(
+                f"the program sets {', '.join(sorted(overruled))} in its requests; the run's own values are used, since only what was "
+                "sampled with them can be trained on"
+            )
+
+
+async def _ended_within(limit_s: float, program: Program, is_over: asyncio.Event) -> bool:
+    """Whether the program ends by itself within the limit, or, once a limit of the episode is met, within a short time."""
+    ending, over = asyncio.create_task(program.wait()), asyncio.create_task(is_over.wait())
+    try:
+        await asyncio.wait((ending, over), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if over.done() and not ending.done():
+            await asyncio.wait((ending,), timeout=GRACE_S)
+        return ending.done()
+    finally:
+        ending.cancel()
+        over.cancel()
+
+
+def _take_printed_reward(caller: Caller, printed: str) -> None:
+    """The last line that the program printed, if it is JSON with a reward."""
+    last = printed.rstrip().rpartition("\n")[2]
+    if not (last.startswith("{") and '"reward"' in last):
+        return
+    try:
+        given = json.loads(last)
+        if isinstance(given, dict):
+            take_reward(caller, given)
+    except (ValueError, RecursionError, Refused):
+        caller.num_refused += 1  # not a reward; the program's own words
+
+
+def _why_no_answer(caller: Caller, program: Program) -> str:
+    if caller.num_requests or caller.num_refused:
+        refused = f"{caller.num_refused} requests of the program were refused"
+        return f"{refused}, and none was answered; the last: {caller.last_refusal}"
+    return f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
+
+
+def _tail(text: str) -> str:
+    return text.strip()[-LONGEST_ERROR // 2 :] or "(nothing)"
+
+
+def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
+    """The first history, with the others as its branches."""
+    rows = caller.histories.rows
+    first = rows[0] if rows else Row(prompt_ids=prompt.token_ids, session="")
+    is_own = np.array_equal(first.prompt_ids, prompt.token_ids)
+    return Completion(
+        token_ids=joined(first.token_ids, np.int32),
+        logprobs=joined(first.logprobs, np.float32),
+        mask=joined(first.mask, np.bool_),
+        segments=tuple(first.segments),
+        finish=first.finish if rows else FinishReason.ABORT,
+        seed=seed,
+        text=first.turns[-1].text if first.turns else "",
+        episode=Episode(
+            prompt_ids=None if is_own else first.prompt_ids,
+            turns=tuple(first.turns),
+            branches=tuple(row.branch() for row in rows[1:]),
+            reward=caller.reward,
+            metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
+            ended=ended,
+            error=error[:LONGEST_ERROR],
+        ),
+    )

@@ -1,0 +1,102 @@
+"""A user's program as a process of its own: with limits, in a session that ends with it, and never longer than this process.
+
+The shell that starts it holds the read end of a pipe. When this process dies, however that happens, the pipe ends, and the shell's
+watcher kills the whole group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+
+from rollcall.process import Process, descendants, process_ids, read_row
+from rollcall.reward.ending import how_it_ended
+
+MAX_TAIL_BYTES = 1 << 16
+DRAIN_S = 2.0  # for output that is on its way when the program has ended
+KILL_ROUNDS = 3  # it may start others while it is killed
+_LIMITED = """ulimit -c 0
+ulimit -d {kilobytes} || exit 125
+exec 3<&0 </dev/null
+{{ read -r _; kill -KILL 0; }} <&3 >/dev/null 2>&1 &
+exec 3<&-
+{command}
+"""
+
+
+class Program:
+    """Made by ``start``."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None and process.stderr is not None
+        self._process = process
+        self._tails = (bytearray(), bytearray())
+        streams = zip((process.stdout, process.stderr), self._tails, strict=True)
+        self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
+
+    @classmethod
+    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int) -> Program:
+        script = _LIMITED.format(kilobytes=memory_mb << 10, command=command)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
+        )
+        return cls(process)
+
+    @property
+    def stdout(self) -> str:
+        """Its end."""
+        return self._tails[0].decode(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._tails[1].decode(errors="replace")
+
+    @property
+    def ended(self) -> str:
+        """How, in words; empty: with status 0."""
+        status = self._process.returncode
+        return "" if status == 0 else "it still runs" if status is None else how_it_ended(status)
+
+    async def wait(self) -> None:
+        await self._process.wait()
+
+    async def end(self) -> None:
+        """Kill what is left of it, and take in what it has printed."""
+        for _ in range(KILL_ROUNDS):
+            victims = _session(self._process.pid)
+            for victim in victims:
+                _kill(victim)
+            if not victims:
+                break
+            await asyncio.sleep(0)
+        await self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.wait(self._readers, timeout=DRAIN_S)
+        for reader in self._readers:
+            reader.cancel()
+
+
+async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
+    while data := await stream.read(MAX_TAIL_BYTES):
+        tail += data
+        del tail[:-MAX_TAIL_BYTES]
+
+
+def _session(leader: int) -> list[Process]:
+    """The processes of its session, also those whose parent has ended, and what the leader has started in others."""
+    rows = [row for pid in process_ids() if (row := read_row(pid)) is not None]
+    found = {row.process.pid: row.process for row in rows if row.session == leader and row.state != "Z"}
+    found |= {process.pid: process for process in descendants(leader)}
+    return list(found.values())
+
+
+def _kill(process: Process) -> None:
+    if process.is_alive():
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return

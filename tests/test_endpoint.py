@@ -1,0 +1,334 @@
+"""The endpoint with the official client: chat, tools, streaming, token ids, errors; and with clients that mean harm."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import endpoints
+import openai
+import pytest
+from endpoints import NAME, Standing, Writer, standing
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def said(prompt: str) -> str:
+    """The model of these tests: it calls a tool once, and otherwise says how long its prompt was."""
+    if "[tools" in prompt and "[tool]" not in prompt:
+        return f"let me see\n{CALL}"
+    return f"{len(prompt)} characters"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return endpoints.chat_tokenizer()
+
+
+@pytest.fixture
+def writer(tokenizer: Any) -> Writer:
+    return Writer(tokenizer=tokenizer, says=said)
+
+
+@pytest.fixture
+def stands(writer: Writer, tokenizer: Any) -> Iterator[Standing]:
+    with standing(writer, tokenizer=tokenizer) as one:
+        yield one
+
+
+def chat(client: Any, text: str = "hello", **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": NAME, "messages": [{"role": "user", "content": text}], **options})
+
+
+def test_a_chat_answers_with_text_usage_and_reason(stands: Standing) -> None:
+    answer = chat(stands.client(), max_tokens=100)
+    prompt = "[user]hello<eos>[assistant]"
+    assert answer.choices[0].message.content == f"{len(prompt)} characters"
+    assert answer.choices[0].finish_reason == "stop" and answer.model == NAME
+    assert answer.usage.prompt_tokens == len(prompt) - len("<eos>") + 1
+    assert answer.usage.completion_tokens == len("27 characters") + 1
+
+
+def test_a_chat_that_goes_on_is_the_exact_ids_so_far_and_the_new_message(stands: Standing, writer: Writer) -> None:
+    client = stands.client()
+    ids: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
+    first = chat(client, **ids)
+    messages = [
+        {"role": "user", "content": "hello"},
+        first.choices[0].message.model_dump(),
+        {"role": "user", "content": "again"},
+    ]
+    second = chat(client, messages=messages, **ids)
+    before = first.prompt_token_ids + first.choices[0].token_ids
+    assert second.prompt_token_ids[: len(before)] == before == writer.prompts[1][: len(before)]
+    new = writer.tokenizer.decode(second.prompt_token_ids[len(before) :])
+    assert new == "[user]again<eos>[assistant]"
+    assert writer.sessions[0] == writer.sessions[1]
+
+
+def test_a_tool_call_goes_out_and_its_result_comes_back(stands: Standing, writer: Writer) -> None:
+    client = stands.client()
+    first = chat(client, tools=TOOLS, tool_choice="auto")
+    choice = first.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "let me see"
+    call = choice.message.tool_calls[0]
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    messages = [
+        {"role": "user", "content": "hello"},
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "2"},
+    ]
+    second = chat(client, messages=messages, tools=TOOLS)
+    assert second.choices[0].message.content.endswith("characters")
+    assert CALL in writer.tokenizer.decode(writer.prompts[1]) and stands.caller.histories.num_extended == 1
+
+
+def test_without_tool_choice_a_call_stays_text(stands: Standing) -> None:
+    answer = chat(stands.client(), tools=TOOLS, tool_choice="none")
+    assert CALL in answer.choices[0].message.content and answer.choices[0].message.tool_calls is None
+
+
+def test_a_stream_has_the_text_the_reason_and_the_usage(stands: Standing) -> None:
+    whole = chat(stands.client())
+    with chat(stands.client(), stream=True, stream_options={"include_usage": True}) as stream:
+        parts = list(stream)
+    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert text == whole.choices[0].message.content
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "stop"
+    assert parts[-1].usage == whole.usage and not parts[-1].choices
+
+
+def test_a_stream_has_tool_calls_too(stands: Standing) -> None:
+    parts = list(chat(stands.client(), tools=TOOLS, stream=True))
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+    assert [call.function.name for call in calls] == ["add"]
+
+
+def test_log_probs_are_those_of_the_sampled_tokens(stands: Standing) -> None:
+    answer = chat(stands.client(), logprobs=True, top_logprobs=0)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content + "<eos>"
+    assert content[0].logprob == pytest.approx(-0.5) and len(content) == answer.usage.completion_tokens
+
+
+def test_several_choices_have_seeds_of_their_own(stands: Standing, writer: Writer) -> None:
+    answer = chat(stands.client(), n=3, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2] and sorted(writer.seeds) == [7, 8, 9]
+
+
+def test_a_request_says_how_it_is_sampled(stands: Standing, writer: Writer) -> None:
+    answer = chat(stands.client(), temperature=0.3, top_p=0.5, max_completion_tokens=4, stop=["x"])
+    asked = writer.asked[0]
+    assert (asked.temperature, asked.top_p, asked.max_tokens, asked.stop_strings) == (0.3, 0.5, 4, ("x",))
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_completions_take_text_and_ids(stands: Standing, writer: Writer) -> None:
+    client = stands.client()
+    text = client.completions.create(
+        model=NAME, prompt="abc", max_tokens=50, logprobs=0, extra_body={"return_token_ids": True}
+    )
+    ids = client.completions.create(model=NAME, prompt=[10, 11, 12], max_tokens=50)
+    several = client.completions.create(model=NAME, prompt=["a", "bc"], max_tokens=50, n=2)
+    assert text.choices[0].text == ids.choices[0].text == "3 characters"
+    assert text.choices[0].prompt_token_ids == writer.prompts[0] and len(text.choices[0].logprobs.tokens) == 13
+    assert [choice.text[0] for choice in several.choices] == ["1", "1", "2", "2"]
+
+
+def test_text_that_goes_on_from_an_answer_is_not_tokenised_again(stands: Standing, writer: Writer) -> None:
+    client = stands.client()
+    cut = client.completions.create(model=NAME, prompt="abc", max_tokens=5, extra_body={"return_token_ids": True})
+    client.completions.create(model=NAME, prompt="abc" + cut.choices[0].text + " more", max_tokens=5)
+    assert writer.prompts[1][: 3 + 5] == writer.prompts[0] + cut.choices[0].token_ids
+
+
+def test_generate_has_token_ids_in_and_out(stands: Standing, writer: Writer) -> None:
+    body = {
+        "model": NAME, "token_ids": [20, 21], "cache_salt": "x", "priority": 0,
+        "sampling_params": {"max_tokens": 4, "temperature": 1.0, "logprobs": 1, "seed": 3},
+    }  # fmt: skip
+    client = stands.client(base_url=stands.server.address)
+    answer = client.post("/inference/v1/generate", body=body, cast_to=object)
+    choice = answer["choices"][0]
+    assert writer.prompts[0] == [20, 21] and choice["finish_reason"] == "length"
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+        f"token_id:{id}" for id in choice["token_ids"]
+    ]
+    again = client.post(
+        "/inference/v1/generate", body={**body, "token_ids": [20, 21, *choice["token_ids"], 30]}, cast_to=object
+    )
+    assert again["choices"] and stands.caller.histories.num_extended == 1
+
+
+def test_models_say_how_long_a_context_is(stands: Standing) -> None:
+    (model,) = stands.client().models.list().data
+    assert (model.id, model.max_model_len) == (NAME, endpoints.POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"extra_body": {"guided_regex": "a*"}}, "guided_regex"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 0}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"stop": [""]}, "stop"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(stands: Standing, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(stands.client(), **options)
+    assert refused.value.param == named and named in str(refused.value)
+
+
+def test_what_asks_for_nothing_is_accepted(stands: Standing) -> None:
+    chat(
+        stands.client(), frequency_penalty=0, presence_penalty=0.0, logit_bias={}, user="me", store=False,
+        response_format={"type": "text"}, parallel_tool_calls=True, metadata={"a": "b"}, top_logprobs=None,
+    )  # fmt: skip
+
+
+def test_a_wrong_key_model_and_address_are_refused(stands: Standing) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        chat(stands.client(api_key="not-the-key"))
+    with pytest.raises(openai.NotFoundError, match=NAME):
+        chat(stands.client(), model="other")
+    with pytest.raises(openai.NotFoundError):
+        stands.client().embeddings.create(model=NAME, input="x")
+    stands.rules.is_stopping = True
+    with pytest.raises(openai.InternalServerError) as stopping:
+        chat(stands.client())
+    assert stopping.value.status_code == 503
+
+
+def test_a_context_that_is_too_long_is_refused_with_the_numbers(writer: Writer, tokenizer: Any) -> None:
+    with standing(writer, tokenizer=tokenizer, positions=64) as short:
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens.* 118 ") as refused:
+            chat(short.client(), "x" * 100)
+        assert refused.value.code == "context_length_exceeded"
+        chat(short.client(), "x" * 20, max_tokens=1000)
+    assert writer.asked[-1].max_tokens == 64 - 38
+
+
+def test_64_conversations_at_once_are_each_their_own(stands: Standing, writer: Writer) -> None:
+    client = stands.client()
+
+    def talk(number: int) -> None:
+        messages: list[Any] = [{"role": "user", "content": f"I am {number}"}]
+        for turn in range(3):
+            answer = chat(client, messages=messages).choices[0].message
+            messages += [answer, {"role": "user", "content": f"{number} in turn {turn}"}]
+
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(talk, range(64)))
+    assert stands.caller.histories.num_extended == 64 * 2 and len(set(writer.sessions)) == 64
+
+
+def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any) -> None:
+    slow = Writer(tokenizer=tokenizer, says=said, delay_s=600)
+    with standing(slow, tokenizer=tokenizer) as one:
+        with pytest.raises(openai.APITimeoutError):
+            chat(one.client(timeout=0.5))
+        for _ in range(600):
+            if slow.num_left:
+                break
+            one.client().models.list()
+        assert slow.num_left == 1
+
+
+# Harm
+
+
+def raw(stands: Standing, head: str, body: bytes = b"", *, key: str | None = None) -> bytes:
+    """What the server answers to these bytes before it closes the connection or has nothing more to say."""
+    text = head.replace("KEY", key or stands.key).replace("\n", "\r\n").encode() + b"\r\n\r\n" + body
+    with socket.create_connection(("127.0.0.1", stands.server.port), timeout=60) as line:
+        try:
+            line.sendall(text)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has answered already
+        received = b""
+        while data := line.recv(1 << 16):
+            received += data
+            if b"\r\n\r\n" in received and b"}" in received:
+                break
+        return received
+
+
+POST = "POST /v1/chat/completions HTTP/1.1\nHost: x\nAuthorization: Bearer KEY"
+
+
+def test_a_body_of_100_mb_is_refused_unread(stands: Standing) -> None:
+    assert b" 413 " in raw(stands, f"{POST}\nContent-Length: {100 << 20}")[:20]
+    chunk = b"%x\r\n" % (1 << 20) + b"x" * (1 << 20) + b"\r\n"
+    assert b" 413 " in raw(stands, f"{POST}\nTransfer-Encoding: chunked", chunk * 18)[:20]
+    assert chat(stands.client())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"model": "tiny", "messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "x": '
+        + b"[" * 900 + b"]" * 900 + b"}}]}",
+        b'{"messages": NaN}',
+        b'{"n": ' + b"9" * 10_000 + b"}",
+        b"\xff\xfe",
+        b"null",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}], "temperature": 1e999}',
+    ],
+)  # fmt: skip
+def test_rubbish_is_refused_in_the_same_form(stands: Standing, body: bytes) -> None:
+    answer = raw(stands, f"{POST}\nContent-Length: {len(body)}", body)
+    status, text = answer.split(b" ")[1], answer.partition(b"\r\n\r\n")[2]
+    assert status in (b"400", b"200") and (status == b"200" or "message" in json.loads(text)["error"])
+    assert status == b"400" or b"[" * 900 in body
+
+
+def test_templates_in_messages_are_text(stands: Standing, writer: Writer) -> None:
+    chat(stands.client(), "{{ 7 * 7 }}{% raw %}")
+    assert "{{ 7 * 7 }}{% raw %}" in writer.tokenizer.decode(writer.prompts[0])
+
+
+def test_a_smuggled_request_does_not_reach_another_key(stands: Standing) -> None:
+    two = f"{POST}\nAuthorization: Bearer KEY\nContent-Length: 2"
+    assert b" 401 " in raw(stands, two, b"{}")[:20]
+    inner = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n\r\n"
+    both = f"{POST}\nContent-Length: {len(inner) + 5}\nTransfer-Encoding: chunked"
+    answer = raw(stands, both, b"0\r\n\r\n" + inner)
+    assert b"max_model_len" not in answer
+    assert b" 401 " in raw(stands, "GET /v1/models HTTP/1.1\nHost: x\nAuthorization: Basic KEY")[:20]
+    assert b" 401 " in raw(stands, "GET /v1/models HTTP/1.1\nHost: x\nX-Authorization: Bearer KEY")[:20]
+    assert b" 401 " in raw(stands, "GET /episodes/other/v1/models HTTP/1.1\nHost: x\nAuthorization: Bearer KEY")[:20]
+
+
+def test_a_slow_client_holds_up_nobody(stands: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.environments.endpoint.READ_TIMEOUT_S", 0.3)
+    lines = [socket.create_connection(("127.0.0.1", stands.server.port)) for _ in range(20)]
+    for line in lines:
+        line.sendall(
+            f"{POST}\nContent-Length: 100\n\n".replace("KEY", stands.key).replace("\n", "\r\n").encode() + b"{"
+        )
+    assert chat(stands.client())
+    for line in lines:
+        line.settimeout(60)
+        assert b" 408 " in line.recv(1000)
+        line.close()
