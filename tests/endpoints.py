@@ -15,7 +15,7 @@ from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint
-from rollcall.environments.histories import Histories
+from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.model.tiny import char_tokenizer
 from rollcall.types import Completion, FinishReason, Segment
@@ -125,7 +125,7 @@ def standing(
     served = Served(name=NAME, max_model_len=positions, vocabulary=len(tokenizer))
     rules = Open(served=served, default=plain_sampling())
     with loop_thread() as loop:
-        histories = Histories(Conversations(tokenizer), tokenizer, name=NAME, max_kept=max_kept)
+        histories = Histories(Templates(Conversations(tokenizer)), tokenizer, name=NAME, max_kept=max_kept)
         caller = Caller(name=NAME, rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
         callers = Callers()
         key = callers.add(caller)

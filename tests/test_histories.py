@@ -9,7 +9,8 @@ import pytest
 from endpoints import chat_tokenizer, made
 
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.histories import Asked, Call, Histories
+from rollcall.environments.histories import Asked, Call, Histories, Templates
+from rollcall.environments.protocol import EnvironmentFailed
 
 USER, AGAIN = {"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}
 
@@ -20,7 +21,7 @@ def tokenizer() -> Any:
 
 
 def histories(tokenizer: Any, **options: Any) -> Histories:
-    return Histories(Conversations(tokenizer), tokenizer, name="e", **options)
+    return Histories(Templates(Conversations(tokenizer)), tokenizer, name="e", **options)
 
 
 def answer(tokenizer: Any, asked: Asked, text: str, to: Histories, *, ends: bool = True, version: int = 0) -> Any:
@@ -158,3 +159,20 @@ def test_a_server_forgets_what_was_used_longest_ago(tokenizer: Any) -> None:
     kept.note(other, made([6, 0], tokenizer=tokenizer), session="s")
     assert kept.ids(np.array([*range(10, 30), 5, 0, 9], dtype=np.int32)).behind is None
     assert kept.ids(np.array([*range(30, 50), 6, 0, 9], dtype=np.int32)).behind is not None and not kept.rows
+
+
+def test_a_template_that_rewrites_the_past_is_refused_in_training_and_rendered_whole_by_a_server() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}[{{ message.role }}]{% if loop.last or message.role != 'assistant' %}{{ message.content }}"
+        "{% endif %}<eos>{% endfor %}[assistant]"
+    )
+    kept, served = histories(tokenizer), histories(tokenizer, max_kept=1000)
+    for one in (kept, served):
+        answer(tokenizer, one.chat([USER], tools=()), "gone later", one)
+    later = [USER, {"role": "assistant", "content": "gone later"}, AGAIN]
+    with pytest.raises(EnvironmentFailed, match="cannot be extended"):
+        kept.chat(later, tools=())
+    assert decoded(tokenizer, served.chat(later, tools=()).prompt_ids).startswith(
+        "[user]hi<eos>[assistant]<eos>[user]go on"
+    )

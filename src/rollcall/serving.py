@@ -20,11 +20,10 @@ from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import Config, load_config
 from rollcall.engine.protocol import Engine
 from rollcall.environments.callers import Caller, Callers, Open, Served
-from rollcall.environments.calls import CallFormat, format_of
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.driver import EngineDriver
-from rollcall.environments.endpoint import Endpoint
-from rollcall.environments.histories import Histories
+from rollcall.environments.endpoint import Endpoint, call_format_of
+from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.errors import ConfigError
 from rollcall.evaluation import newest_model_of, sets_model
@@ -110,7 +109,9 @@ async def _serve(
     caller = open_caller(driver, rules, tokenizer=tokenizer)
     made = key is None
     key = callers.add(caller, key=key or secrets.token_urlsafe(32))
-    app = Endpoint(callers, served=rules.served, tokenizer=tokenizer, call_format=_call_format(tokenizer))
+    app = Endpoint(
+        callers, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
+    )
     server = EndpointServer(app, host=host, port=port)
     say(
         f"serving {rules.served.name!r} with {rules.served.max_model_len:,} positions; Ctrl-C ends it. The address"
@@ -129,16 +130,9 @@ async def _serve(
 def open_caller(driver: EngineDriver, rules: Open, *, tokenizer: Any) -> Caller:
     """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread."""
     own = copy.deepcopy(tokenizer)
-    histories = Histories(Conversations(own), own, name="serve", max_kept=KEPT_TOKENS)
+    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
     sample = in_loop(driver.sample, asyncio.get_running_loop())
     return Caller(name="serve", rules=rules, histories=histories, sample=sample)
-
-
-def _call_format(tokenizer: Any) -> CallFormat:
-    try:
-        return format_of(tokenizer.chat_template)
-    except ValueError:
-        return "hermes"  # the form that most models know; a call in another one stays text
 
 
 async def _tell(caller: Caller, driver: EngineDriver) -> None:

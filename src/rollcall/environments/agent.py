@@ -25,11 +25,11 @@ import numpy as np
 from rollcall.config.environments import AgentEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, SampleTurn, Served, room_for
-from rollcall.environments.calls import CallFormat, format_of
+from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import EPISODES, Endpoint, take_reward
+from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, take_reward
 from rollcall.environments.episode import LONGEST_ERROR, row_of, turn_seed
-from rollcall.environments.histories import Histories, Row, joined
+from rollcall.environments.histories import Histories, Row, Templates, joined
 from rollcall.environments.program import Program
 from rollcall.environments.protocol import Environment, EnvironmentFailed
 from rollcall.environments.server import EndpointServer, in_loop, refuse_without_packages
@@ -57,7 +57,7 @@ class AgentEnvironments:
             )
         self._section = section
         self._players: list[AgentPlayer] = []
-        self._call_format = _call_format(chat_template)
+        self._call_format = call_format_of(chat_template)
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
         player = AgentPlayer(
@@ -79,13 +79,6 @@ class AgentEnvironments:
         for player in self._players:
             await player.aclose()
         self._players.clear()
-
-
-def _call_format(chat_template: str | None) -> CallFormat:
-    try:
-        return format_of(chat_template)
-    except ValueError:
-        return "hermes"  # the form that most models know; a call in another one stays text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +135,7 @@ class AgentPlayer:
     def __init__(self, section: AgentEnvironment, *, tokenizer: Any, max_row: int, call_format: CallFormat) -> None:
         self.section = section
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
-        self._conversations = Conversations(self._tokenizer)
+        self._templates = Templates(Conversations(self._tokenizer))
         self._served = Served(name=POLICY, max_model_len=max_row, vocabulary=len(tokenizer))
         self._callers = Callers()
         app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
@@ -179,7 +172,7 @@ class AgentPlayer:
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
-        histories = Histories(self._conversations, self._tokenizer, name=session)
+        histories = Histories(self._templates, self._tokenizer, name=session)
         rules = EpisodeRules(
             section=self.section, served=self._served, base=sampling, seed_of_attempt=seed, histories=histories
         )

@@ -32,7 +32,7 @@ from rollcall.environments.answers import (
     to_bytes,
 )
 from rollcall.environments.callers import Caller, Callers, Served, check_ids
-from rollcall.environments.calls import CallFormat, parse_calls
+from rollcall.environments.calls import CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Call
 from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.environments.wire import (
@@ -45,6 +45,7 @@ from rollcall.environments.wire import (
     read_json,
     read_text,
 )
+from rollcall.errors import ConfigError
 from rollcall.types import Completion, FinishReason
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
@@ -261,6 +262,14 @@ class Endpoint:
         before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""
         calls = (Call(id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments) for call in found)
         return before, tuple(calls)
+
+
+def call_format_of(chat_template: str | None) -> CallFormat:
+    """That of the template; where it is not known, the one that most models know: a call in another one stays text."""
+    try:
+        return format_of(chat_template)
+    except ConfigError:
+        return "hermes"
 
 
 def take_reward(caller: Caller, given: dict[str, Any]) -> None:

@@ -23,9 +23,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.protocol import Message
+from rollcall.environments.protocol import EnvironmentFailed, Message
+from rollcall.errors import ConfigError
 from rollcall.types import Branch, Completion, FinishReason, Ints, Segment, ToolCall, Turn
 
+MAX_TEMPLATES = 1000
 FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
 Given = TypeVar("Given", bytes, str)
 
@@ -146,12 +148,37 @@ class Asked:
         return [by_id.get(call.id, "") for call in self.behind.calls]
 
 
+class Templates:
+    """Whether the chat template can be extended behind an answer, asked once for each set of tools and role."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self.conversations = conversations
+        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()
+
+    def why_not(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]], key: bytes) -> str:
+        """Why these messages cannot follow an answer as they are; empty: they can. ``key`` is of the tools."""
+        roles = sorted({message["role"] for message in messages})
+        return next((why for role in roles if (why := self._of_role(role, tools, key))), "")
+
+    def _of_role(self, role: str, tools: Sequence[dict[str, Any]], key: bytes) -> str:
+        if (key, role) not in self._known:
+            try:
+                self.conversations.check_extension(tools=tools, role=role)
+                self._known[key, role] = ""
+            except ConfigError as error:
+                self._known[key, role] = str(error)
+            while len(self._known) > MAX_TEMPLATES:
+                self._known.popitem(last=False)
+        return self._known[key, role]
+
+
 class Histories:
     """Of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows; None: keep all,
     and the rows."""
 
-    def __init__(self, conversations: Conversations, tokenizer: Any, *, name: str, max_kept: int | None = None) -> None:
-        self._conversations, self._tokenizer = conversations, tokenizer
+    def __init__(self, templates: Templates, tokenizer: Any, *, name: str, max_kept: int | None = None) -> None:
+        self._templates, self._tokenizer = templates, tokenizer
+        self._conversations = templates.conversations
         self._name, self._max_kept = name, max_kept
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
         self._by_key: dict[bytes, _Answer] = {}
@@ -170,6 +197,10 @@ class Histories:
             answer = self._by_key.get(keys[count])
             new = messages[count:]
             if answer is not None and new and all(message["role"] in FOLLOWING for message in new):
+                if why := self._templates.why_not(new, tools=tools, key=keys[0]):
+                    if self._max_kept is None:
+                        raise EnvironmentFailed(why)
+                    break  # nobody trains on it: it is rendered as it stands
                 added = self._conversations.extend(
                     [_plain(message) for message in new], is_chat=True, tools=tools, last_id=int(answer.ids[-1])
                 )
@@ -237,7 +268,7 @@ class Histories:
 
     def new_session(self) -> str:
         self._num_sessions += 1
-        return f"{self._name}/{self._num_sessions}"
+        return self._name if self._num_sessions == 1 else f"{self._name}/{self._num_sessions}"
 
     # Inside
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from rollcall.config import EnvironmentSection
-from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.config.environments import AgentEnvironment, ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
 from rollcall.environments.processes import ProcessEnvironments, Setup
 from rollcall.environments.protocol import Environments
-from rollcall.errors import ConfigError
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
     """Waits until episodes can begin; ConfigError: the user's class cannot be used, and why."""
-    if not isinstance(section, ClassEnvironment | StepEnvironment):
-        raise ConfigError(f"environment.type={section.type} cannot be run yet; use class or step")
+    if isinstance(section, AgentEnvironment):
+        return AgentEnvironments(section, chat_template=chat_template)
     return ProcessEnvironments(_setup(section, chat_template=chat_template), max_processes=section.max_running)
 
 
