@@ -30,6 +30,7 @@ TEMPLATE = (
 POSITIONS = 4096
 EOS = 0
 NAME = "tiny"
+WAIT_S = 600.0  # also for a connection: the library has 5 s, which a busy machine may take
 
 
 def chat_tokenizer() -> Any:
@@ -100,7 +101,9 @@ class Standing:
     def client(self, **options: Any) -> Any:
         import openai
 
-        return openai.OpenAI(**{"base_url": self.base, "api_key": self.key, "max_retries": 0, **options})
+        return openai.OpenAI(
+            **{"base_url": self.base, "api_key": self.key, "max_retries": 0, "timeout": WAIT_S, **options}
+        )
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
         while command.stdout.count("\n") < 2 and command.poll() is None and time.monotonic() < end_s:
             time.sleep(0.05)
         base, key = command.stdout.split()
-        client = openai.OpenAI(base_url=base, api_key=key, max_retries=0)
+        client = openai.OpenAI(base_url=base, api_key=key, max_retries=0, timeout=WAIT_S)
         answer = client.completions.create(model="builtin:arithmetic", prompt="12+34=", max_tokens=4, temperature=0)
         assert answer.choices[0].text and set(answer.choices[0].text) <= set("0123456789+=")
         with pytest.raises(openai.BadRequestError, match="no chat template"):

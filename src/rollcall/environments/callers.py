@@ -56,12 +56,16 @@ class Caller:
     takes_reward: bool = False
     last_refusal: str = ""
 
+    is_ended: bool = False
+
     async def end_requests(self) -> None:
         """Its key is gone: those on their way are answered with that."""
-        for task in self.tasks:
+        self.is_ended = True
+        tasks = list(self.tasks)
+        for task in tasks:
             task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 class Callers:

@@ -148,23 +148,26 @@ class Endpoint:
 
     async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
         """The reply, unless the client hangs up before or the key ends: then the work ends too."""
-        task = asyncio.create_task(work)
-        caller.tasks.add(task)
+        task = asyncio.current_task()
+        assert task is not None
         gone = asyncio.create_task(_until_gone(receive))
+        gone.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
+        caller.tasks.add(task)
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise _Left
-            if task.cancelled():
-                raise Refused(503, "the episode has ended", code="episode_over")
-            return task.result()
+            return await work
+        except asyncio.CancelledError:
+            if gone.done():
+                raise _Left from None
+            if not caller.is_ended:
+                raise  # the server stops
+            task.uncancel()
+            raise Refused(503, "the episode has ended", code="episode_over") from None
         except (EnvironmentFailed, RecursionError, ValueError) as error:
             why = "the request has lists or maps too deep in each other" if isinstance(error, RecursionError) else error
             raise Refused(400, str(why), code="invalid_value") from None
         finally:
             caller.tasks.discard(task)
             gone.cancel()
-            task.cancel()
 
     # What is asked
 

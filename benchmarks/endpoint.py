@@ -1,0 +1,98 @@
+"""Episodes through the endpoint, for `benchmarks.episodes --way endpoint`: clients in a process of their own, HTTP between them and the
+engine, token ids in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollcall.engine.protocol import Engine, Sampling
+from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.driver import EngineDriver
+from rollcall.environments.endpoint import Endpoint
+from rollcall.environments.histories import Histories, Templates
+from rollcall.environments.server import EndpointServer, in_loop
+from rollcall.types import Ints
+
+KEPT_TOKENS = 4_000_000
+PATH = "/inference/v1/generate"
+
+
+class Lengths(Protocol):
+    """An episode: its prompt, tokens sampled in each turn, observations behind all but the last."""
+
+    @property
+    def prompt(self) -> Ints: ...
+    @property
+    def sampled(self) -> tuple[int, ...]: ...
+    @property
+    def observed(self) -> tuple[Ints, ...]: ...
+
+
+class EndpointSide:
+    """A server and its clients, for as many rounds as wanted."""
+
+    def __init__(self, engine: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._driver = EngineDriver(engine)
+        self._callers = Callers()
+        served = Served(name="policy", max_model_len=engine.max_positions, vocabulary=1 << 30)
+        plain = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
+        self._rules = Open(served=served, default=plain)
+        self._tokenizer = engine.tokenizer
+        app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format="hermes")
+        self._server = EndpointServer(app)
+        # In binary: its lines are long, and only their bytes count.
+        self._clients = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.endpoint_clients"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def round(self, episodes: Sequence[Lengths], *, tag: str) -> int:
+        """How many tokens were sampled."""
+        histories = Histories(
+            Templates(Conversations(self._tokenizer)), self._tokenizer, name=tag, max_kept=KEPT_TOKENS
+        )
+        sample = in_loop(self._driver.sample, self._loop)
+        key = self._callers.add(Caller(name=tag, rules=self._rules, histories=histories, sample=sample))
+        lengths = [
+            {
+                "prompt": one.prompt.tolist(),
+                "sampled": one.sampled,
+                "observed": [ids.tolist() for ids in one.observed],
+            }
+            for one in episodes
+        ]
+        where = {"host": self._server.host, "port": self._server.port, "key": key, "path": PATH}
+        count = self._loop.run_until_complete(self._play(json.dumps({**where, "episodes": lengths}).encode() + b"\n"))
+        self._callers.remove(key)
+        return count
+
+    async def _play(self, line: bytes) -> int:
+        assert self._clients.stdin is not None and self._clients.stdout is not None
+        pump = asyncio.create_task(self._driver.pump())
+        try:
+            self._clients.stdin.write(line)
+            self._clients.stdin.flush()
+            return int(await asyncio.to_thread(self._clients.stdout.readline))
+        finally:
+            pump.cancel()
+
+    def close(self) -> None:
+        assert self._clients.stdin is not None
+        self._clients.stdin.close()
+        self._clients.wait(60)
+        self._server.close()
+
+
+_sides: dict[int, EndpointSide] = {}
+
+
+def through_endpoint(engine: Engine, plans: Sequence[Lengths], *, tag: str) -> int:
+    """The side of this engine is made once."""
+    side = _sides.get(id(engine)) or _sides.setdefault(id(engine), EndpointSide(engine))
+    return side.round(plans, tag=tag)
