@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
+from rollcall.environments import children
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
@@ -73,6 +74,9 @@ def test_a_class_is_played_from_reset_to_reward_and_its_process_is_kept() -> Non
             assert (await again.reset({"answer": "8"})).text == "reset 3: "
         await environments.aclose()
         assert not any(Process.of(pid) for pid in pids)
+
+        with pytest.raises(EnvironmentFailed, match="environments are closed"):
+            await environments.start("")
 
     run(play())
 
@@ -173,6 +177,20 @@ def test_a_call_that_is_given_up_is_killed_with_all_that_its_episode_started() -
                     await environment.step(call("hang"), [])
         assert len(environments.pids) == 1
         await gone(started)
+        await environments.aclose()
+
+    run(play())
+
+
+def test_a_child_that_closes_its_socket_fails_its_episode_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_STATUS_WAIT_S", 0.1)
+
+    async def play() -> None:
+        environments = made(f"{MODULE}:Hostile")
+        with pytest.raises(EnvironmentFailed, match="its process closed the connection"):
+            async with episode(environments) as environment:
+                await environment.step(call("close"), [])
+        assert len(environments.pids) == 1
         await environments.aclose()
 
     run(play())

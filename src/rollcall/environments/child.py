@@ -7,7 +7,6 @@ parent must be able to read it without running it. Requests are ``{"do": "reset"
 
 from __future__ import annotations
 
-import faulthandler
 import inspect
 import json
 import os
@@ -59,7 +58,6 @@ def run_child(connection: socket.socket, player: Player, *, lifeline_fd: int, li
     os.setsid()
     _end_with_parent(lifeline_fd)
     adopt_orphans()
-    faulthandler.enable(sys.__stderr__ or 2)
     sys.breakpointhook = _pass_over
     _limit(limits)
     _reseed()
@@ -114,7 +112,7 @@ class _Child:
             if os.getpid() != self._pid:
                 # User code forked and the copy came back here: its answer would be taken for the next one's.
                 os._exit(1)
-            sys.stdout.flush()
+            flush()
             self._connection.sendall(LENGTH.pack(len(body)) + body)
 
     def _receive(self) -> dict[str, Any] | None:
@@ -176,6 +174,15 @@ class _Child:
             error = MemoryError(f"{error} (this process may use memory_mb={self._limits.memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         return why if len(why) <= _MAX_WHY else f"{why[: _MAX_WHY // 2]}\n...\n{why[-_MAX_WHY // 2 :]}"
+
+
+def flush() -> None:
+    """What user code has printed is shown before its answer is read."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass  # user code took it away or closed it
 
 
 async def _await(returned: Any) -> Any:

@@ -103,7 +103,8 @@ class ClassPlayer:
         if self._kind.cls is None:
             text = None
         else:
-            self._instance = self._instance or self._kind.cls()
+            if self._instance is None:
+                self._instance = self._kind.cls()
             reset = self._instance.reset
             text = run(reset(**_taken(reset, row)))
         if text is not None and not isinstance(text, str):

@@ -6,7 +6,8 @@ from rollcall.config import EnvironmentSection
 from rollcall.config.environments import AgentEnvironment, ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
-from rollcall.environments.processes import ProcessEnvironments, Setup
+from rollcall.environments.children import Setup
+from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environments
 
 

@@ -12,73 +12,19 @@ caller's: it gives up, and closes the environment as broken.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
-import time
+import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
-
-from rollcall.environments.child import LENGTH, MAX_ANSWER_BYTES
+from rollcall.environments.children import Child, Opened, Setup, Worth, Zygote
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
-from rollcall.reward.confine import Confinement, environment
-from rollcall.reward.ending import how_it_ended
-from rollcall.words import visible
 
 START_TIMEOUT_S = 120.0
-_END_WAIT_S = 10.0
-_STATUS_WAIT_S = 5.0
-_GRACE_S = 0.5
-_GONE = "the process that environments are forked from is gone"
-_RETRY_S = 0.005  # the zygote has more to do than its socket holds
-_MAX_READY_BYTES = 64 << 20
-_MAX_MESSAGE_BYTES = 1 << 16
-_T = TypeVar("_T")
-_ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What the zygote is told."""
-
-    type: str  # "class" or "step"
-    paths: dict[str, str]  # kind -> module:Class; empty: functions alone
-    tools: list[str]
-    call_format: str
-    is_chat: bool  # the model has a chat template
-    env: list[str]  # names of variables
-    memory_mb: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    failed: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    text: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Worth:
-    worth: float | None
-
-
-_Answer = _Failed | _Opened | _Worth | StepResult
-_ANSWER: TypeAdapter[_Answer] = TypeAdapter(
-    _Answer, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-)
+_COLUMN = "environment"  # names the class where there are several, and is not for that class
+_SPARE_FILES = 1024  # for all else that this process opens
 
 
 class ProcessEnvironments:
@@ -90,17 +36,24 @@ class ProcessEnvironments:
                 f"environment.env names {', '.join(missing)}, which is not set where environments run (here); export it, or take "
                 f"it out of environment.env"
             )
+        _allow_files(max_processes + _SPARE_FILES)
         self._setup = setup
         self._max_processes = max_processes
         self._start_timeout_s = start_timeout_s
         self._prints = ChildPrints()
-        self._idle: dict[str, list[_Child]] = {}
+        self._idle: dict[str, list[Child]] = {}
+        self._is_closed = False
         self._starting: asyncio.Task[None] | None = None  # in place of one that is gone
         try:
-            self._zygote = _Zygote(setup, output_fd=self._prints.fd, timeout_s=start_timeout_s)
+            self._zygote = Zygote(setup, output_fd=self._prints.fd, timeout_s=start_timeout_s)
         except BaseException:
             self._prints.close()
             raise
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether a step gets the turn's token ids."""
+        return self._setup.type == "step"
 
     @property
     def pids(self) -> list[int]:
@@ -123,17 +76,22 @@ class ProcessEnvironments:
         return _ProcessEnvironment(self, child, tools=self.tools_of(kind))
 
     async def aclose(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._idle.clear()
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
         self._zygote.hang_up()
         await asyncio.to_thread(self._zygote.wait)
         self._prints.close()
 
-    def give_back(self, child: _Child) -> None:
+    def give_back(self, child: Child) -> None:
         """Its episode has ended well."""
         if child.is_usable and self._zygote.children.get(child.number) is child:
             self._idle.setdefault(child.kind, []).append(child)
 
-    async def end(self, child: _Child) -> None:
+    async def end(self, child: Child) -> None:
         await self._zygote.end(child)
 
     def _kind(self, kind: str) -> str:
@@ -151,6 +109,8 @@ class ProcessEnvironments:
 
     async def _attend(self) -> None:
         """A zygote that lives, and that this event loop listens to."""
+        if self._is_closed:
+            raise EnvironmentFailed("environments are closed: the run has ended")
         if self._zygote.has_ended():
             self._idle.clear()
             if self._starting is None:
@@ -165,14 +125,14 @@ class ProcessEnvironments:
             self._zygote.hang_up()
             await asyncio.to_thread(self._zygote.wait)
             self._zygote = await asyncio.to_thread(
-                _Zygote, self._setup, output_fd=self._prints.fd, timeout_s=self._start_timeout_s
+                Zygote, self._setup, output_fd=self._prints.fd, timeout_s=self._start_timeout_s
             )
         except ConfigError as error:
             raise EnvironmentFailed(str(error)) from None
         finally:
             self._starting = None
 
-    def _take(self, kind: str) -> _Child | None:
+    def _take(self, kind: str) -> Child | None:
         idle = self._idle.get(kind, [])
         while idle:
             child = idle.pop()
@@ -193,22 +153,23 @@ class ProcessEnvironments:
 class _ProcessEnvironment:
     """Implements ``protocol.Environment``."""
 
-    def __init__(self, owner: ProcessEnvironments, child: _Child, *, tools: tuple[dict[str, Any], ...]) -> None:
+    def __init__(self, owner: ProcessEnvironments, child: Child, *, tools: tuple[dict[str, Any], ...]) -> None:
         self._owner = owner
         self._child = child
         self._tools = tools
         self._is_closed = False
 
     async def reset(self, row: Mapping[str, Any]) -> Opening:
-        answer = await self._child.ask({"do": "reset", "row": dict(row)}, _Opened)
+        row = {name: value for name, value in row.items() if name != _COLUMN or not self._child.kind}
+        answer = await self._child.ask({"do": "reset", "row": row}, Opened)
         return Opening(text=answer.text, tools=self._tools)
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        ids = [int(token) for token in token_ids] if self._owner._setup.type == "step" else []
+        ids = [int(token) for token in token_ids] if self._owner.needs_ids else []
         return await self._child.ask({"do": "step", "text": text, "token_ids": ids}, StepResult)
 
     async def reward(self) -> float | None:
-        return (await self._child.ask({"do": "reward"}, _Worth)).worth
+        return (await self._child.ask({"do": "reward"}, Worth)).worth
 
     async def close(self, *, broken: bool) -> None:
         if self._is_closed:
@@ -220,264 +181,9 @@ class _ProcessEnvironment:
             self._owner.give_back(self._child)
 
 
-class _Child:
-    """One process and its socket."""
-
-    def __init__(self, number: int, *, kind: str, ended: asyncio.Future[str]) -> None:
-        self.number = number
-        self.kind = kind
-        self.pid = 0  # until the zygote has said it
-        self.ended = ended  # how, in words
-        self._is_asked = False
-        self._has_failed = False
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-
-    async def open(self, connection: socket.socket) -> None:
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
-
-    @property
-    def is_usable(self) -> bool:
-        """It lives, and owes no answer."""
-        return not (self.ended.done() or self._is_asked or self._has_failed)
-
-    async def ask(self, request: dict[str, Any], wanted: type[_T]) -> _T:
-        """Its answer; EnvironmentFailed: it has none. A call that was given up leaves it unusable."""
-        self._is_asked = True
-        try:
-            body = json.dumps(request, default=_plain).encode()
-            self._writer.write(LENGTH.pack(len(body)) + body)
-            await self._writer.drain()
-            answer = _read(await self._receive())
-        except (EOFError, ConnectionError):
-            raise EnvironmentFailed(await self._why_silent()) from None
-        if isinstance(answer, _Failed):
-            self._has_failed = True
-            raise EnvironmentFailed(visible(answer.failed))
-        if not isinstance(answer, wanted):
-            raise EnvironmentFailed("its process answered something else than it was asked for")
-        self._is_asked = False
-        return answer
-
-    async def _receive(self) -> bytes:
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if size > MAX_ANSWER_BYTES:
-            raise EnvironmentFailed(f"its process answers with {size:,} bytes; at most {MAX_ANSWER_BYTES:,} are read")
-        return await self._reader.readexactly(size)
-
-    async def _why_silent(self) -> str:
-        """Its socket has closed: it has ended, which the zygote says in a moment, or user code has closed it."""
-        if not await _has_settled(self, _STATUS_WAIT_S):
-            return "its process closed the connection; user code must leave file descriptors alone that it did not open"
-        return f"its process died ({self.ended.result()})"
-
-    def hang_up(self) -> None:
-        self._writer.close()
-
-
-class _Zygote:
-    """The parent's side of a zygote. All but its making and closing happens in one event loop."""
-
-    def __init__(self, setup: Setup, *, output_fd: int, timeout_s: float) -> None:
-        self.children: dict[int, _Child] = {}
-        self._num_started = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ready_fd, ready_write_fd = os.pipe()
-        lifeline_read_fd, self._lifeline_fd = os.pipe()
-        child_fds = (theirs.fileno(), ready_write_fd, lifeline_read_fd)
-        confinement = Confinement(
-            own_files=False, network=True, env=tuple(setup.env), processes=0, memory_mb=setup.memory_mb, file_mb=0
-        )
-        variables = environment(confinement, folder="", environ=os.environ, root=_ROOT)
-        variables.pop("TMPDIR")  # its files are the user's own
-        if "TMPDIR" in os.environ:
-            variables["TMPDIR"] = os.environ["TMPDIR"]
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollcall.environments.zygote", *map(str, child_fds)],
-                pass_fds=child_fds,
-                stdin=subprocess.PIPE,
-                stdout=output_fd,
-                stderr=output_fd,
-                env=variables,
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-        finally:
-            theirs.close()
-            os.close(ready_write_fd)
-            os.close(lifeline_read_fd)
-        self._control.setblocking(False)
-        try:
-            self._send_setup(setup)
-            self.tools = self._read_ready(ready_fd, timeout_s=timeout_s)
-        except BaseException:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.hang_up()
-            self.wait()
-            raise
-        finally:
-            os.close(ready_fd)
-
-    def _send_setup(self, setup: Setup) -> None:
-        assert self.process.stdin is not None
-        told = asdict(setup) | {"sys_path": [os.getcwd(), *sys.path]}
-        try:
-            with self.process.stdin as sink:
-                sink.write(json.dumps(told).encode())
-        except BrokenPipeError:
-            pass  # it has ended, which is noticed in a moment
-
-    def _read_ready(self, ready_fd: int, *, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
-        body = bytearray()
-        end_s = time.monotonic() + timeout_s
-        while len(body) <= _MAX_READY_BYTES:
-            if not select.select([ready_fd], [], [], max(0.0, end_s - time.monotonic()))[0]:
-                raise ConfigError(
-                    f"the environment was not ready within {timeout_s:g} s; check what its module does when imported"
-                )
-            if not (data := os.read(ready_fd, 1 << 16)):
-                break
-            body += data
-        try:
-            told = json.loads(body)
-        except ValueError:
-            how = how_it_ended(self.process.wait(_END_WAIT_S))
-            raise ConfigError(
-                f"the environment's process ended at its start ({how}); check what its module does when imported"
-            ) from None
-        if "refused" in told:
-            raise ConfigError(visible(str(told["refused"])))
-        return told["tools"]
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None or self._control.fileno() < 0
-
-    def listen(self) -> bool:
-        """Hear the zygote in this event loop; True: it was another one before, and its children are ended."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return False
-        was = self._loop
-        for child in list(self.children.values()):
-            self.kill(child)
-        self.children.clear()
-        self._loop = loop
-        loop.add_reader(self._control.fileno(), self._hear)
-        return was is not None
-
-    async def start(self, kind: str) -> _Child:
-        assert self._loop is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._num_started += 1
-            child = _Child(self._num_started, kind=kind, ended=self._loop.create_future())
-            await child.open(ours)
-            try:
-                while not self._send({"start": child.number, "kind": kind}, theirs.fileno()):
-                    await asyncio.sleep(_RETRY_S)
-            except BaseException:
-                child.hang_up()
-                raise
-        self.children[child.number] = child
-        if self._control.fileno() < 0:
-            _settle(child, _GONE)
-        return child
-
-    def kill(self, child: _Child) -> None:
-        """Have it ended, soon. A socket that closes ends a child that waits for its next request."""
-        child.hang_up()
-        if not child.ended.done():
-            self._send({"end": child.number})
-
-    async def end(self, child: _Child) -> None:
-        """End it with all it started, and wait until it has."""
-        for _ in range(round(_END_WAIT_S / _RETRY_S)):
-            if child.ended.done() or self._send({"end": child.number}):
-                break
-            await asyncio.sleep(_RETRY_S)
-        if not await _has_settled(child, _END_WAIT_S):
-            # Stuck in the kernel, or the zygote hangs: then nothing that it started can be trusted.
-            self.process.kill()
-        child.hang_up()
-
-    def _send(self, message: dict[str, Any], *fds: int) -> bool:
-        """False: there is no room yet."""
-        try:
-            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._lose()
-        return True
-
-    def _hear(self) -> None:
-        try:
-            while body := self._control.recv(_MAX_MESSAGE_BYTES):
-                message = json.loads(body)
-                if "started" in message and message["started"] in self.children:
-                    self.children[message["started"]].pid = message["pid"]
-                elif "ended" in message and (child := self.children.pop(message["ended"], None)) is not None:
-                    how = message["why"] if "why" in message else how_it_ended(message["status"])
-                    _settle(child, how)
-        except BlockingIOError:
-            return
-        except (OSError, ValueError):
-            pass  # it is gone, or user code in it wrote to our socket
-        self._lose()
-
-    def _lose(self) -> None:
-        """The zygote is gone: nobody could say how a child ended, so its children end too."""
-        if self._control.fileno() < 0:
-            return
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._control.fileno())
-        self._control.close()
-        os.close(self._lifeline_fd)
-        for child in self.children.values():
-            if child.pid:
-                try:
-                    os.killpg(child.pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass  # it ended with its lifeline
-            _settle(child, _GONE)
-        self.children.clear()
-
-    def hang_up(self) -> None:
-        """The zygote then ends its children, and itself."""
-        for child in self.children.values():
-            child.pid = 0  # the zygote kills them, and waits for them
-        self._lose()
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        try:
-            self.process.wait(_END_WAIT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(_END_WAIT_S)
-
-
-async def _has_settled(child: _Child, limit_s: float) -> bool:
-    """Whether it ends in this time. A loop that stood still hears of it only after the time has passed."""
-    for wait_s in (limit_s, _GRACE_S):
-        if not child.ended.done():
-            await asyncio.wait({child.ended}, timeout=wait_s)
-    return child.ended.done()
-
-
-def _settle(child: _Child, how: str) -> None:
-    if not child.ended.done():
-        child.ended.set_result(how)
-
-
-def _read(body: bytes) -> _Answer:
-    try:
-        return _ANSWER.validate_json(body)
-    except ValueError:
-        raise EnvironmentFailed("its process answered rubbish, which no environment of ours writes") from None
-
-
-def _plain(value: Any) -> Any:
-    """A column's value that JSON does not have: an array as a list, a date as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def _allow_files(count: int) -> None:
+    """Raise this process's own limit of open files, as far as it may be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

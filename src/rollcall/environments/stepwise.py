@@ -169,7 +169,8 @@ class StepPlayer:
         self._instance: Any = None
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
-        self._instance = self._instance or self._cls()
+        if self._instance is None:
+            self._instance = self._cls()
         return opening_of(run(self._instance.reset(dict(row))))
 
     def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
     if not doc:
         raise ToolRefused(
             f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read "
-            f"(a method that is no tool begins with an underscore)"
+            f"(a method that is not a tool begins with an underscore)"
         )
     description, told, returned = _read_docstring(doc)
     hints = _hints(function, path=path)

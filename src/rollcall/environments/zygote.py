@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncio  # noqa: F401 isort:skip - children share it
-from rollcall.environments.child import Limits, adopt_orphans, run_child
+from rollcall.environments.child import Limits, adopt_orphans, flush, run_child
 from rollcall.environments.class_env import ClassKind, load_class
 from rollcall.environments.stepwise import StepKind, load_stepwise
 from rollcall.process import end_with
@@ -178,7 +178,7 @@ class _Zygote:
 
             traceback.print_exc()
         finally:
-            _flush()
+            flush()
             os._exit(status)
 
     def _reap(self) -> None:
@@ -243,14 +243,6 @@ def _children() -> list[int]:
 
     rows = [row for pid in process_ids() if (row := read_row(pid)) is not None]
     return [row.process.pid for row in rows if row.parent == os.getpid()]
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            pass  # user code closed it
 
 
 if __name__ == "__main__":
