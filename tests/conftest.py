@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 # Set before torch is imported: on a busy machine a second thread makes every small operation wait for it.
@@ -18,6 +19,11 @@ from lab.cluster import SLOTS, LabCluster, bring_up, publish_stale  # noqa: E402
 from rollcall.config import Config  # noqa: E402
 
 quick_rewards.owner = os.getpid()
+
+# A shell ignores SIGINT for what it starts in the background, and every process inherits that: a test that interrupts one
+# would wait for its end forever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

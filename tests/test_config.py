@@ -146,7 +146,7 @@ def test_every_mistake_is_told_at_once() -> None:
             dict(algorithm={"name": "dapo", "overlong_buffer": 9}, rollout={"max_response_tokens": 8}),
             "algorithm.overlong_buffer=9 is longer than rollout.max_response_tokens=8, .* use at most 8",
         ),
-        (dict(finish={"max_shard_size": "5"}), "finish.max_shard_size.*5 is not a size with a unit; give one such as 5GB"),
+        (dict(finish={"max_shard_size": "5"}), "finish.max_shard_size: '5' is not a size with a unit; give one such as 5GB"),
         (
             dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 3}}),
             "trainer.elastic.min_nodes=3, but the cluster has 2 nodes when all are there; use at most 2",
@@ -186,6 +186,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ("run.dir=.", "run.dir: '.' is a directory of many things"),
         ('run.name="a\\0b"', "run.name holds a NUL"),
         ('model.path="\\uD800"', "model.path holds a NUL or half a surrogate pair"),
+        ('finish.max_shard_size="\\uD800"', r"finish.max_shard_size: '\\ud800' is not a size with a unit"),
         ("cluster.env={'A=B': x}", "a variable's name is empty or has a '='"),
         ("cluster.num_nodes=99999999", "less than or equal to 100000"),
         ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots; a cluster has at most 100,000"),

@@ -330,7 +330,7 @@ def test_numbers_that_do_not_fit_a_precision_are_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="--dtype int8 is unknown"):
         merge(folder, tmp_path / "out", dtype="int8")
     for text in ("huge", "5"):  # five of what?
-        with pytest.raises(ValueError, match=f"--max-shard-size {text} is not a size with a unit"):
+        with pytest.raises(ValueError, match=f"--max-shard-size {text!r} is not a size with a unit"):
             merge(folder, tmp_path / "out", max_shard_size=text)
 
 
