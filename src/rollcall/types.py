@@ -11,7 +11,7 @@ micro-batch, K packed key positions, L loss tokens (those whose mask is true).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -164,6 +164,7 @@ class Score:
     value: float  # the weighted sum; what the algorithm sees
     parts: dict[str, float]  # reward name -> unweighted score
     errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
+    notes: dict[str, str] = field(default_factory=dict)  # reward name -> what its service said; journals may lack it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run, reported
+from rollcall.words import visible
 
 if TYPE_CHECKING:
     from rollcall.roles.reward_trial import Trial
@@ -45,6 +46,10 @@ def _show(trial: Trial) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if trial.scored:
         console.print(_table(trial))
+    for scored in trial.scored:
+        for name, said in scored.notes.items():
+            console.print(f"{name} on {scored.row}, {scored.completion}:")
+            console.print("".join(f"  {line}\n" for line in visible(said).splitlines()), end="")
     for name, told in trial.in_force.items():
         console.print(f"{name} runs with " + ", ".join(f"{thing}: {state}" for thing, state in told.items()))
     for name in trial.left_out:

@@ -26,6 +26,8 @@ from rollcall.config.rewards import (
     EnvironmentReward,
     ExactReward,
     FunctionReward,
+    HttpReward,
+    JudgeReward,
     MathReward,
     ModelReward,
     NumberReward,

@@ -87,11 +87,17 @@ def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> lis
     lines = [f"{what} names its variant in `{tag}`. {without}", ""]
     lines += ["All variants have:", "", *_table(base, default=None, keys=set(base.model_fields)), ""]
     for variant in classes:
-        own = {key for key in variant.model_fields if key in variant.__annotations__ and key != tag}
+        own = {key for key in _annotated(variant, below=base) if key in variant.model_fields and key != tag}
         lines += [f"### {name}: {variant.model_fields[tag].default}", "", (variant.__doc__ or "").strip(), ""]
         if own:
             lines += [*_table(variant, default=None, keys=own), ""]
     return lines
+
+
+def _annotated(variant: type[BaseModel], *, below: type[BaseModel]) -> set[str]:
+    """The keys of a variant that ``below`` does not have, or has with another default."""
+    between = variant.__mro__[: variant.__mro__.index(below)]
+    return {key for one in between for key in one.__annotations__}
 
 
 def _table(section: type[BaseModel], *, default: Any, keys: set[str]) -> list[str]:

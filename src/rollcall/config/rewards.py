@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal, Union
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from rollcall.config.base import LONGEST_S, Section, field
+from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.redact import is_secret, redact_urls
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -22,6 +24,41 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
+def _check_url(url: str) -> str:
+    if redact_urls(url) != url:
+        raise ValueError(
+            f"{redact_urls(url)[:200]!r} holds a password or a key; put it in an environment variable, and name that in key_env"
+        )
+    problem = f"{url[:200]!r} is not the address of a service; write one such as http://node7:8000/v1"
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        raise ValueError(problem) from None
+    if not is_address or parts.fragment or "@" in parts.netloc or not url.isprintable() or " " in url:
+        raise ValueError(problem)
+    return url
+
+
+def _check_rubric(rubric: str) -> str:
+    if "{completion}" not in rubric:
+        raise ValueError(
+            "has no {completion}, so the judge would not see what it grades; write {completion} where it goes"
+        )
+    return rubric
+
+
+def _check_options(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    ours = [name for name in ("model", "messages", "stream", "n") if name in options]
+    if ours:
+        raise ValueError(
+            f"{ours[0]} is not an option: a judge gets one question and gives one whole answer; leave it out"
+        )
+    if secret := [name for name in options if is_secret(name)]:
+        raise ValueError(f"{secret[0]} holds a secret; put it in an environment variable, and name that in key_env")
+    return options
+
+
 class RewardBase(Section):
     weight: float = field(1.0, "Weight in the sum of rewards.")
     timeout_s: float = field(
@@ -30,6 +67,11 @@ class RewardBase(Section):
         ge=0.001,
         le=LONGEST_S,
     )
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the environment variables that it needs where it runs."""
+        return []
 
 
 class ExactReward(RewardBase):
@@ -91,6 +133,10 @@ class FunctionReward(RewardBase):
         ge=0,
     )
 
+    @property
+    def variables(self) -> list[str]:
+        return self.env
+
 
 class SelfCertaintyReward(RewardBase):
     """Mean over tokens of KL(uniform || policy): how sure the policy is of itself (Intuitor)."""
@@ -112,10 +158,69 @@ class EnvironmentReward(RewardBase):
     type: Literal["environment"] = "environment"
 
 
+class AskedReward(RewardBase):
+    """A service gives the score."""
+
+    url: Annotated[str, AfterValidator(_check_url)] = Field(description="Address of the service.")
+    key_env: VariableName | None = field(
+        None,
+        "Name of the environment variable that holds the key of the service, such as `OPENAI_API_KEY`. The key itself is never "
+        "in the run file. On a cluster its value comes from the shell that submits the run.",
+    )
+    timeout_s: float = field(
+        60.0, "Time limit for one request, in seconds. It is tried again as `retries` says.", ge=0.001, le=LONGEST_S
+    )
+    concurrency: int = field(32, "Most requests at the same time.", ge=1, le=4096)
+    retries: int = field(
+        4,
+        "How often a request is tried again after a broken connection, status 429 or 5xx, or no answer in time.",
+        ge=0,
+    )
+    outage_s: float = field(
+        3600.0,
+        "How long the run waits for a service that answers nothing, in seconds. Then the run ends with an error; the same command "
+        "resumes it.",
+        ge=0,
+        le=LONGEST_S,
+    )
+
+    @property
+    def variables(self) -> list[str]:
+        return [] if self.key_env is None else [self.key_env]
+
+
+class JudgeReward(AskedReward):
+    """The score that a language model gives by a rubric. `url` is any OpenAI-compatible address, such as `http://node7:8000/v1`."""
+
+    type: Literal["judge"] = "judge"
+    model: str = Field(description="Name of the judge at that address.", min_length=1)
+    rubric: Annotated[str, AfterValidator(_check_rubric)] = Field(
+        description="What the judge is asked: text with `{completion}`, and `{prompt}` and `{answer}` where you need them."
+    )
+    min: float = field(0.0, "The lowest score.")
+    max: float = field(1.0, "The highest score.")
+    options: Annotated[dict[str, JsonValue], AfterValidator(_check_options)] = field(
+        {}, "Further fields of the request, such as `{temperature: 0, max_tokens: 1000}`."
+    )
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> JudgeReward:
+        if self.min >= self.max:
+            raise KeyProblem("min", f"={self.min:g} is not below max={self.max:g}; a score lies between them")
+        return self
+
+
+class HttpReward(AskedReward):
+    """The score that a service of your own answers to a POST of JSON ([rewards.md](rewards.md) has the contract)."""
+
+    type: Literal["http"] = "http"
+    whole_group: bool = field(False, "Send all completions of a group in one request, as `completions`.")
+
+
 Reward = Annotated[
     Union[
         ExactReward, NumberReward, MathReward, RegexReward, CountdownReward, ReasoningGymReward, FunctionReward,
-        SelfCertaintyReward, ModelReward, EnvironmentReward,
+        SelfCertaintyReward, ModelReward, EnvironmentReward, JudgeReward, HttpReward,
     ],
     Field(discriminator="type"),
 ]  # fmt: skip

@@ -93,6 +93,7 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
                 "value": float(score.value),
                 "parts": {name: float(part) for name, part in score.parts.items()},
                 "errors": score.errors,
+                **({"notes": score.notes} if score.notes else {}),
             }
             for score in group.scores
         ],

@@ -108,7 +108,7 @@ class Jobs:
         if self._refusal is not None:
             raise ClusterError(self._refusal)
         others = self.jobs()  # a refusal of the token, or no answer, comes before anything else
-        named = [name for reward in config.reward if reward.type == "function" for name in reward.env]
+        named = [name for reward in config.reward for name in reward.variables]
         environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
         config = resolve_paths(config, folder=folder, shared=self.shared)

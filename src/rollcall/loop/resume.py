@@ -25,7 +25,9 @@ FIXED = (
     "actor.optimizer.name", "critic.optimizer.name",
 )  # fmt: skip
 # Of a reward: how it runs, not what it scores.
-FREE_OF_REWARDS = ("timeout_s", "env", "network", "memory_mb", "file_mb", "processes")
+FREE_OF_REWARDS = (
+    "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
+)  # fmt: skip
 NOT_SET = "not set"
 MAX_TOLD = 3
 
@@ -42,7 +44,7 @@ class Change:
     @property
     def is_fixed(self) -> bool:
         parts = self.key.split(".")
-        if parts[0] == "reward" and parts[-1] in FREE_OF_REWARDS:
+        if parts[0] == "reward" and len(parts) == 3 and parts[2] in FREE_OF_REWARDS:
             return False
         return any(self.key == key or self.key.startswith(f"{key}.") for key in FIXED)
 

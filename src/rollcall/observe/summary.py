@@ -82,6 +82,7 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
                 "reward": score.value,
                 "parts": score.parts,
                 **({"errors": score.errors} if score.errors else {}),
+                **({"notes": score.notes} if score.notes else {}),
                 "num_tokens": len(completion.token_ids),
                 "finish": completion.finish.value,
                 **episode_columns(completion),

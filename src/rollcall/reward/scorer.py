@@ -1,7 +1,8 @@
 """The weighted sum of a run's rewards over the completions of a prompt, with every failure counted and shown.
 
-Rewards that are functions run in worker processes (pool.py); those that need a model (``self_certainty``, ``model``) are
-called here, in ``submit``, while the workers are busy. A reward that fails adds 0, and its reason rides on the Score.
+Rewards that are functions run in worker processes (pool.py), and services are asked for theirs (``judge``, ``http``) in a thread
+(asker.py). Those that need a model (``self_certainty``, ``model``) are called here, in ``submit``, while the workers are busy. A
+reward that fails adds 0, and its reason rides on the Score.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 from rollcall.errors import WorkerLostError
 from rollcall.redact import redact, remember
+from rollcall.reward.asker import ASKED_TYPES, Asker
 from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
+from rollcall.stop import heeded
 from rollcall.types import Completion, EndReason, Episode, Group, Prompt, Score
 from rollcall.words import all_of
 
@@ -30,6 +33,7 @@ ENVIRONMENT = "environment"  # the reward that comes with an episode
 _MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
 _MAX_LINES_TOLD = 25  # of a traceback
 _WAIT_S = 1.0
+_LOOK_S = 0.005  # between two looks at the workers while services are asked too
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class _Job:
     completions: tuple[Completion, ...]
     parts: list[dict[str, float]]
     errors: list[dict[str, str]]
+    notes: list[dict[str, str]]
     num_missing: int
     scores: tuple[Score, ...] | None = field(default=None)
 
@@ -82,11 +87,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.names = reward_names(self._rewards)
         self._model_rewards = dict(model_rewards)
         specs: dict[int, dict[str, Any]] = {}
+        asked: dict[int, Any] = {}
         for index, reward in enumerate(self._rewards):
             if reward.type in PROCESS_TYPES:
                 specs[index] = with_pickled(reward.model_dump(), index=index)
                 # They reach code that may raise them, and what it raises is shown.
                 remember(os.environ.get(name, "") for name in specs[index].get("env", ()))
+            elif reward.type in ASKED_TYPES:
+                asked[index] = reward
             elif reward.type != ENVIRONMENT and index not in self._model_rewards:
                 raise ValueError(f"reward.{index} ({reward.type}) runs in this process; give model_rewards[{index}]")
         self.counts = {name: Counts() for name in self.names}
@@ -94,7 +102,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._kept: Counter[tuple[str, str]] = Counter()
         self._process_rewards = list(specs)
         self._own_rewards = [index for index, reward in enumerate(self._rewards) if reward.type == ENVIRONMENT]
-        self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
+        self._asked_rewards = list(asked)
+        self._asker = Asker(asked) if asked else None
+        try:
+            self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
+        except BaseException:
+            if self._asker is not None:
+                self._asker.close()
+            raise
         self._kinds = self._pool.kinds if self._pool else {}
         self._num_unfinished = 0
         self._finished: list[_Job] = []
@@ -103,6 +118,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.close()
 
     def close(self) -> None:
+        if self._asker is not None:
+            self._asker.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -150,10 +167,14 @@ class Scorer(AbstractContextManager["Scorer"]):
             completions=completions,
             parts=[{} for _ in completions],
             errors=[{} for _ in completions],
+            notes=[{} for _ in completions],
             num_missing=len(completions) * len(self._rewards),
         )
         if self._pool is not None and completions:
             self._pool.submit([task for index in self._process_rewards for task in self._tasks(job, index)])
+        if self._asker is not None and completions:
+            for index in self._asked_rewards:
+                self._asker.submit(index, job, prompt, completions)
         for index in self._own_rewards:
             for place, completion in enumerate(completions):
                 self._record(job, environment_reward(completion), place=place, index=index)
@@ -185,10 +206,22 @@ class Scorer(AbstractContextManager["Scorer"]):
         return [checked(value) for value in values]
 
     def _collect(self, timeout_s: float) -> None:
+        if self._asker is not None and self._asker.num_unfinished:
+            self._collect_answers(min(timeout_s, _LOOK_S) if self._pool is not None else timeout_s)
+            timeout_s = 0.0
         for task, results in self._pool.poll(timeout_s) if self._pool is not None else []:
             job, first, index = task.owner
             for place, result in enumerate(results, start=first):
                 self._record(job, result, place=place, index=index)
+
+    def _collect_answers(self, timeout_s: float) -> None:
+        assert self._asker is not None, "services are asked"
+        if self._asker.is_waiting:
+            heeded().check()  # a step whose service is away does not end by itself
+        for job, place, index, verdict in self._asker.poll(timeout_s):
+            if verdict.note:
+                job.notes[place][self.names[index]] = verdict.kept_note
+            self._record(job, verdict.result, place=place, index=index)
 
     def _record(self, job: _Job, result: RewardResult, *, place: int, index: int) -> None:
         kind = result.kind
@@ -218,8 +251,9 @@ class Scorer(AbstractContextManager["Scorer"]):
                 value=sum(weight * parts[name] for name, weight in weights.items()),
                 parts={name: parts[name] for name in weights},
                 errors=errors,
+                notes=notes,
             )
-            for parts, errors, completion in zip(job.parts, job.errors, job.completions, strict=True)
+            for parts, errors, notes, completion in zip(job.parts, job.errors, job.notes, job.completions, strict=True)
         )
         if job.key is not None:
             self._finished.append(job)

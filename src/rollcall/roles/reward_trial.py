@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollcall.config import Config
+from rollcall.config.rewards import AskedReward, Reward
 from rollcall.reward.functions import decode_entry
 from rollcall.reward.scorer import Failure, Scorer
 from rollcall.types import Completion, Prompt
@@ -33,6 +34,7 @@ class Scored:
     score: float  # the weighted sum
     parts: dict[str, float]
     errors: dict[str, str]
+    notes: dict[str, str]  # what services said
     seconds: float
 
 
@@ -80,7 +82,7 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     """Score the prompts' own answers, nothing, and a text that answers nothing."""
-    rewards = [reward for reward in config.reward if reward.type != "self_certainty"]
+    rewards = [_not_waited_for(reward) for reward in config.reward if reward.type != "self_certainty"]
     left_out = [reward.type for reward in config.reward if reward.type == "self_certainty"]
     if not rewards:
         return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
@@ -94,6 +96,11 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
             _score(scorer, prompt, kind=kind, text=text) for prompt in prompts for kind, text in completions_for(prompt)
         ]
         return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
+
+
+def _not_waited_for(reward: Reward) -> Reward:
+    """A service that does not answer is what the trial has to say, at once."""
+    return reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
 
 
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
@@ -119,5 +126,6 @@ def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
         score=score.value,
         parts=score.parts,
         errors=score.errors,
+        notes=score.notes,
         seconds=time.perf_counter() - started,
     )

@@ -130,7 +130,7 @@ def search(
     limit: int = 50,
     seconds: float = SEARCH_S,
 ) -> SearchPage:
-    """Groups whose prompt, answer or completions hold the text, in any case, the newest first. It stops after ``limit`` of them
+    """Groups whose prompt, answer, completions or notes hold the text, in any case, the newest first. It stops after ``limit`` of them
     or ``seconds``; ``after`` goes on from there."""
     at, looked_at, rows = after or (1 << 60, 0), 0, []
     until, wanted = time.monotonic() + seconds, needle.casefold()
@@ -156,6 +156,7 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
         prompt = header["prompt"]
         texts = [prompt["id"], _asked(prompt), prompt["text"], prompt["answer"]]
         texts += [completion["text"] for completion in header["completions"]]
+        texts += [note for score in header["scores"] for note in score.get("notes", {}).values()]
         for text in map(str, texts):
             if (place := text.casefold().find(wanted)) >= 0:
                 return text[max(place - SHORT // 3, 0) : place + SHORT]
@@ -214,6 +215,7 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
         "reward": score.value,
         "parts": score.parts,
         "errors": {name: redact(str(why)[:8000])[:2000] for name, why in score.errors.items()},
+        "notes": {name: redact(str(note)[:LONG]) for name, note in score.notes.items()},
         "logprob": float(chosen.mean()) if len(chosen) else None,
         "versions": sorted({segment.version for segment in completion.segments}),
         "masked": int(np.count_nonzero(~completion.mask)),

@@ -136,8 +136,8 @@ def _named_by_rewards(
     for name in names:
         if section is not None and name in section.env:
             continue  # the run file has its value
-        _check_name(name, "reward.*.env")
-        found[name] = _value(name, environ, where="reward.*.env")
+        _check_name(name, "reward.*.env or reward.*.key_env")
+        found[name] = _value(name, environ, where="reward.*.env or reward.*.key_env")
     return found
 
 

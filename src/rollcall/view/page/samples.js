@@ -58,6 +58,7 @@ function completion(run, group, one, place, range) {
       el("a", { href: address("tokens", { ...which, n: place || null }), title: "token by token" }, "tokens")),
     el("div", { class: "soft small" }, `#${place + 1} · ${one.tokens.toLocaleString("en")} tokens · mean log-prob ${number(one.logprob)} · weights ${one.versions.join(", ") || "–"}`, one.masked ? ` · ${one.masked} masked` : ""),
     Object.keys(one.parts).length > 1 || failed.length ? parts(one) : null,
+    Object.entries(one.notes).map(([name, said]) => el("details", { class: "small" }, el("summary", {}, shown(`what ${name} said`)), el("pre", {}, shown(said)))),
     failed.map(([name, why]) => el("details", { class: "bad-text small" }, el("summary", {}, shown(`${name} failed`)), el("pre", {}, shown(why)))),
     cut(one.text, one.length, async () => (await ask("text", { ...which, completion: place })).text));
 }

@@ -1,0 +1,345 @@
+"""One address that gives scores, asked until it answers.
+
+    try ──ok──▶ answer
+     │ a broken connection, status 429 or 5xx, no answer in time
+     ▼
+    again after a pause, ``retries`` times
+     │ still no answer
+     ▼
+    does it answer others? (another question meanwhile, or the last one that it answered, asked once more)
+     ├─ yes, twice in a row: the question is at fault, and only its own score is an error
+     └─ no: an outage. All questions wait, and one at a time asks, until there is an answer or ``outage_s`` is over
+
+A status 429 is never the question's fault, except for longer than ``outage_s``. A wrong key, address or model is refused for every
+question: where nothing was ever answered, it ends the run at once.
+
+Everything here runs in the event loop of asker.py. The key goes to the address of the run file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import ssl
+import time
+import urllib.request
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from rollcall.config.rewards import AskedReward
+from rollcall.redact import redact, remember
+from rollcall.reward.user_function import RewardLoadError
+from rollcall.reward.worker import FailureKind
+from rollcall.wait import warn
+from rollcall.words import visible
+
+MAX_ANSWER_BYTES = 4 << 20
+FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the one before
+LONGEST_PAUSE_S = 15.0
+LONGEST_RETRY_AFTER_S = 120.0  # a service may ask for more; it is asked again then
+SAY_FIRST_S = 2.0  # of an outage; a shorter one is no news
+SAY_EVERY_S = 60.0
+_CONNECT_S = 10.0
+_MAX_REDIRECTS = 3
+_MAX_ERROR_BYTES = 4096
+_MAX_SHOWN = 300  # characters of an error's body
+_LATER = (408, 409, 425, 500, 502, 503, 504)
+_REFUSED = (401, 402, 403, 404, 405, 407)
+
+
+class EndpointLostError(RuntimeError, ValueError):
+    """The address gives no scores; the message says why and what to do. Nothing that was scored is lost."""
+
+
+class Cause(StrEnum):
+    """What kept a question from its answer."""
+
+    PASSING = "passing"  # ask again
+    LIMIT = "limit"  # too many questions: ask again, later
+    REFUSED = "refused"  # the key, the address or the model, and so probably every question
+    QUESTION = "question"  # this question alone
+
+
+class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
+    def __init__(
+        self, text: str, cause: Cause, *, kind: FailureKind = "raised", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(redact(visible(text)))
+        self.cause, self.kind, self.retry_after_s = cause, kind, retry_after_s
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outage:
+    began_s: float = field(default_factory=time.monotonic)
+    since: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
+    back: asyncio.Event = field(default_factory=asyncio.Event)
+    said_s: float = -math.inf
+    num_pauses: int = 0
+
+    @property
+    def lasted_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+
+class Endpoint:
+    """``what`` it is called in messages: "the judge", "the reward service". ``place`` is its place in the run file's list."""
+
+    def __init__(self, section: AskedReward, *, url: str, what: str, place: int) -> None:
+        self._section, self._url, self._place = section, url, place
+        self._name = f"{what} at {url}"
+        self._headers = {
+            "Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity",
+            **_authorization(section.key_env, place=place),
+        }  # fmt: skip
+        self._proxy = _proxy_for(url, place=place)
+        self._room = asyncio.Semaphore(section.concurrency)
+        self._one_probes = asyncio.Lock()
+        self._one_checks = asyncio.Lock()
+        self._outage: _Outage | None = None
+        self._answered: bytes | None = None  # the last question that was answered
+        self._answered_began_s = -math.inf  # when the request of an answer began, the latest
+        self._unanswered_began_s = -math.inf  # the same for the last one that was asked once more, in vain
+        self._not_before_s = -math.inf  # by Retry-After
+        self._kept_open: Any = None  # sessions of aiohttp
+        self._fresh: Any = None
+
+    @property
+    def is_out(self) -> bool:
+        """Whether everything waits for it."""
+        return self._outage is not None
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        import aiohttp
+
+        async def session(*, force_close: bool) -> aiohttp.ClientSession:
+            made = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=force_close),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # a small answer must not become a large one
+            )
+            return await stack.enter_async_context(made)
+
+        self._kept_open = await session(force_close=False)
+        # A second try takes a connection of its own: an open one may lead to a machine that is gone.
+        self._fresh = await session(force_close=True)
+
+    async def ask(self, question: bytes) -> bytes:
+        """The answer's body. Problem: this question has none. EndpointLostError: no question has."""
+        async with self._room:
+            return await self._persist(question)
+
+    async def _persist(self, question: bytes) -> bytes:
+        began_s, num_failed, num_blamed = time.monotonic(), 0, 0
+        while True:
+            try:
+                return await self._once(question, is_first=num_failed == 0)
+            except Problem as problem:
+                if problem.cause is Cause.QUESTION:
+                    raise
+                failed_s, failure = time.monotonic(), problem
+            num_failed += 1
+            if num_failed <= self._section.retries and failure.cause is not Cause.REFUSED:
+                await self._pause(num_failed, failure)
+            elif await self._answers_others(after_s=failed_s):
+                num_blamed += 1
+                may_wait = failure.cause is Cause.LIMIT and failed_s - began_s < self._section.outage_s
+                if num_blamed > 1 and not may_wait:
+                    raise failure
+                await self._pause(num_failed, failure)
+            else:
+                num_blamed = 0
+                if await self._wait_until_back(failure):
+                    num_failed = 0
+
+    async def _once(self, question: bytes, *, is_first: bool) -> bytes:
+        while (early_s := self._not_before_s - time.monotonic()) > 0:
+            await asyncio.sleep(early_s)
+        began_s = time.monotonic()
+        answer = await self._post(question, session=self._kept_open if is_first else self._fresh)
+        self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
+        if (outage := self._outage) is not None:
+            self._outage = None
+            outage.back.set()
+            if outage.said_s > -math.inf:
+                warn(f"{self._name} answers again after {outage.lasted_s:.0f} s; going on")
+        return answer
+
+    async def _pause(self, num_failed: int, problem: Problem) -> None:
+        if problem.retry_after_s is not None:
+            self._not_before_s = max(self._not_before_s, time.monotonic() + problem.retry_after_s)
+        await asyncio.sleep(_pause_s(num_failed))
+
+    async def _answers_others(self, *, after_s: float) -> bool:
+        """Whether a request that began after this time was answered."""
+        async with self._one_checks:
+            is_known = max(self._answered_began_s, self._unanswered_began_s) >= after_s
+            if not is_known and self._answered is not None:
+                began_s = time.monotonic()
+                try:
+                    await self._once(self._answered, is_first=False)
+                except Problem:
+                    self._unanswered_began_s = began_s
+            return self._answered_began_s >= after_s
+
+    async def _wait_until_back(self, problem: Problem) -> bool:
+        """Until another question was answered (true), or it is this question's turn to ask."""
+        if problem.cause is Cause.REFUSED and self._answered is None:
+            raise EndpointLostError(
+                f"{self._name} refuses: {problem}. {_advice(problem.cause, self._place)}, then run the same command again"
+            )
+        outage = self._outage = self._outage or _Outage()
+        async with self._one_probes:
+            if self._outage is not outage:
+                return True
+            most_s = self._section.outage_s
+            if outage.lasted_s >= most_s:
+                raise EndpointLostError(
+                    f"{self._name} does not answer since {outage.since}, and the run waits at most {most_s:g} s "
+                    f"(reward.{self._place}.outage_s): {problem}. {_advice(problem.cause, self._place)}, then run the same command "
+                    "again (leave out --fresh): it resumes, and what was scored is kept"
+                )
+            if outage.lasted_s >= SAY_FIRST_S and time.monotonic() - outage.said_s >= SAY_EVERY_S:
+                outage.said_s = time.monotonic()
+                warn(
+                    f"{self._name} does not answer since {outage.since} ({problem}); waiting for it, at most {most_s:g} s "
+                    f"(reward.{self._place}.outage_s). {_advice(problem.cause, self._place)}. Nothing is lost meanwhile"
+                )
+            outage.num_pauses += 1
+            pause_s = min(max(_pause_s(outage.num_pauses), problem.retry_after_s or 0), most_s - outage.lasted_s)
+            try:
+                async with asyncio.timeout(max(pause_s, 0)):
+                    return await outage.back.wait()
+            except TimeoutError:
+                return False
+
+    async def _post(self, question: bytes, *, session: Any) -> bytes:
+        import aiohttp
+
+        limit_s = self._section.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._follow(question, session=session)
+        except TimeoutError as error:  # of connecting, too
+            told = str(error) or f"no answer within timeout_s={limit_s:g}"
+            raise Problem(told, Cause.PASSING, kind="hung") from None
+        except (aiohttp.ClientSSLError, ssl.SSLError) as error:
+            raise Problem(f"its certificate is not accepted: {error}", Cause.REFUSED) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Problem(f"{type(error).__name__}: {error}", Cause.PASSING) from None
+
+    async def _follow(self, question: bytes, *, session: Any) -> bytes:
+        """The answer, also behind redirects within the same service."""
+        url = self._url
+        for _ in range(_MAX_REDIRECTS + 1):
+            async with session.post(
+                url, data=question, headers=self._headers, proxy=self._proxy, allow_redirects=False
+            ) as answer:
+                if not 300 <= answer.status < 400:
+                    return await _body(answer)
+                url = _redirected(url, answer.status, answer.headers.get("Location", ""))
+        raise Problem(f"it redirects more than {_MAX_REDIRECTS} times", Cause.REFUSED)
+
+
+async def _body(answer: Any) -> bytes:
+    """What was answered; Problem, if that is not an answer."""
+    is_good = 200 <= answer.status < 300
+    said, most = bytearray(), MAX_ANSWER_BYTES if is_good else _MAX_ERROR_BYTES
+    async for piece in answer.content.iter_chunked(1 << 16):
+        said += piece
+        if len(said) > most:
+            answer.close()  # the rest is never read
+            break
+    if not is_good:
+        raise _problem_of(answer.status, bytes(said), answer.headers.get("Retry-After"))
+    if len(said) > most:
+        raise Problem(f"its answer is longer than {most >> 20} MiB", Cause.QUESTION)
+    if (encoding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
+        raise Problem(f"its answer is encoded as {encoding[:40]}, which was not asked for", Cause.QUESTION)
+    return bytes(said)
+
+
+def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
+    text = " ".join(said.decode(errors="replace").split())[:_MAX_SHOWN]
+    told = f"status {status}{f': {text}' if text else ''}"
+    if status == 429:
+        return Problem(told, Cause.LIMIT, retry_after_s=_retry_after_s(retry_after))
+    if status in _LATER or status > 504:
+        return Problem(told, Cause.PASSING, retry_after_s=_retry_after_s(retry_after))
+    return Problem(told, Cause.REFUSED if status in _REFUSED else Cause.QUESTION)
+
+
+def _redirected(url: str, status: int, location: str) -> str:
+    """Where to ask instead: only within the same service, which may have the key and the completions."""
+    target = urljoin(url, location)
+    before, after = urlsplit(url), urlsplit(target)
+    if status not in (307, 308) or (before.scheme, before.netloc) != (after.scheme, after.netloc):
+        shown = f"{after.scheme}://{after.hostname}{after.path}"
+        raise Problem(f"it redirects to {shown}, which is not followed; write the final address as url", Cause.REFUSED)
+    return target
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """
+    >>> _retry_after_s("3"), _retry_after_s("1e9"), _retry_after_s("-1"), _retry_after_s("soon"), _retry_after_s(None)
+    (3.0, 120.0, 0.0, None, None)
+    """
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        seconds = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if math.isfinite(seconds) else None
+
+
+def _pause_s(number: int) -> float:
+    """Before try ``number`` + 1; not the same for all questions, which would come back together."""
+    return min(FIRST_PAUSE_S * 2 ** min(number - 1, 30), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+
+
+def _advice(cause: Cause, place: int) -> str:
+    if cause is Cause.REFUSED:
+        return f"Check reward.{place}: its url, its model and the key in the variable that key_env names"
+    if cause is Cause.LIMIT:
+        return f"Raise the limit of the service, or lower reward.{place}.concurrency"
+    return f"Start the service again, or correct reward.{place}.url or timeout_s"
+
+
+def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
+    if key_env is None:
+        return {}
+    key = os.environ.get(key_env, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        what = "holds characters that no key has" if key else "is not set where rewards run (here)"
+        raise RewardLoadError(
+            f"reward.{place}.key_env names {key_env}, which {what}; export it, or take it out of reward.{place}.key_env"
+        )
+    remember([key])
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _proxy_for(url: str, *, place: int) -> str | None:
+    """By HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
+    parts = urlsplit(url)
+    if urllib.request.proxy_bypass(parts.netloc):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and urlsplit(proxy if "://" in proxy else f"http://{proxy}").scheme not in ("http", "https"):
+        raise RewardLoadError(
+            f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, and only http and https proxies can be used; set "
+            f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
+        )
+    return proxy and (proxy if "://" in proxy else f"http://{proxy}")
