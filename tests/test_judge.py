@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rollcall.reward.judge import ask, read_score
 from rollcall.reward.scorer import Scorer
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.stop import Stopped, heed
-from rollcall.types import Completion, Prompt, Score
+from rollcall.types import Completion, EndReason, Episode, Prompt, Score, Turn
 
 KEY = "sk-test-4242424242"
 RUBRIC = "Question: {prompt}\nReference: {answer}\nGrade this:{completion}Is it right?"
@@ -94,6 +95,20 @@ def test_the_judge_reads_messages_and_not_the_marks_of_the_chat_template() -> No
     with serving(lambda asked: scored(1)) as service:
         scores_of(a_judge(service.url), "4", prompt=prompt)
     assert "Question: system: Be brief.\n\nuser: 2+2?\n" in service.asked[0].text
+
+
+def test_the_judge_of_an_episode_reads_all_its_turns() -> None:
+    turns = tuple(
+        Turn(num_sampled=1, num_observed=0, text=text, observation=answer, calls=(), reward=None)
+        for text, answer in (("look", "a door"), ("open it", ""))
+    )
+    episode = Episode(
+        prompt_ids=None, turns=turns, branches=(), reward=None, metrics={}, ended=EndReason.DONE, error=""
+    )
+    (last,) = completions("open it")
+    with serving(lambda asked: scored(1)) as service, scoring(a_judge(service.url)) as scorer:
+        scorer.score(a_prompt(), (replace(last, episode=episode),))
+    assert graded(service.asked[0].text) == "[turn 1] look\n[environment] a door\n[turn 2] open it"
 
 
 def test_many_questions_wait_together_and_no_more_than_concurrency_allows() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rollcall.config.rewards import JudgeReward
+from rollcall.observe.transcript import transcript
 from rollcall.reward.asked import Question, Verdict, failed_verdict, read_json, whole_characters
 from rollcall.reward.functions import last_number
 from rollcall.reward.worker import RewardResult
@@ -49,7 +50,7 @@ class Judge:
 
     def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
         return [
-            Question(first=place, count=1, body=self._body(prompt, completion.text), read=self._read)
+            Question(first=place, count=1, body=self._body(prompt, transcript(completion)), read=self._read)
             for place, completion in enumerate(completions)
         ]
 
