@@ -72,7 +72,9 @@ class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
         self, text: str, cause: Cause, *, kind: FailureKind = "raised", retry_after_s: float | None = None
     ) -> None:
         super().__init__(redact(visible(text)))
-        self.cause, self.kind, self.retry_after_s = cause, kind, retry_after_s
+        self.cause = cause
+        self.kind: FailureKind = kind
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True, kw_only=True)
