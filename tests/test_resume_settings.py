@@ -64,9 +64,14 @@ def test_how_a_reward_runs_may_change(tmp_path: Path) -> None:
     function = {"type": "function", "path": "rewards_bad:share_of_answer"}
     a_run(tmp_path, reward=[function])
     limits = {"timeout_s": 3, "env": ["MODE"], "network": False, "memory_mb": 512, "file_mb": 8, "processes": 2}
-    assert sorted(limits) == sorted(FREE_OF_REWARDS)
     found = told(tmp_path, reward=[{**function, **limits}])
     assert [line.partition(":")[0] for line in found] == [f"reward.0.{key}" for key in limits]
+    judge = {"type": "judge", "model": "m", "rubric": "{completion}", "url": "http://node7/v1"}
+    a_run(tmp_path / "judged", reward=[judge])
+    asking = {"url": "http://node8/v1", "key_env": "MY_KEY", "concurrency": 1, "retries": 0, "outage_s": 1}
+    found = told(tmp_path / "judged", reward=[{**judge, **asking}])
+    assert [line.partition(":")[0] for line in found] == [f"reward.0.{key}" for key in asking]
+    assert sorted({*limits, *asking}) == sorted(FREE_OF_REWARDS)
 
 
 def test_secrets_of_workers_are_not_told(tmp_path: Path) -> None:

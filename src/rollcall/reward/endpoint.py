@@ -50,8 +50,9 @@ _CONNECT_S = 10.0
 _MAX_REDIRECTS = 3
 _MAX_ERROR_BYTES = 4096
 _MAX_SHOWN = 300  # characters of an error's body
-_LATER = (408, 409, 425, 500, 502, 503, 504)
-_REFUSED = (401, 402, 403, 404, 405, 407)
+# 403 is here, because some services say so of one text that they do not like.
+_LATER = (403, 408, 409, 425, 500, 502, 503, 504)
+_REFUSED = (401, 402, 404, 405, 407)
 
 
 class EndpointLostError(RuntimeError, ValueError):
