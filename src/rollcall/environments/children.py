@@ -138,6 +138,7 @@ class Zygote:
         self.children: dict[int, Child] = {}
         self._num_started = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._sending = asyncio.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ready_fd, ready_write_fd = os.pipe()
         lifeline_read_fd, self._lifeline_fd = os.pipe()
@@ -221,6 +222,7 @@ class Zygote:
             self.kill(child)
         self.children.clear()
         self._loop = loop
+        self._sending = asyncio.Lock()
         loop.add_reader(self._control.fileno(), self._hear)
         return was is not None
 
@@ -237,8 +239,9 @@ class Zygote:
             child = Child(self._num_started, kind=kind, ended=self._loop.create_future())
             await child.open(ours)
             try:
-                while not self._send({"start": child.number, "kind": kind}, theirs.fileno()):
-                    await asyncio.sleep(_RETRY_S)
+                async with self._sending:  # one of thousands tries again, not all of them
+                    while not self._send({"start": child.number, "kind": kind}, theirs.fileno()):
+                        await asyncio.sleep(_RETRY_S)
             except BaseException:
                 child.hang_up()
                 raise
