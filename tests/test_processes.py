@@ -91,6 +91,8 @@ def test_a_row_chooses_its_class_by_the_environment_column_and_each_has_its_own_
         with pytest.raises(EnvironmentFailed, match="no environment column"):
             await environments.start("")
         async with episode(environments, environment="secret", answer="7") as environment:
+            opening = await environment.reset({"environment": "secret", "answer": "7", "other": 1})
+            assert opening.text == "reset 2: other"
             assert (await environment.step(call("add", a=1, b="2"), [])).messages[0].content == "3"
         async with episode(environments, environment="plain", prompt="p", answer="a", other=1) as environment:
             result = await environment.step(call("look") + call("ask"), [])
