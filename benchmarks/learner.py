@@ -30,6 +30,7 @@ def make_samples(workload: Workload) -> list[Sample]:
             samples.append(
                 Sample(
                     draw=draw,
+                    attempt=attempt,
                     prompt_ids=np.array(prompt, dtype=np.int32),
                     response_ids=rng.integers(0, workload.vocab_size, length).astype(np.int32),
                     mask=np.ones(length, dtype=np.bool_),

@@ -84,7 +84,7 @@ def policy_loss_of(algorithm: Any, logprobs: torch.Tensor, **changes: Any) -> re
         "reference_logprobs": flat_input("reference_logprobs"),
         "advantages": flat_input("sequence_advantages" if algorithm.name == "gspo" else "advantages"),
         "weights": flat_weights(algorithm),
-        "row": flat_rows(),
+        "attempt": flat_rows(),
         "num_rows": len(MASK),
         "entropy": flat_input("entropy"),
     }
@@ -354,8 +354,8 @@ def test_clip_fraction_and_approx_kl_are_verls() -> None:
 def test_gspo_has_the_gradient_of_its_sequence_objective() -> None:
     logprobs, row = policy(), flat_rows()
     old, advantages = flat_input("old_logprobs"), flat_input("sequence_advantages")
-    ratio = losses.row_mean(logprobs - old, row=row, num_rows=len(MASK)).exp()
-    advantage = losses.row_mean(advantages, row=row, num_rows=len(MASK))
+    ratio = losses.attempt_mean(logprobs - old, attempt=row, num_attempts=len(MASK)).exp()
+    advantage = losses.attempt_mean(advantages, attempt=row, num_attempts=len(MASK))
     objective = torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.08) * advantage)[LENGTHS > 0].mean()
     (-objective).backward()
     ours = policy()
@@ -425,7 +425,7 @@ def test_micro_batches_of_whole_rows_add_up_to_the_batch(algorithm: Any) -> None
         if algorithm.name == "gspo":
             inputs["advantages"] = flat_input("sequence_advantages")[here]
         weights, row = flat_weights(algorithm)[here], flat_rows()[here] - low
-        result = policy_loss_of(algorithm, parts[here], **inputs, weights=weights, row=row, num_rows=high - low)
+        result = policy_loss_of(algorithm, parts[here], **inputs, weights=weights, attempt=row, num_attempts=high - low)
         result.loss.backward()
         found.append(result)
     assert_close(parts.grad, whole.grad)
@@ -492,8 +492,8 @@ def test_policies_far_apart_give_finite_losses_and_gradients(algorithm: Any) -> 
     far = torch.tensor([-1e4, -1e-4, -300.0, -2.0])
     result = recipe.policy_loss(
         algorithm, logprobs=logprobs, old_logprobs=far, behaviour_logprobs=far.flip(0), reference_logprobs=far,
-        advantages=torch.tensor([-1.0, 1.0, 1.0, -1.0]), weights=torch.full((4,), 0.25), row=torch.tensor([0, 1, 1, 2]),
-        num_rows=4, entropy=None,
+        advantages=torch.tensor([-1.0, 1.0, 1.0, -1.0]), weights=torch.full((4,), 0.25), attempt=torch.tensor([0, 1, 1, 2]),
+        num_attempts=4, entropy=None,
     )  # fmt: skip
     result.loss.backward()
     assert logprobs.grad is not None
@@ -507,7 +507,7 @@ def test_a_micro_batch_without_loss_tokens_can_still_be_differentiated(algorithm
     logprobs = torch.zeros(0, requires_grad=True)
     result = recipe.policy_loss(
         algorithm, logprobs=logprobs, old_logprobs=none, behaviour_logprobs=none, reference_logprobs=none,
-        advantages=none, weights=none, row=torch.zeros(0, dtype=torch.int64), num_rows=0, entropy=none,
+        advantages=none, weights=none, attempt=torch.zeros(0, dtype=torch.int64), num_attempts=0, entropy=none,
     )  # fmt: skip
     result.loss.backward()
     assert float(result.loss.detach()) == 0

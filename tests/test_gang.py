@@ -45,29 +45,29 @@ def test_no_member_has_more_than_its_share_and_one_part(costs: list[int], size: 
 def test_tokens_count_and_not_rows() -> None:
     """One long row weighs as much as three short ones."""
     costs = [300, 100, 100, 100]
-    assert [share(costs, keys=[0, 1, 2, 3], rank=rank, size=2) for rank in range(2)] == [[0], [1, 2, 3]]
+    assert [share(costs, keys=[0, 1, 2, 3], attempts=range(4), rank=rank, size=2) for rank in range(2)] == [[0], [1, 2, 3]]
 
 
 def test_groups_stay_together_where_there_are_enough() -> None:
     keys = [key for key in range(4) for _ in range(3)]
-    parts = [share([10] * 12, keys=keys, rank=rank, size=2) for rank in range(2)]
+    parts = [share([10] * 12, keys=keys, attempts=range(12), rank=rank, size=2) for rank in range(2)]
     assert sorted(parts[0] + parts[1]) == list(range(12))
     for part in parts:
         assert all(keys.count(keys[item]) == sum(keys[other] == keys[item] for other in part) for item in part)
 
 
 def test_few_groups_are_split_rather_than_leave_members_idle() -> None:
-    parts = [share([10] * 6, keys=[0] * 6, rank=rank, size=3) for rank in range(3)]
+    parts = [share([10] * 6, keys=[0] * 6, attempts=range(6), rank=rank, size=3) for rank in range(3)]
     assert [len(part) for part in parts] == [2, 2, 2]
 
 
 def test_more_members_than_rows_leaves_some_with_none() -> None:
-    parts = [share([5, 5], keys=[0, 1], rank=rank, size=4) for rank in range(4)]
+    parts = [share([5, 5], keys=[0, 1], attempts=range(2), rank=rank, size=4) for rank in range(4)]
     assert sorted(len(part) for part in parts) == [0, 0, 1, 1]
 
 
 def test_one_member_has_everything_in_order() -> None:
-    assert share([3, 1, 2], keys=[0, 0, 1], rank=0, size=1) == [0, 1, 2]
+    assert share([3, 1, 2], keys=[0, 0, 1], attempts=range(3), rank=0, size=1) == [0, 1, 2]
     tensor = torch.ones(3)
     Gang.alone().sum_all([tensor])
     assert torch.equal(tensor, torch.ones(3)) and Gang.alone().gather("x") == ["x"]

@@ -62,7 +62,7 @@ def make_samples(
     rng = np.random.default_rng(seed)
     samples: list[Sample] = []
     for draw, prompt in enumerate(random_prompts(num_prompts, seed=seed)):
-        for _ in range(group_size):
+        for attempt in range(group_size):
             # Without the pad token: transformers gives its embedding no gradient.
             response = rng.integers(2, 40, size=rng.integers(1, LONGEST + 1)).astype(np.int32)
 
@@ -73,6 +73,7 @@ def make_samples(
             samples.append(
                 Sample(
                     draw=draw,
+                    attempt=attempt,
                     prompt_ids=prompt,
                     response_ids=response,
                     mask=mask,
@@ -175,8 +176,8 @@ def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[s
         reference_logprobs=flat("reference_logprobs"),
         advantages=flat("advantages"),
         weights=torch.from_numpy(np.repeat(weights, counts)),
-        row=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
-        num_rows=len(samples),
+        attempt=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
+        num_attempts=len(samples),
         entropy=torch.cat(entropy),
     ).loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

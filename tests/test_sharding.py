@@ -23,7 +23,7 @@ def grid(*shape: int, names: str = "batch model") -> NamedSharding:
 def make_sample(draw: int) -> Sample:
     row = np.zeros(3, dtype=np.float32)
     return Sample(
-        draw=draw, prompt_ids=np.arange(2, dtype=np.int32), response_ids=np.arange(3, dtype=np.int32),
+        draw=draw, attempt=0, prompt_ids=np.arange(2, dtype=np.int32), response_ids=np.arange(3, dtype=np.int32),
         mask=np.ones(3, dtype=bool), behaviour_logprobs=row, old_logprobs=None, reference_logprobs=None, advantages=row,
         returns=None, values=None,
     )  # fmt: skip

@@ -44,7 +44,7 @@ def group(**changes: Any) -> Group:
 def sample(num_tokens: int = 3, /, **changes: Any) -> Sample:
     floats = np.zeros(num_tokens, dtype=np.float32)
     fields: dict[str, Any] = dict(
-        draw=0, prompt_ids=np.array([4], dtype=np.int32), response_ids=np.arange(num_tokens, dtype=np.int32),
+        draw=0, attempt=0, prompt_ids=np.array([4], dtype=np.int32), response_ids=np.arange(num_tokens, dtype=np.int32),
         mask=np.ones(num_tokens, dtype=np.bool_), behaviour_logprobs=floats, old_logprobs=None, reference_logprobs=None,
         advantages=floats, returns=None, values=None,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def micro_batch(**changes: Any) -> MicroBatch:
         token_ids=np.arange(4), positions=np.arange(4), kv_index=np.array([0, 1, 0, 1, 2, 3]),
         cu_q=np.array([0, 2, 4], dtype=np.int32), cu_k=np.array([0, 2, 6], dtype=np.int32),
         logit_index=np.array([1, 2, 3]), targets=np.array([7, 8, 9]), row=np.zeros(3, dtype=np.int64),
-        sample_index=np.array([0]), weights=np.ones(3, dtype=np.float32), behaviour_logprobs=np.zeros(3, dtype=np.float32),
+        sample_index=np.array([0]), attempt=np.array([0]), weights=np.ones(3, dtype=np.float32), behaviour_logprobs=np.zeros(3, dtype=np.float32),
         old_logprobs=None, reference_logprobs=None, advantages=np.zeros(3, dtype=np.float32), returns=None, values=None,
     )  # fmt: skip
     return MicroBatch(**{**fields, **changes})

@@ -157,6 +157,19 @@ def _check_row(row: Completion | Branch) -> None:
     assert num_tokens == sum(segment.num_tokens for segment in row.segments), "segments do not add up"
 
 
+def rows_of(completion: Completion) -> tuple[Completion | Branch, ...]:
+    """The training rows of an attempt: its completion, then the branches of its episode."""
+    return (completion, *completion.episode.branches) if completion.episode else (completion,)
+
+
+def own_prompt_ids(row: Completion | Branch, prompt_ids: Ints) -> Ints:
+    """What the model read before a row's first token: the episode's own where it has one, else the group's ``prompt_ids``."""
+    if isinstance(row, Branch):
+        return row.prompt_ids
+    own = row.episode.prompt_ids if row.episode else None
+    return prompt_ids if own is None else own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What the rewards said about one completion."""
@@ -205,9 +218,10 @@ PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A training row: one completion with everything its loss needs."""
+    """A training row: one completion, or one branch of its episode, with everything its loss needs."""
 
-    draw: int  # rows with the same draw share their prompt tokens
+    draw: int  # rows with the same draw share the tokens that they begin with
+    attempt: int  # its place in the group; an episode's branches are rows of the same attempt
     prompt_ids: Ints
     response_ids: Ints  # [T]
     mask: Bools  # [T]
@@ -223,19 +237,21 @@ class Sample:
         for name in PER_TOKEN:
             array = getattr(self, name)
             assert array is None or len(array) == num_tokens, f"{name} has {len(array)} entries for {num_tokens} tokens"
+        assert len(self.prompt_ids), "a row without a prompt has nothing that predicts its first token"
 
     @classmethod
-    def of(cls, completion: Completion, *, draw: int, prompt_ids: Ints) -> Sample:
-        """A completion as a row without advantages (0) and optional parts."""
+    def of(cls, row: Completion | Branch, *, draw: int, attempt: int, prompt_ids: Ints) -> Sample:
+        """A row without advantages (0) and optional parts. ``prompt_ids`` are the group's; an episode's own come before them."""
         return cls(
             draw=draw,
-            prompt_ids=prompt_ids,
-            response_ids=completion.token_ids,
-            mask=completion.mask,
-            behaviour_logprobs=completion.logprobs,
+            attempt=attempt,
+            prompt_ids=own_prompt_ids(row, prompt_ids),
+            response_ids=row.token_ids,
+            mask=row.mask,
+            behaviour_logprobs=row.logprobs,
             old_logprobs=None,
             reference_logprobs=None,
-            advantages=np.zeros(len(completion.token_ids), dtype=np.float32),
+            advantages=np.zeros(len(row.token_ids), dtype=np.float32),
             returns=None,
             values=None,
         )
@@ -244,14 +260,22 @@ class Sample:
         return replace(self, **changes)
 
 
+def attempts_of(samples: Sequence[Sample]) -> Longs:
+    """The attempt of each row, counted from 0 in the order of their first rows."""
+    numbers: dict[tuple[int, int], int] = {}
+    return np.array(
+        [numbers.setdefault((sample.draw, sample.attempt), len(numbers)) for sample in samples], dtype=np.int64
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Packed rows for one forward, without padding.
 
-    A prompt shared by several rows is laid out once: the rows' own tokens follow it, and ``kv_index`` tells, row by
-    row, which packed positions that row's keys come from (the shared prompt, then its own tokens). A query segment
-    ``i`` is ``[cu_q[i], cu_q[i+1])`` of the packed tokens and attends causally, aligned at its end, to the keys
-    ``kv_index[cu_k[i]:cu_k[i+1]]``.
+    Tokens that several rows begin with are laid out once. ``kv_index`` tells, segment by segment, which packed positions
+    the keys come from: the path from the row's first token to the segment's last, through the segments of other rows
+    where these share it. A query segment ``i`` is ``[cu_q[i], cu_q[i+1])`` of the packed tokens and attends causally,
+    aligned at its end, to the keys ``kv_index[cu_k[i]:cu_k[i+1]]``.
     """
 
     token_ids: Longs  # [N]
@@ -259,10 +283,11 @@ class MicroBatch:
     kv_index: Longs  # [K]
     cu_q: Ints  # [segments + 1]
     cu_k: Ints  # [segments + 1]
-    logit_index: Longs  # [L] packed position whose hidden state predicts the loss token
+    logit_index: Longs  # [L] packed position whose hidden state predicts the loss token; rows may share it
     targets: Longs  # [L] the loss token's id
     row: Longs  # [L] which row of this micro-batch the loss token belongs to
     sample_index: Longs  # [R] the row's place in the list of samples that was packed
+    attempt: Longs  # [R] the row's attempt, counted from 0 in this micro-batch
     weights: Floats  # [L] the token's share of the loss: the loss is a plain weighted sum
     behaviour_logprobs: Floats  # [L]
     old_logprobs: Floats | None  # [L]
@@ -285,3 +310,7 @@ class MicroBatch:
     @property
     def num_rows(self) -> int:
         return len(self.sample_index)
+
+    @property
+    def num_attempts(self) -> int:
+        return int(self.attempt.max()) + 1

@@ -1,6 +1,6 @@
 """Per-token losses in torch. All tensors are flat, [L]: the loss tokens of a micro-batch, one after another.
 
-``row`` [L] says which of ``num_rows`` rows (completions) a token belongs to. Nothing is averaged here: the caller
+``attempt`` [L] says which of ``num_attempts`` attempts a token belongs to. Nothing is averaged here: the caller
 multiplies by each token's share of the batch (``recipe.loss_weights``) and sums.
 """
 
@@ -60,8 +60,8 @@ def gspo_policy_loss(
     *,
     old_logprobs: Tensor,
     advantages: Tensor,
-    row: Tensor,
-    num_rows: int,
+    attempt: Tensor,
+    num_attempts: int,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
@@ -70,18 +70,19 @@ def gspo_policy_loss(
 
     Each token's ratio has the sequence's value and the token's own gradient, ``s_t = sg[s] * p_t / sg[p_t]`` (the
     paper's GSPO-token). Averaged over a response whose tokens share one advantage, value and gradient are those of
-    the sequence objective.
+    the sequence objective. The sequence is all that was sampled in an attempt, in all its rows: the reward is for all of
+    it, and the paper's point is that the unit of the ratio is the unit of the reward.
 
     >>> result = gspo_policy_loss(
     ...     torch.tensor([1.21, 1.0, 0.9]).log(), old_logprobs=torch.zeros(3), advantages=torch.tensor([1.0, 1.0, 1.0]),
-    ...     row=torch.tensor([0, 0, 1]), num_rows=2, clip_low=0.2, clip_high=0.2, dual_clip=None,
+    ...     attempt=torch.tensor([0, 0, 1]), num_attempts=2, clip_low=0.2, clip_high=0.2, dual_clip=None,
     ... )
     >>> result.loss
     tensor([-1.1000, -1.1000, -0.9000])
     """
     log_ratio = (logprobs - old_logprobs).detach()
-    mean_log_ratio = row_mean(log_ratio, row=row, num_rows=num_rows).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = mean_log_ratio[row].exp() * (logprobs - logprobs.detach()).exp()
+    mean_log_ratio = attempt_mean(log_ratio, attempt=attempt, num_attempts=num_attempts).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = mean_log_ratio[attempt].exp() * (logprobs - logprobs.detach()).exp()
     return _clip(ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
@@ -147,14 +148,14 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Lite
     return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
 
 
-def row_mean(values: Tensor, *, row: Tensor, num_rows: int) -> Tensor:
-    """Mean of each row's tokens, [num_rows]; 0 for a row without tokens.
+def attempt_mean(values: Tensor, *, attempt: Tensor, num_attempts: int) -> Tensor:
+    """Mean of each attempt's tokens, [num_attempts]; 0 for one without tokens.
 
-    >>> row_mean(torch.tensor([1.0, 3.0, 5.0]), row=torch.tensor([0, 0, 2]), num_rows=3)
+    >>> attempt_mean(torch.tensor([1.0, 3.0, 5.0]), attempt=torch.tensor([0, 0, 2]), num_attempts=3)
     tensor([2., 0., 5.])
     """
-    total = torch.zeros(num_rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
-    count = torch.zeros_like(total).index_add(0, row, torch.ones_like(values))
+    total = torch.zeros(num_attempts, dtype=values.dtype, device=values.device).index_add(0, attempt, values)
+    count = torch.zeros_like(total).index_add(0, attempt, torch.ones_like(values))
     return total / count.clamp(min=1)
 
 

@@ -18,7 +18,7 @@ from rollcall.algo import advantages as adv
 from rollcall.algo import corrections, losses
 from rollcall.algo.shaping import COMPARE
 from rollcall.config import Algorithm, Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
-from rollcall.types import Bools, Floats
+from rollcall.types import Bools, Floats, Longs
 
 # Axes: one entry per group, in it one per completion, in that one per token.
 Masks = list[list[Bools]]
@@ -70,12 +70,16 @@ def compute_advantages(
 
 
 def loss_weights(
-    algorithm: Algorithm, *, num_loss_tokens: NDArray[np.integer[Any]], max_response_tokens: int
+    algorithm: Algorithm,
+    *,
+    num_loss_tokens: NDArray[np.integer[Any]],
+    max_response_tokens: int,
+    attempts: Longs | None = None,
 ) -> Floats:
     """Weight of each token of each row, [rows], so that an update's loss is ``sum_t weight * loss_t``.
 
-    Rows are all of one optimizer update, over all ranks and micro-batches. A row without loss tokens weighs 0 and is
-    not counted as a row.
+    Rows are all of one optimizer update, over all ranks and micro-batches. ``attempts`` tells which rows are of one attempt,
+    which counts once, with all its rows; None: each row is an attempt. One without loss tokens weighs 0 and does not count.
 
     >>> lengths = np.array([1, 4, 0])
     >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
@@ -84,18 +88,21 @@ def loss_weights(
     [0.20000000298023224, 0.20000000298023224, 0.0]
     >>> loss_weights(DrGrpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
     [0.0625, 0.0625, 0.0]
+    >>> loss_weights(Grpo(), num_loss_tokens=np.array([1, 3, 2]), max_response_tokens=8, attempts=np.array([0, 0, 1])).tolist()
+    [0.125, 0.125, 0.25]
     """
     lengths = num_loss_tokens.astype(np.float64)
-    counted = lengths > 0
-    num_rows = max(int(counted.sum()), 1)
+    per_attempt = lengths if attempts is None else np.bincount(attempts, weights=lengths)
+    num_attempts = max(int((per_attempt > 0).sum()), 1)
     match algorithm:
         case Grpo() | Intuitor() | Gspo():
-            weights = 1.0 / (num_rows * np.maximum(lengths, 1.0))
+            of_attempt = lengths if attempts is None else per_attempt[attempts]
+            weights = 1.0 / (num_attempts * np.maximum(of_attempt, 1.0))
         case DrGrpo():
-            weights = np.full(len(lengths), 1.0 / (num_rows * max_response_tokens))
+            weights = np.full(len(lengths), 1.0 / (num_attempts * max_response_tokens))
         case Dapo() | Cispo() | ReinforcePlusPlus() | Ppo() | Rloo():
             weights = np.full(len(lengths), 1.0 / max(lengths.sum(), 1.0))
-    return np.where(counted, weights, 0.0).astype(np.float32)
+    return np.where(lengths > 0, weights, 0.0).astype(np.float32)
 
 
 def policy_loss(
@@ -107,22 +114,22 @@ def policy_loss(
     reference_logprobs: Tensor | None,
     advantages: Tensor,
     weights: Tensor,
-    row: Tensor,
-    num_rows: int,
+    attempt: Tensor,
+    num_attempts: int,
     entropy: Tensor | None,
 ) -> BatchLoss:
     """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
 
     The ratio is taken to ``old_logprobs``; None: to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
-    it is taken to the behaviour log-probs. Rows must be whole, because GSPO averages over them. Truncated importance
+    it is taken to the behaviour log-probs. For GSPO attempts must be whole, because it averages over them. Truncated importance
     weights multiply the surrogate only. A token that the mismatch mask leaves out is left out of every term.
 
     >>> import torch
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     >>> result = policy_loss(
     ...     Grpo(), logprobs=logprobs, old_logprobs=None, behaviour_logprobs=logprobs.detach(), reference_logprobs=None,
-    ...     advantages=torch.tensor([1.0, -1.0]), weights=torch.tensor([0.5, 0.5]), row=torch.tensor([0, 1]),
-    ...     num_rows=2, entropy=None,
+    ...     advantages=torch.tensor([1.0, -1.0]), weights=torch.tensor([0.5, 0.5]), attempt=torch.tensor([0, 1]),
+    ...     num_attempts=2, entropy=None,
     ... )
     >>> result.loss.backward()
     >>> logprobs.grad
@@ -132,7 +139,7 @@ def policy_loss(
         base = behaviour_logprobs
     else:
         base = logprobs.detach() if old_logprobs is None else old_logprobs
-    token = _surrogate(algorithm, logprobs, base=base, advantages=advantages, row=row, num_rows=num_rows)
+    token = _surrogate(algorithm, logprobs, base=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts)
     surrogate, kept = token.loss, weights
     metrics: dict[str, Tensor] = {"weight": weights.sum()}
 
@@ -186,13 +193,13 @@ def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: T
 
 
 def _surrogate(
-    algorithm: Algorithm, logprobs: Tensor, *, base: Tensor, advantages: Tensor, row: Tensor, num_rows: int
+    algorithm: Algorithm, logprobs: Tensor, *, base: Tensor, advantages: Tensor, attempt: Tensor, num_attempts: int
 ) -> losses.TokenLoss:
     low, high, dual_clip = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
     match algorithm:
         case Gspo():
             return losses.gspo_policy_loss(
-                logprobs, old_logprobs=base, advantages=advantages, row=row, num_rows=num_rows,
+                logprobs, old_logprobs=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts,
                 clip_low=low, clip_high=high, dual_clip=dual_clip,
             )  # fmt: skip
         case Cispo():

@@ -76,7 +76,7 @@ def probe_rows(vocabulary: int, *, longest: int) -> list[list[int]]:
 
 def _sample(row: Sequence[int], *, draw: int) -> Sample:
     ids = np.array(row, dtype=np.int32)
-    return Sample.of(Completion.given(ids[1:]), draw=draw, prompt_ids=ids[:1])
+    return Sample.of(Completion.given(ids[1:]), draw=draw, attempt=0, prompt_ids=ids[:1])
 
 
 def _finite(value: float) -> float | None:

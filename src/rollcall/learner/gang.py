@@ -165,20 +165,31 @@ def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
     return [bytes(tensor[:count].numpy()) for tensor, count in zip(found, counts, strict=True)]
 
 
-def share(costs: Sequence[int], *, keys: Sequence[int], rank: int, size: int) -> list[int]:
+def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:
     """The part of the items that ``rank`` of ``size`` gets, about equal in cost. Items with equal keys stay together if
-    there are enough keys for all members.
+    there are enough keys for all members; items of one attempt always.
 
-    >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], rank=1, size=2)
+    >>> share([5, 1, 1, 3], keys=[0, 1, 2, 3], attempts=[0, 1, 2, 3], rank=1, size=2)
     [1, 2, 3]
     """
     if size == 1:
         return list(range(len(costs)))
-    units: dict[int, list[int]] = {}
-    for item, key in enumerate(keys):
-        units.setdefault(key, []).append(item)
-    parts = list(units.values()) if len(units) >= 2 * size else [[item] for item in range(len(costs))]
+    parts = units_of(keys)
+    if len(parts) < 2 * size:
+        parts = units_of(attempts)
     return balance(parts, [sum(costs[item] for item in part) for part in parts], size=size)[rank]
+
+
+def units_of(keys: Sequence[int]) -> list[list[int]]:
+    """The places of equal keys, in the order of their first.
+
+    >>> units_of([7, 8, 7])
+    [[0, 2], [1]]
+    """
+    units: dict[int, list[int]] = {}
+    for place, key in enumerate(keys):
+        units.setdefault(key, []).append(place)
+    return list(units.values())
 
 
 def balance(parts: Sequence[list[int]], costs: Sequence[int], *, size: int) -> list[list[int]]:

@@ -28,7 +28,7 @@ from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import empty_copy
 from rollcall.plan.mesh import split_of
-from rollcall.types import Floats, MicroBatch, Sample
+from rollcall.types import Floats, MicroBatch, Sample, attempts_of
 
 if TYPE_CHECKING:
     from rollcall.learner.sharded import Sharded  # loads torch.distributed, which few runs need
@@ -123,7 +123,12 @@ class Learner:
 
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
-        weights = loss_weights(self.algorithm, num_loss_tokens=counts, max_response_tokens=self.max_response_tokens)
+        weights = loss_weights(
+            self.algorithm,
+            num_loss_tokens=counts,
+            attempts=attempts_of(samples),
+            max_response_tokens=self.max_response_tokens,
+        )
         rows = self._rows_with_gradient(samples)
         total = accumulate_gradients(self, samples, rows=rows, weights=weights, loss_of=self._loss)
         self.num_tokens_trained += int(total.pop("packed"))
@@ -144,7 +149,12 @@ class Learner:
         with_loss = [row for row, sample in enumerate(samples) if sample.mask.any()]
         if regularised:
             return with_loss
-        return [row for row in with_loss if samples[row].advantages.any()] or with_loss[:1]
+        learns = {row for row in with_loss if samples[row].advantages.any()}
+        if self.algorithm.name == "gspo":  # the ratio of an attempt is that of all its rows
+            attempts = attempts_of(samples)
+            learning = {attempts[row] for row in learns}
+            learns = {row for row in with_loss if attempts[row] in learning}
+        return sorted(learns) or with_loss[:1]
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         recompute = self.section.activation_checkpointing
@@ -158,8 +168,8 @@ class Learner:
             reference_logprobs=self._tensor(batch.reference_logprobs),
             advantages=self._tensor(batch.advantages),
             weights=self._tensor(batch.weights),
-            row=torch.from_numpy(batch.row).to(self.body.device),
-            num_rows=batch.num_rows,
+            attempt=torch.from_numpy(batch.attempt[batch.row]).to(self.body.device),
+            num_attempts=batch.num_attempts,
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
         difference = (stats.logprobs.detach() - behaviour).abs()
@@ -284,7 +294,8 @@ def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> li
     """The rows that this member of the gang works on: an equal share of the tokens."""
     costs = [len(samples[row].prompt_ids) + len(samples[row].response_ids) for row in rows]
     rank, size = body.place
-    return [rows[index] for index in share(costs, keys=[samples[row].draw for row in rows], rank=rank, size=size)]
+    keys, attempts = [samples[row].draw for row in rows], attempts_of([samples[row] for row in rows]).tolist()
+    return [rows[index] for index in share(costs, keys=keys, attempts=attempts, rank=rank, size=size)]
 
 
 def accumulate_gradients(
@@ -298,6 +309,7 @@ def accumulate_gradients(
         weights=weights[mine],
         tokens_per_microbatch=model.section.tokens_per_microbatch,
         max_rows=model.section.train_micro_batch_size,
+        whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over them
     )
     own = body.accumulate(batches, loss_of, optimizer)
     # Read here, not while others still compute.

@@ -1,17 +1,25 @@
-"""Samples into micro-batches: rows packed end to end under a token budget, each shared prompt laid out once.
+"""Samples into micro-batches: rows packed end to end under a token budget, each shared beginning laid out once.
 
-A row with response tokens r0..rn feeds r0..r(n-1); r0 is predicted by the prompt's last token. Rows of one group
-that meet in a micro-batch share the prompt's tokens, so the prompt's share of the work is paid once, not once per
-completion. Rows are never split.
+A row with response tokens r0..rn feeds its prompt and r0..r(n-1); r0 is predicted by the prompt's last token. Rows of one draw
+that meet in a micro-batch form a prefix tree: tokens that a row has in common with the beginning of an earlier row, in the prompt
+or past it, are those of that row. So what the attempts of a group or the branches of an episode share is paid once. Rows are
+never split.
+
+    system, task ─┬─ answer 1
+                  └─ turn 1, observation 1 ─┬─ turn 2
+                                            └─ summary, turn 3
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from rollcall.types import Floats, MicroBatch, Sample
+from rollcall.learner.gang import units_of
+from rollcall.types import Floats, Ints, Longs, MicroBatch, Sample, attempts_of
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
 
@@ -22,61 +30,108 @@ def pack(
     weights: Floats,
     tokens_per_microbatch: int,
     max_rows: int | None = None,
+    whole_attempts: bool = False,
 ) -> list[MicroBatch]:
     """Pack in the given order. ``weights[i]`` is the loss weight of each loss token of sample ``i``.
 
-    Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows of a micro-batch beside its
-    tokens.
+    The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows
+    of a micro-batch beside its tokens. ``whole_attempts``: all rows of an attempt are in one micro-batch, whatever they cost.
     """
-    batches: list[list[int]] = []
-    spent = 0
-    draws: set[int] = set()
-    for index, sample in enumerate(samples):
-        if not sample.mask.any():
-            continue
-        own = max(len(sample.response_ids) - 1, 0)
-        cost = own + (0 if sample.draw in draws else len(sample.prompt_ids))
-        full = batches and max_rows is not None and len(batches[-1]) >= max_rows
-        if not batches or full or spent + cost > tokens_per_microbatch:
-            batches.append([])
-            spent, draws = 0, set()
-            cost = own + len(sample.prompt_ids)
-        batches[-1].append(index)
-        spent += cost
-        draws.add(sample.draw)
-    return [_lay_out(samples, indices, weights) for indices in batches]
+    rows = [index for index, sample in enumerate(samples) if sample.mask.any()]
+    units = units_of(attempts_of([samples[index] for index in rows]).tolist() if whole_attempts else rows)
+    trees: list[_Trees] = []
+    for places in units:
+        unit = [rows[place] for place in places]
+        if not trees or not trees[-1].take(samples, unit, most_tokens=tokens_per_microbatch, most_rows=max_rows):
+            trees.append(_Trees())
+            trees[-1].take(samples, unit, most_tokens=tokens_per_microbatch, most_rows=max_rows)
+    return [_lay_out(samples, tree.rows, weights) for tree in trees]
 
 
-def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> MicroBatch:
+@dataclass(frozen=True, slots=True)
+class _Row:
+    index: int  # of the sample
+    ids: Ints  # what it feeds
+    key: bytes  # the same
+    parent: int  # the row of the micro-batch that it shares most with
+    shared: int  # how many of the parent's first tokens are its own too
+
+
+class _Trees:
+    """The rows of one micro-batch, with a prefix tree for each draw.
+
+    A row shares most with a neighbour in the sorted order of all rows, so a sorted list is enough of a tree: a new row is compared
+    with two others, however many there are.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+        self._num_tokens = 0
+        self._sorted: dict[int, list[tuple[bytes, int]]] = {}  # by draw: key and place of each row
+
+    def take(self, samples: Sequence[Sample], unit: list[int], *, most_tokens: int, most_rows: int | None) -> bool:
+        """False: there is no room, and nothing is taken. The first is taken in any case."""
+        first, before = len(self.rows), self._num_tokens
+        for index in unit:
+            self._add(samples[index], index)
+        too_many = most_rows is not None and len(self.rows) > most_rows
+        if first == 0 or (self._num_tokens <= most_tokens and not too_many):
+            return True
+        ordered = self._sorted[samples[unit[0]].draw]
+        for place in range(first, len(self.rows)):
+            del ordered[bisect_left(ordered, (self.rows[place].key, place))]
+        del self.rows[first:]
+        self._num_tokens = before
+        return False
+
+    def _add(self, sample: Sample, index: int) -> None:
+        ids = np.concatenate((sample.prompt_ids, sample.response_ids[:-1]))
+        entry = (ids.tobytes(), len(self.rows))
+        ordered = self._sorted.setdefault(sample.draw, [])
+        here = bisect_left(ordered, entry)
+        parent, shared = -1, 0
+        for _, place in ordered[max(here - 1, 0) : here + 1]:
+            common = _common(ids, self.rows[place].ids)
+            if common > shared:
+                parent, shared = place, common
+        ordered.insert(here, entry)
+        self.rows.append(_Row(index, ids, entry[0], parent, shared))
+        self._num_tokens += len(ids) - shared
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """How many first tokens are equal."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    place = int(differ.argmax())
+    return place if differ[place] else length
+
+
+def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> MicroBatch:
     token_ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     kv_index: list[np.ndarray] = []
     logit_index: list[np.ndarray] = []
-    q_lengths: list[int] = []
-    k_lengths: list[int] = []
-    prompt_start: dict[int, int] = {}
+    paths: list[Longs] = []  # of each row: the packed place of each token that it feeds
     end = 0
+    for row in rows:
+        sample, length = samples[row.index], len(row.ids)
+        path = np.arange(end - row.shared, end + length - row.shared)
+        if row.shared:
+            path[: row.shared] = paths[row.parent][: row.shared]
+        paths.append(path)
+        # The prompt is a segment of its own, so that responses of equal length have segments of one shape.
+        prompt_end = len(sample.prompt_ids)
+        for start, stop in ((row.shared, prompt_end), (max(row.shared, prompt_end), length)):
+            if start < stop:
+                token_ids.append(row.ids[start:stop])
+                positions.append(np.arange(start, stop))
+                kv_index.append(path[:stop])
+        end += length - row.shared
+        # The state that predicts response token t: the prompt's last for t = 0, that of response token t - 1 after that.
+        logit_index.append(path[prompt_end - 1 :][sample.mask])
 
-    def append(ids: np.ndarray, first_position: int, keys: np.ndarray) -> None:
-        nonlocal end
-        token_ids.append(ids)
-        positions.append(np.arange(first_position, first_position + len(ids)))
-        kv_index.append(keys)
-        q_lengths.append(len(ids))
-        k_lengths.append(len(keys))
-        end += len(ids)
-
-    for index in indices:
-        sample = samples[index]
-        prompt_length, own = len(sample.prompt_ids), len(sample.response_ids) - 1
-        if sample.draw not in prompt_start:
-            prompt_start[sample.draw] = end
-            append(sample.prompt_ids, 0, np.arange(end, end + prompt_length))
-        prompt = np.arange(prompt_start[sample.draw], prompt_start[sample.draw] + prompt_length)
-        # The state that predicts response token t: the prompt's last for t = 0, the row's own token t - 1 after that.
-        logit_index.append(np.concatenate((prompt[-1:], np.arange(end, end + own)))[sample.mask])
-        if own:
-            append(sample.response_ids[:-1], prompt_length, np.concatenate((prompt, np.arange(end, end + own))))
+    indices = [row.index for row in rows]
 
     def masked(name: str) -> Floats:
         return np.concatenate([getattr(samples[index], name)[samples[index].mask] for index in indices]).astype(
@@ -84,21 +139,26 @@ def _lay_out(samples: Sequence[Sample], indices: list[int], weights: Floats) -> 
         )
 
     optional = {name: masked(name) if getattr(samples[indices[0]], name) is not None else None for name in OPTIONAL}
-    counts = [int(samples[index].mask.sum()) for index in indices]
+    counts = [len(places) for places in logit_index]
     return MicroBatch(
         token_ids=np.concatenate(token_ids).astype(np.int64),
         positions=np.concatenate(positions).astype(np.int64),
         kv_index=np.concatenate(kv_index).astype(np.int64),
-        cu_q=np.concatenate(([0], np.cumsum(q_lengths))).astype(np.int32),
-        cu_k=np.concatenate(([0], np.cumsum(k_lengths))).astype(np.int32),
+        cu_q=_ends(token_ids),
+        cu_k=_ends(kv_index),
         logit_index=np.concatenate(logit_index).astype(np.int64),
         targets=np.concatenate([samples[index].response_ids[samples[index].mask] for index in indices]).astype(
             np.int64
         ),
         row=np.repeat(np.arange(len(indices)), counts).astype(np.int64),
         sample_index=np.array(indices, dtype=np.int64),
+        attempt=attempts_of([samples[index] for index in indices]),
         weights=np.repeat(weights[indices], counts).astype(np.float32),
         behaviour_logprobs=masked("behaviour_logprobs"),
         advantages=masked("advantages"),
         **optional,
     )
+
+
+def _ends(parts: list[np.ndarray]) -> Ints:
+    return np.cumsum([0, *(len(part) for part in parts)]).astype(np.int32)

@@ -368,6 +368,7 @@ def _idle_batch() -> MicroBatch:
     nothing = np.zeros(1, dtype=np.float32)
     return MicroBatch(
         token_ids=one, positions=one, kv_index=one, cu_q=np.array([0, 1], dtype=np.int32),
-        cu_k=np.array([0, 1], dtype=np.int32), logit_index=one, targets=one, row=one, sample_index=one, weights=nothing,
-        behaviour_logprobs=nothing, old_logprobs=None, reference_logprobs=None, advantages=nothing, returns=None, values=None,
+        cu_k=np.array([0, 1], dtype=np.int32), logit_index=one, targets=one, row=one, sample_index=one, attempt=one,
+        weights=nothing, behaviour_logprobs=nothing, old_logprobs=None, reference_logprobs=None, advantages=nothing,
+        returns=None, values=None,
     )  # fmt: skip

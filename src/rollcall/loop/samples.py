@@ -26,9 +26,9 @@ def make_samples(
 ) -> list[Sample]:
     """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows."""
     samples = [
-        Sample.of(completion, draw=group.draw, prompt_ids=group.prompt.token_ids)
+        Sample.of(completion, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
         for group in groups
-        for completion in group.completions
+        for attempt, completion in enumerate(group.completions)
     ]
     if reference is not None:
         scores = reference(samples)

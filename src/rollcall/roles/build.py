@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
@@ -32,7 +33,7 @@ from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
-from rollcall.types import Completion, Prompt, Sample
+from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -250,5 +251,13 @@ def build_environments(
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
-    samples = [Sample.of(completion, draw=0, prompt_ids=prompt.token_ids) for completion in completions]
-    return [float(row.certainty[sample.mask].mean()) for row, sample in zip(score(samples), samples, strict=True)]
+    """The mean over all tokens that were sampled in an attempt, in all its rows."""
+    samples = [
+        Sample.of(row, draw=0, attempt=attempt, prompt_ids=prompt.token_ids)
+        for attempt, completion in enumerate(completions)
+        for row in rows_of(completion)
+    ]
+    sampled: list[list[Floats]] = [[] for _ in completions]
+    for sample, row in zip(samples, score(samples), strict=True):
+        sampled[sample.attempt].append(row.certainty[sample.mask])
+    return [float(np.concatenate(parts).mean()) for parts in sampled]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcall.groups.group import WorkerGroup
-from rollcall.learner.gang import balance
+from rollcall.learner.gang import balance, units_of
 from rollcall.plan.placement import Role
-from rollcall.types import Sample
+from rollcall.types import Sample, attempts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,16 @@ class Team:
         return self.call(self.members[role], method, *args)
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
-        """One result per sample. Each process of the role computes a fair share of the tokens; processes that hold parts of a
-        model divide the samples among themselves."""
+        """One result per sample. Each process of the role computes a fair share of the tokens, the rows of an attempt together;
+        processes that hold parts of a model divide the samples among themselves."""
         if role in self.in_parts:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]
-        costs = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-        shares = balance([[index] for index in range(len(samples))], costs, size=len(workers))
+        units = units_of(attempts_of(samples).tolist())
+        costs = [
+            sum(len(samples[index].prompt_ids) + len(samples[index].response_ids) for index in unit) for unit in units
+        ]
+        shares = balance(units, costs, size=len(workers))
         busy = [(worker, share) for worker, share in zip(workers, shares, strict=True) if share]
         futures = [
             self.group.run_single_worker_single_data(method, worker, [samples[index] for index in share])
