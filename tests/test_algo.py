@@ -85,7 +85,7 @@ def policy_loss_of(algorithm: Any, logprobs: torch.Tensor, **changes: Any) -> re
         "advantages": flat_input("sequence_advantages" if algorithm.name == "gspo" else "advantages"),
         "weights": flat_weights(algorithm),
         "attempt": flat_rows(),
-        "num_rows": len(MASK),
+        "num_attempts": len(MASK),
         "entropy": flat_input("entropy"),
     }
     return recipe.policy_loss(algorithm, **{**given, **changes})

@@ -45,7 +45,10 @@ def test_no_member_has_more_than_its_share_and_one_part(costs: list[int], size: 
 def test_tokens_count_and_not_rows() -> None:
     """One long row weighs as much as three short ones."""
     costs = [300, 100, 100, 100]
-    assert [share(costs, keys=[0, 1, 2, 3], attempts=range(4), rank=rank, size=2) for rank in range(2)] == [[0], [1, 2, 3]]
+    assert [share(costs, keys=[0, 1, 2, 3], attempts=range(4), rank=rank, size=2) for rank in range(2)] == [
+        [0],
+        [1, 2, 3],
+    ]
 
 
 def test_groups_stay_together_where_there_are_enough() -> None:

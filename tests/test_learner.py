@@ -23,7 +23,7 @@ from rollcall.learner.learner import Critic, Learner, split_by_draw
 from rollcall.learner.packing import pack
 from rollcall.model import attention
 from rollcall.model.decoder import fuse_parameters
-from rollcall.types import Sample
+from rollcall.types import Sample, attempts_of
 
 TEMPERATURE = 0.8
 LONGEST = 12
@@ -154,7 +154,8 @@ def naive_logprobs(model: Any, sample: Sample) -> Tensor:
 def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[str, Tensor]:
     """Row by row through transformers, one loss over all tokens, autograd."""
     counts = np.array([int(sample.mask.sum()) for sample in samples])
-    weights = loss_weights(algorithm, num_loss_tokens=counts, max_response_tokens=LONGEST)
+    attempts = attempts_of(samples)
+    weights = loss_weights(algorithm, num_loss_tokens=counts, attempts=attempts, max_response_tokens=LONGEST)
     rows = [naive_logprobs(model, sample) for sample in samples]
     masks = [torch.from_numpy(sample.mask) for sample in samples]
 
@@ -176,8 +177,8 @@ def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[s
         reference_logprobs=flat("reference_logprobs"),
         advantages=flat("advantages"),
         weights=torch.from_numpy(np.repeat(weights, counts)),
-        attempt=torch.from_numpy(np.repeat(np.arange(len(samples)), counts)),
-        num_attempts=len(samples),
+        attempt=torch.from_numpy(np.repeat(attempts, counts)),
+        num_attempts=int(attempts.max()) + 1,
         entropy=torch.cat(entropy),
     ).loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

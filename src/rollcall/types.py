@@ -162,14 +162,6 @@ def rows_of(completion: Completion) -> tuple[Completion | Branch, ...]:
     return (completion, *completion.episode.branches) if completion.episode else (completion,)
 
 
-def own_prompt_ids(row: Completion | Branch, prompt_ids: Ints) -> Ints:
-    """What the model read before a row's first token: the episode's own where it has one, else the group's ``prompt_ids``."""
-    if isinstance(row, Branch):
-        return row.prompt_ids
-    own = row.episode.prompt_ids if row.episode else None
-    return prompt_ids if own is None else own
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What the rewards said about one completion."""
@@ -245,7 +237,7 @@ class Sample:
         return cls(
             draw=draw,
             attempt=attempt,
-            prompt_ids=own_prompt_ids(row, prompt_ids),
+            prompt_ids=row.prompt_ids if isinstance(row, Branch) else row.prompt_ids(prompt_ids),
             response_ids=row.token_ids,
             mask=row.mask,
             behaviour_logprobs=row.logprobs,

@@ -7,6 +7,8 @@ there: their entries come out as 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,22 +59,29 @@ def leave_one_out(rewards_G: Floats) -> Floats:
     return (rewards - others_mean).astype(np.float32)
 
 
-def token_rewards(reward: float, kl_T: Floats | None, *, kl_coef: float, mask_T: Bools) -> Floats:
+def token_rewards(
+    reward: float, kl_T: Floats | None, *, kl_coef: float, mask_T: Bools, along: Sequence[tuple[int, float]] = ()
+) -> Floats:
     """The scalar reward on the last loss token, less ``kl_coef`` times the KL of each loss token.
 
     This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262).
-    ``kl_T=None``: no KL. A completion without loss tokens gets no reward anywhere.
+    ``kl_T=None``: no KL. A completion without loss tokens gets no reward anywhere. ``along``: parts of the reward that come
+    earlier, each with the loss token that gets it, counted from 0.
 
     >>> kl = np.array([0.5, 9.0, 1.0], dtype=np.float32)
     >>> token_rewards(1.0, kl, kl_coef=0.5, mask_T=np.array([True, False, True])).tolist()
     [-0.25, 0.0, 0.5]
+    >>> token_rewards(1.0, None, kl_coef=0, mask_T=np.array([True, False, True, True]), along=[(0, 0.25)]).tolist()
+    [0.25, 0.0, 0.0, 0.75]
     """
     rewards = np.zeros(len(mask_T), dtype=np.float32)
     if kl_T is not None:
         rewards[mask_T] = -kl_coef * kl_T[mask_T]
     loss_tokens = np.flatnonzero(mask_T)
     if len(loss_tokens):
-        rewards[loss_tokens[-1]] += reward
+        for place, part in along:
+            rewards[loss_tokens[place]] += part
+        rewards[loss_tokens[-1]] += reward - sum(part for _, part in along)
     return rewards
 
 

@@ -81,7 +81,9 @@ def gspo_policy_loss(
     tensor([-1.1000, -1.1000, -0.9000])
     """
     log_ratio = (logprobs - old_logprobs).detach()
-    mean_log_ratio = attempt_mean(log_ratio, attempt=attempt, num_attempts=num_attempts).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    mean_log_ratio = attempt_mean(log_ratio, attempt=attempt, num_attempts=num_attempts).clamp(
+        -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+    )
     ratio = mean_log_ratio[attempt].exp() * (logprobs - logprobs.detach()).exp()
     return _clip(ratio, advantages=advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 

@@ -7,6 +7,7 @@ and metrics are plain sums, so micro-batches and ranks add up to the whole batch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,30 @@ from torch import Tensor
 
 from rollcall.algo import advantages as adv
 from rollcall.algo import corrections, losses
-from rollcall.algo.shaping import COMPARE
-from rollcall.config import Algorithm, Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
+from rollcall.algo.shaping import COMPARE, TurnRewards
+from rollcall.config import (
+    Algorithm,
+    Cispo,
+    Dapo,
+    DrGrpo,
+    GroupAlgorithm,
+    Grpo,
+    Gspo,
+    Intuitor,
+    Ppo,
+    ReinforcePlusPlus,
+    Rloo,
+)
 from rollcall.types import Bools, Floats, Longs
 
-# Axes: one entry per group, in it one per completion, in that one per token.
+# Axes: one entry per group, in it one per attempt, in that one per token of all its rows.
 Masks = list[list[Bools]]
 PerToken = list[list[Floats]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAdvantages:
-    """What one completion's tokens learn from. Entries outside the loss mask are 0."""
+    """What one attempt's tokens learn from. Entries outside the loss mask are 0."""
 
     advantages: Floats  # [T]
     returns: Floats | None  # [T] the critic's target; None: no critic
@@ -46,11 +59,18 @@ class BatchLoss:
 
 
 def compute_advantages(
-    algorithm: Algorithm, *, rewards: list[Floats], masks: Masks, kl: PerToken | None, values: PerToken | None
+    algorithm: Algorithm,
+    *,
+    rewards: list[Floats],
+    masks: Masks,
+    kl: PerToken | None,
+    values: PerToken | None,
+    turns: list[list[TurnRewards]] | None = None,
 ) -> list[list[TokenAdvantages]]:
     """Advantages of every token of a step's groups, given whole: REINFORCE++ and PPO normalise over the batch.
 
-    ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
+    An attempt's rows follow each other in time, as one. ``turns`` are the parts of the rewards that come along the way; None:
+    all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
     ``kl_coef > 0``. ``values`` are the critic's; only PPO needs them.
 
     >>> rewards = [np.array([1.0, 0.0], dtype=np.float32)]
@@ -65,7 +85,10 @@ def compute_advantages(
     else:
         assert kl is not None, f"{algorithm.name} takes the KL off the rewards; compute_advantages needs it"
     if isinstance(algorithm, ReinforcePlusPlus | Ppo):
-        return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values)
+        return _batch_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, values=values, turns=turns)
+    if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
+        assert turns is not None, "advantages of turns need the turns"
+        return _turn_advantages(algorithm, rewards=rewards, masks=masks, kl=kl, turns=turns)
     return _group_advantages(algorithm, rewards=rewards, masks=masks, kl=kl)
 
 
@@ -139,7 +162,9 @@ def policy_loss(
         base = behaviour_logprobs
     else:
         base = logprobs.detach() if old_logprobs is None else old_logprobs
-    token = _surrogate(algorithm, logprobs, base=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts)
+    token = _surrogate(
+        algorithm, logprobs, base=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts
+    )
     surrogate, kept = token.loss, weights
     metrics: dict[str, Tensor] = {"weight": weights.sum()}
 
@@ -220,7 +245,7 @@ def _group_advantages(
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
-    """One number per completion, from its group alone, on each of its loss tokens."""
+    """One number per attempt, from its group alone, on each of its loss tokens."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:
@@ -236,6 +261,49 @@ def _group_advantages(
     return out
 
 
+def _turn_advantages(
+    algorithm: GroupAlgorithm,
+    *,
+    rewards: list[Floats],
+    masks: Masks,
+    kl: PerToken | None,
+    turns: list[list[TurnRewards]],
+) -> list[list[TokenAdvantages]]:
+    """One number per turn: its discounted return, compared with that of the same turn in the attempts that have one."""
+    compare, out = COMPARE[algorithm.name], []
+    for i, (rewards_G, masks_G, turns_G) in enumerate(zip(rewards, masks, turns, strict=True)):
+        returns_G: list[Floats] = []
+        for j, (reward, mask_T, turn) in enumerate(zip(rewards_G, masks_G, turns_G, strict=True)):
+            each = turn.rewards.astype(np.float64)
+            each[-1] += float(reward) - each.sum()
+            if kl is not None and mask_T.any():
+                of_token = np.repeat(np.arange(len(each)), turn.num_sampled)
+                each -= algorithm.kl_coef * np.bincount(of_token, weights=kl[i][j][mask_T], minlength=len(each))
+            everything = np.ones(len(each), dtype=np.bool_)
+            returns_G.append(adv.discounted_returns(each.astype(np.float32), everything, gamma=algorithm.gamma))
+        numbers_G = [np.zeros(len(returns), dtype=np.float32) for returns in returns_G]
+        for place in range(max((len(returns) for returns in returns_G), default=0)):
+            there = [j for j, returns in enumerate(returns_G) if len(returns) > place]
+            numbers = compare(np.array([returns_G[j][place] for j in there], dtype=np.float32))
+            for j, number in zip(there, numbers, strict=True):
+                numbers_G[j][place] = number
+        out.append(
+            [
+                TokenAdvantages(advantages=_spread(numbers, turn, mask_T), returns=None)
+                for numbers, turn, mask_T in zip(numbers_G, turns_G, masks_G, strict=True)
+            ]
+        )
+    return out
+
+
+def _spread(numbers: Floats, turn: TurnRewards, mask_T: Bools) -> Floats:
+    """Each turn's number on its loss tokens. An attempt that is masked whole has none."""
+    advantages = np.zeros(len(mask_T), dtype=np.float32)
+    if mask_T.any():
+        advantages[mask_T] = np.repeat(numbers, turn.num_sampled)
+    return advantages
+
+
 def _batch_advantages(
     algorithm: ReinforcePlusPlus | Ppo,
     *,
@@ -243,14 +311,16 @@ def _batch_advantages(
     masks: Masks,
     kl: PerToken | None,
     values: PerToken | None,
+    turns: list[list[TurnRewards]] | None,
 ) -> list[list[TokenAdvantages]]:
     """Token advantages, normalised over all loss tokens of the batch; groups of any size, one included."""
     flat_masks = [mask_T for masks_G in masks for mask_T in masks_G]
     flat_rewards = [float(reward) for rewards_G in rewards for reward in rewards_G]
     flat_kl = [None] * len(flat_masks) if kl is None else [kl_T for kl_G in kl for kl_T in kl_G]
+    along = [()] * len(flat_masks) if turns is None else [_along(turn) for turns_G in turns for turn in turns_G]
     token_rewards = [
-        adv.token_rewards(reward, kl_T, kl_coef=algorithm.kl_coef, mask_T=mask_T)
-        for reward, kl_T, mask_T in zip(flat_rewards, flat_kl, flat_masks, strict=True)
+        adv.token_rewards(reward, kl_T, kl_coef=algorithm.kl_coef, mask_T=mask_T, along=parts)
+        for reward, kl_T, mask_T, parts in zip(flat_rewards, flat_kl, flat_masks, along, strict=True)
     ]
     returns: list[Floats | None]
     if isinstance(algorithm, Ppo):
@@ -273,6 +343,12 @@ def _batch_advantages(
         for advantages_T, returns_T in zip(adv.batch_normalized(raw, flat_masks), returns, strict=True)
     )
     return [[next(flat) for _ in masks_G] for masks_G in masks]
+
+
+def _along(turn: TurnRewards) -> Sequence[tuple[int, float]]:
+    """The rewards along the way, each with the last loss token of its turn."""
+    last = np.maximum(np.cumsum(turn.num_sampled) - 1, 0)
+    return [(place, reward) for place, reward in zip(last.tolist(), turn.rewards.tolist(), strict=True) if reward]
 
 
 def _check_rewards(rewards: list[Floats], masks: Masks) -> None:

@@ -1,14 +1,17 @@
-"""From a group's rewards to its advantages: what the advantage sees, and the comparison of each algorithm within a group."""
+"""From a group's rewards to its advantages: which attempts count, what the advantage sees of them, and the comparison of each
+algorithm within a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rollcall.algo import advantages as adv
-from rollcall.config import Algorithm
-from rollcall.types import Floats, Group
+from rollcall.config import Algorithm, EnvironmentBase, GroupAlgorithm
+from rollcall.config.environments import Treatment
+from rollcall.types import Completion, EndReason, Floats, Group, Longs, rows_of
 
 # One number per completion, from its group alone. The other algorithms look at the whole batch.
 COMPARE: dict[str, Callable[[Floats], Floats]] = {
@@ -22,16 +25,53 @@ COMPARE: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
+def treatment_of(completion: Completion, environment: EnvironmentBase | None) -> Treatment:
+    """What the run file says of an episode that ended this way."""
+    if environment is None or completion.episode is None:
+        return "keep"
+    match completion.episode.ended:
+        case EndReason.TURNS | EndReason.TOKENS:
+            return environment.truncated
+        case EndReason.TIMEOUT:
+            return environment.timed_out
+        case EndReason.ERROR:
+            return environment.failed
+        case EndReason.DONE:
+            return "keep"
+
+
+def compared(group: Group, environment: EnvironmentBase | None) -> Group:
+    """The attempts that are compared with each other: without those that are dropped."""
+    places = [
+        place for place, completion in enumerate(group.completions) if treatment_of(completion, environment) != "drop"
+    ]
+    if len(places) == len(group.completions):
+        return group
+    return replace(
+        group,
+        completions=tuple(group.completions[place] for place in places),
+        scores=tuple(group.scores[place] for place in places),
+    )
+
+
+def trained(group: Group, environment: EnvironmentBase | None) -> Group:
+    """``compared``, or no attempt at all if each is masked or dropped."""
+    if all(treatment_of(completion, environment) != "keep" for completion in group.completions):
+        return replace(group, completions=(), scores=())
+    return compared(group, environment)
+
+
 def has_signal(group: Group) -> bool:
     """Whether the completions of a group differ in reward, before any punishment of their length. Only then can the group
     teach anything (DAPO, arXiv:2503.14476, equation 11)."""
-    return bool(np.ptp(group.rewards) > 0)
+    return len(group.completions) > 1 and bool(np.ptp(group.rewards) > 0)
 
 
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Floats:
     """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
 
-    A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal.
+    A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal. The length is
+    that of all tokens behind the prompt, observations too, because that is what the limit bounds.
     """
     rewards = group.rewards
     if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
@@ -50,10 +90,42 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
     return rewards
 
 
-def group_advantages(group: Group, algorithm: Algorithm, *, max_response_tokens: int) -> Floats | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRewards:
+    """What an attempt got along the way. Its turns follow each other over the sampled tokens of all its rows."""
+
+    num_sampled: Longs  # [turns]
+    rewards: Floats  # [turns] a part of the attempt's reward; the rest comes at its end
+
+
+def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
+    """``weight`` is that of the environment's rewards in the score. A failed episode scores 0, so its turns have no rewards."""
+    num_sampled = sum(int(row.mask.sum()) for row in rows_of(completion))
+    episode = completion.episode
+    turns = episode.turns if episode else ()
+    ends = np.minimum(np.cumsum([turn.num_sampled for turn in turns], dtype=np.int64), num_sampled)
+    counts = np.diff(ends, prepend=0)
+    rewards = np.array([turn.reward or 0.0 for turn in turns], dtype=np.float32) * np.float32(weight)
+    if episode and episode.error:
+        rewards = np.zeros_like(rewards)
+    if not turns or ends[-1] < num_sampled:  # one turn, or one that the environment did not answer
+        counts = np.append(counts, num_sampled - counts.sum())
+        rewards = np.append(rewards, np.float32(0))
+    return TurnRewards(num_sampled=counts, rewards=rewards)
+
+
+def group_advantages(
+    group: Group, algorithm: Algorithm, *, max_response_tokens: int, environment: EnvironmentBase | None = None
+) -> Floats | None:
     """One advantage for each completion of a journaled group; None: it depends on more than the group (a critic, the whole batch, or
-    the KL to the reference)."""
+    the KL to the reference), or each turn has its own."""
     compare = COMPARE.get(algorithm.name)
     if compare is None or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0) or not group.scores:
         return None
-    return compare(shaped_rewards(group, algorithm, max_response_tokens))
+    if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
+        return None
+    treatments = [treatment_of(completion, environment) for completion in group.completions]
+    advantages = np.zeros(len(group.completions), dtype=np.float32)
+    kept = [place for place, treatment in enumerate(treatments) if treatment != "drop"]
+    advantages[kept] = compare(shaped_rewards(compared(group, environment), algorithm, max_response_tokens))
+    return np.where(np.array(treatments) == "keep", advantages, np.float32(0))

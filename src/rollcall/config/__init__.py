@@ -5,6 +5,7 @@ from rollcall.config.algorithms import (
     Cispo,
     Dapo,
     DrGrpo,
+    GroupAlgorithm,
     Grpo,
     Gspo,
     Intuitor,

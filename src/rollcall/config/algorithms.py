@@ -55,19 +55,30 @@ class AlgorithmBase(Section):
         return actor.minibatches * actor.epochs > 1 and self.old_logprobs == "learner"
 
 
-class Grpo(AlgorithmBase):
+class GroupAlgorithm(AlgorithmBase):
+    """Those that compare the attempts of a group with each other."""
+
+    advantage: Literal["episode", "turn"] = field(
+        "episode",
+        "What is compared within a group. `episode`: the rewards of whole attempts. `turn`: for each turn the rewards from that turn "
+        "on, with those of the same turn in the other attempts; for environments that reward turns.",
+    )
+    gamma: float = field(1.0, "Discount of rewards per turn, with `advantage: turn`.", ge=0, le=1)
+
+
+class Grpo(GroupAlgorithm):
     """GRPO, arXiv:2402.03300: group-normalised rewards, clipped ratio, mean over each response, then over responses."""
 
     name: Literal["grpo"] = "grpo"
 
 
-class DrGrpo(AlgorithmBase):
+class DrGrpo(GroupAlgorithm):
     """Dr. GRPO, arXiv:2503.20783: no division by the group's deviation or the response's length."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
 
 
-class Dapo(AlgorithmBase):
+class Dapo(GroupAlgorithm):
     """DAPO, arXiv:2503.14476: clip-higher, dynamic sampling, token-level loss, soft overlong punishment."""
 
     name: Literal["dapo"] = "dapo"
@@ -77,7 +88,7 @@ class Dapo(AlgorithmBase):
     )
 
 
-class Gspo(AlgorithmBase):
+class Gspo(GroupAlgorithm):
     """GSPO, arXiv:2507.18071: one length-normalised ratio per sequence."""
 
     name: Literal["gspo"] = "gspo"
@@ -85,7 +96,7 @@ class Gspo(AlgorithmBase):
     clip_high: float = field(4e-4, "The sequence ratio is clipped above 1 + clip_high.", ge=0)
 
 
-class Cispo(AlgorithmBase):
+class Cispo(GroupAlgorithm):
     """CISPO, arXiv:2506.13585: the clipped ratio is a constant weight on the policy gradient; no token is dropped."""
 
     name: Literal["cispo"] = "cispo"
@@ -93,7 +104,7 @@ class Cispo(AlgorithmBase):
     clip_high: float = field(4.0, "The weight is clipped above 1 + clip_high.", ge=0)
 
 
-class Rloo(AlgorithmBase):
+class Rloo(GroupAlgorithm):
     """RLOO, arXiv:2402.14740: each reward minus the mean of the others in its group."""
 
     name: Literal["rloo"] = "rloo"

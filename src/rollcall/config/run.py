@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
-from rollcall.config.algorithms import Algorithm, Grpo
+from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_ruin
 from rollcall.config.environments import EnvironmentSection
@@ -136,10 +136,24 @@ class Config(Section):
                 f"algorithm.dual_clip={algorithm.dual_clip} bounds a ratio that carries the gradient, and cispo's does not; "
                 "leave dual_clip out, or lower algorithm.clip_high"
             )
+        if isinstance(algorithm, GroupAlgorithm):
+            self._check_turns(algorithm)
         if algorithm.overlong_buffer > longest:
             raise ValueError(
                 f"algorithm.overlong_buffer={algorithm.overlong_buffer} is longer than rollout.max_response_tokens={longest}, "
                 f"so every completion would be punished; use at most {longest}"
+            )
+
+    def _check_turns(self, algorithm: GroupAlgorithm) -> None:
+        if algorithm.advantage == "turn" and not any(reward.type == "environment" for reward in self.reward):
+            raise ValueError(
+                "algorithm.advantage=turn compares what the environment gives along the way, and this run has no reward "
+                "{type: environment}; add an environment and that reward, or use advantage: episode"
+            )
+        if algorithm.advantage == "episode" and algorithm.gamma != 1:
+            raise ValueError(
+                f"algorithm.gamma={algorithm.gamma:g} discounts the rewards of turns, and algorithm.advantage=episode compares "
+                "whole attempts; add advantage: turn, or leave gamma out"
             )
 
     @property

@@ -32,6 +32,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from rollcall.algo.shaping import trained
 from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
@@ -221,10 +222,20 @@ class Controller:
             max_response_tokens=self.config.rollout.max_response_tokens,
             reference=workers.reference,
             values=workers.critic.values if workers.critic else None,
+            environment=self.config.environment,
+            environment_weight=sum(reward.weight for reward in self.config.reward if reward.type == "environment"),
         )
         if self._is_due(batch.step, every=self.config.trainer.save_every):
-            self.record.write_token_scores(batch, samples)
+            self.record.write_token_scores(batch)
         scored = time.perf_counter()
+        if self.config.environment is not None and not any(sample.mask.any() for sample in samples):
+            say(
+                f"step {batch.step}: all its episodes were cut short or failed, and environment.truncated, timed_out and failed leave "
+                "them out, so weights, momentum and schedule do not change; the metrics under episode/ show how many of each"
+            )
+            return Update(
+                samples=samples, metrics={"skipped_fraction": 1.0}, num_tokens=0, score_s=scored - started, update_s=0.0
+            )
         trained_before = workers.learner.num_tokens_trained
         with self.record.explaining_divergence(batch.step, lost="this update was not applied"):
             critic = workers.critic.update(samples) if workers.critic else {}
@@ -305,7 +316,7 @@ class Controller:
             staleness=trainer.staleness,
             max_refills=algorithm.max_refills if algorithm.dynamic_sampling else None,
             make=self.maker.make,
-            has_signal=self.maker.has_signal,
+            has_signal=lambda group: self.maker.has_signal(trained(group, self.config.environment)),
         )
         if trainer.order == "in_order":
             return InOrder(demand, cursor=self.cursor)

@@ -101,10 +101,16 @@ class Record:
         write = partial(write_samples, directory, step=step, split=split, groups=groups)
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
-    def write_token_scores(self, batch: StepBatch, samples: Sequence[Sample]) -> None:
-        """What the learner says of the tokens of the first groups, before the step's update. ``samples`` are the batch's."""
+    def write_token_scores(self, batch: StepBatch) -> None:
+        """What the learner says of the tokens of the first groups, before the step's update."""
         groups = batch.groups[:GROUPS]
-        rows = self.workers.learner.score(samples[: sum(len(group.completions) for group in groups)])
+        rows = self.workers.learner.score(
+            [
+                Sample.of(completion, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
+                for group in groups
+                for attempt, completion in enumerate(group.completions)
+            ]
+        )
         directory = self._run_dir / FOLDER
         write = partial(
             write_token_scores,
@@ -196,8 +202,9 @@ class Record:
         first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
         metrics = batch_metrics(batch, update.samples, clock=clock, threshold=threshold, first_reward=first_reward)
         metrics |= {f"train/{name}": value for name, value in update.metrics.items()}
-        metrics["rollout/logprob_mismatch"] = metrics.pop("train/mismatch")
-        metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/mismatch_max")
+        for name in ("mismatch", "mismatch_max"):
+            if f"train/{name}" in metrics:  # a step without a token to train on has none
+                metrics[f"rollout/logprob_{name}"] = metrics.pop(f"train/{name}")
         return metrics | {
             "rollout/preemptions": float(self.workers.take_preemptions()),
             "train/tokens": float(update.num_tokens),

@@ -1,17 +1,21 @@
-"""Groups into training rows: rewards, reference log-probs, values, advantages."""
+"""Groups into training rows: rewards, reference log-probs, values, advantages.
+
+A row for each completion, and one for each branch of its episode. The rows of an attempt share what it is worth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from rollcall.algo.losses import kl_estimate
-from rollcall.algo.recipe import compute_advantages
-from rollcall.algo.shaping import shaped_rewards
-from rollcall.config import Algorithm
+from rollcall.algo.recipe import TokenAdvantages, compute_advantages
+from rollcall.algo.shaping import compared, shaped_rewards, treatment_of, turn_rewards
+from rollcall.config import Algorithm, EnvironmentBase
 from rollcall.learner.learner import TokenScores
-from rollcall.types import Floats, Group, Sample
+from rollcall.types import Floats, Group, Sample, rows_of
 
 ScoreSamples = Callable[[Sequence[Sample]], list[TokenScores]]
 
@@ -23,44 +27,82 @@ def make_samples(
     max_response_tokens: int,
     reference: ScoreSamples | None,
     values: Callable[[Sequence[Sample]], list[Floats]] | None,
+    environment: EnvironmentBase | None = None,
+    environment_weight: float = 0.0,
 ) -> list[Sample]:
-    """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows."""
-    samples = [
-        Sample.of(completion, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
-        for group in groups
-        for attempt, completion in enumerate(group.completions)
-    ]
-    if reference is not None:
+    """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows.
+
+    ``environment`` says which episodes are masked or dropped; ``environment_weight`` is that of its rewards in the score.
+    """
+    samples = [sample for group in groups for sample in _rows(group, environment)]
+    if reference is not None and samples:
         scores = reference(samples)
         samples = [sample.with_(reference_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
-    if values is not None:
+    if values is not None and samples:
         rows = values(samples)
         samples = [sample.with_(values=row) for sample, row in zip(samples, rows, strict=True)]
-    return _with_advantages(samples, groups, algorithm, max_response_tokens)
+    kept = [compared(group, environment) for group in groups]
+    return _with_advantages(samples, kept, algorithm, max_response_tokens, environment_weight)
+
+
+def _rows(group: Group, environment: EnvironmentBase | None) -> list[Sample]:
+    samples: list[Sample] = []
+    for attempt, completion in enumerate(group.completions):
+        treatment = treatment_of(completion, environment)
+        if treatment == "drop":
+            continue
+        for row in rows_of(completion):
+            sample = Sample.of(row, draw=group.draw, attempt=attempt, prompt_ids=group.prompt.token_ids)
+            samples.append(sample.with_(mask=np.zeros_like(row.mask)) if treatment == "mask" else sample)
+    return samples
 
 
 def _with_advantages(
-    samples: list[Sample], groups: Sequence[Group], algorithm: Algorithm, max_response_tokens: int
+    samples: list[Sample],
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    max_response_tokens: int,
+    environment_weight: float,
 ) -> list[Sample]:
     rows = iter(samples)
-    by_group = [[next(rows) for _ in group.completions] for group in groups]
+    by_group = [
+        [[next(rows) for _ in rows_of(completion)] for completion in group.completions] for group in groups
+    ]  # group, attempt, row
+
+    def per_attempt(value_of: Callable[[Sample], np.ndarray]) -> list[list[np.ndarray]]:
+        return [[_joined([value_of(row) for row in attempt]) for attempt in group] for group in by_group]
+
     kl_in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
-    kl = [[_token_kl(sample, algorithm) for sample in group] for group in by_group] if kl_in_reward else None
-    values: list[list[Floats]] | None = None
-    if algorithm.name == "ppo":
-        values = [[_required(sample.values) for sample in group] for group in by_group]
     advantages = compute_advantages(
         algorithm,
         rewards=[shaped_rewards(group, algorithm, max_response_tokens) for group in groups],
-        masks=[[sample.mask for sample in group] for group in by_group],
-        kl=kl,
-        values=values,
+        masks=per_attempt(lambda row: row.mask),
+        kl=per_attempt(lambda row: _token_kl(row, algorithm)) if kl_in_reward else None,
+        values=per_attempt(lambda row: _required(row.values)) if algorithm.name == "ppo" else None,
+        turns=[[turn_rewards(one, weight=environment_weight) for one in group.completions] for group in groups],
     )
     return [
-        sample.with_(advantages=token.advantages, returns=token.returns)
-        for group, tokens in zip(by_group, advantages, strict=True)
-        for sample, token in zip(group, tokens, strict=True)
+        sample
+        for group, of_group in zip(by_group, advantages, strict=True)
+        for attempt, tokens in zip(group, of_group, strict=True)
+        for sample in _divided(attempt, tokens)
     ]
+
+
+def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
+    """Each row with its part of what was computed for the whole attempt."""
+    if len(attempt) == 1:
+        return [attempt[0].with_(advantages=tokens.advantages, returns=tokens.returns)]
+    ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]
+    advantages = np.split(tokens.advantages, ends)
+    returns = [None] * len(attempt) if tokens.returns is None else np.split(tokens.returns, ends)
+    return [
+        row.with_(advantages=own, returns=target) for row, own, target in zip(attempt, advantages, returns, strict=True)
+    ]
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _token_kl(sample: Sample, algorithm: Algorithm) -> Floats:

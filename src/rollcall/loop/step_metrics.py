@@ -8,7 +8,7 @@ import numpy as np
 
 from rollcall.loop.rollout import Clock
 from rollcall.loop.supply import StepBatch
-from rollcall.types import FinishReason, Sample
+from rollcall.types import EndReason, Episode, FinishReason, Sample, rows_of
 
 
 def batch_metrics(
@@ -17,9 +17,9 @@ def batch_metrics(
     scores = [score for group in batch.groups for score in group.scores]
     completions = [completion for group in batch.groups for completion in group.completions]
     rewards = np.array([score.value for score in scores])
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [sum(int(row.mask.sum()) for row in rows_of(completion)) for completion in completions]
     lags = _staleness(batch)
-    loss_tokens = np.concatenate([sample.advantages[sample.mask] for sample in samples])
+    loss_tokens = np.concatenate([np.zeros(0), *(sample.advantages[sample.mask] for sample in samples)])
     metrics = {
         "train/reward_mean": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -31,7 +31,7 @@ def batch_metrics(
         "train/refills": float(batch.num_refills),
         "rollout/staleness_mean": sum(lag * count for lag, count in lags.items()) / max(lags.total(), 1),
         "rollout/staleness_max": float(max(lags, default=0)),
-        "rollout/tokens": float(sum(group.num_tokens for group in batch.groups)),
+        "rollout/tokens": float(sum(lengths)),
         "rollout/response_length_mean": float(np.mean(lengths)),
         "rollout/truncated_fraction": float(
             np.mean([completion.finish is FinishReason.LENGTH for completion in completions])
@@ -47,13 +47,40 @@ def batch_metrics(
         errors = sum(name in score.errors for score in scores)
         if errors:
             metrics[f"reward_errors/{name}"] = float(errors)
-    return metrics
+    return metrics | _episode_metrics([completion.episode for completion in completions if completion.episode])
+
+
+def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
+    if not episodes:
+        return {}
+
+    def fraction(*reasons: EndReason) -> float:
+        return float(np.mean([episode.ended in reasons for episode in episodes]))
+
+    own: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            own.setdefault(f"env/{name}", []).append(value)
+    return {
+        "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
+        "episode/tool_calls_mean": float(
+            np.mean([sum(len(turn.calls) for turn in episode.turns) for episode in episodes])
+        ),
+        "episode/failed_fraction": fraction(EndReason.ERROR),
+        "episode/truncated_fraction": fraction(EndReason.TURNS, EndReason.TOKENS),
+        "episode/timed_out_fraction": fraction(EndReason.TIMEOUT),
+        **{name: float(np.mean(values)) for name, values in own.items()},
+    }
 
 
 def _staleness(batch: StepBatch) -> Counter[int]:
-    """Number of tokens by how many versions older they are than the policy that they train."""
+    """Number of sampled tokens by how many versions older they are than the policy that they train."""
     lags: Counter[int] = Counter()
-    for completion in (completion for group in batch.groups for completion in group.completions):
-        for segment in completion.segments:
-            lags[batch.step - 1 - segment.version] += segment.num_tokens
+    completions = (completion for group in batch.groups for completion in group.completions)
+    for row in (row for completion in completions for row in rows_of(completion)):
+        start = 0
+        for segment in row.segments:
+            end = start + segment.num_tokens
+            lags[batch.step - 1 - segment.version] += int(row.mask[start:end].sum())
+            start = end
     return lags

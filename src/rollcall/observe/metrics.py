@@ -42,15 +42,21 @@ METRICS: dict[str, Metric] = {
     "train/refills": Metric("count", "How many times the step drew more prompts for dynamic sampling."),
     "train/tokens": Metric(
         "tokens",
-        "Tokens that the updates ran through the policy. A shared prompt counts once. Rows that cannot change the weights do not count.",
+        "Tokens that the updates ran through the policy. Tokens that rows of a micro-batch share count once. Rows that cannot change "
+        "the weights do not count.",
     ),
     "train/value_loss": Metric("", "Loss of the critic (PPO)."),
     "train/value_explained_variance": Metric("", "Share of the returns' variance that the critic explains (PPO)."),
-    "rollout/tokens": Metric("tokens", "Response tokens in the step's groups, also those from the journal."),
+    "rollout/tokens": Metric(
+        "tokens",
+        "Sampled tokens in the step's groups, also those from the journal. What an environment answered does not count.",
+    ),
     "rollout/tokens_per_s": Metric(
         "tokens/s", "Response tokens that this process generated, per second of generation."
     ),
-    "rollout/response_length_mean": Metric("tokens", "Mean length of a completion."),
+    "rollout/response_length_mean": Metric(
+        "tokens", "Mean number of sampled tokens of a completion; of an episode, in all its turns and branches."
+    ),
     "rollout/truncated_fraction": Metric("share", "Completions that hit the token limit."),
     "rollout/logprob_mismatch": Metric(
         "nats",
@@ -71,6 +77,12 @@ METRICS: dict[str, Metric] = {
     "reward_errors/<part>": Metric(
         "count", "Completions that this reward could not score (it raised, hung or returned NaN). They score 0."
     ),
+    "episode/turns_mean": Metric("count", "Mean number of turns of an episode."),
+    "episode/tool_calls_mean": Metric("count", "Mean number of tool calls of an episode."),
+    "episode/failed_fraction": Metric("share", "Episodes whose environment raised, died or returned rubbish."),
+    "episode/truncated_fraction": Metric("share", "Episodes that the limit of turns or tokens ended."),
+    "episode/timed_out_fraction": Metric("share", "Episodes that took too long, or one call of their environment did."),
+    "env/<part>": Metric("", "Mean of a metric that the environment gives, over the episodes that have it."),
     "eval/accuracy": Metric("share", "Held-out completions whose first reward is at least `eval.threshold`."),
     "eval/graded_fraction": Metric(
         "share",
@@ -106,6 +118,8 @@ _GROUPS = {
     "rollout": "What the engine sampled.",
     "reward": "One line per reward of the run file.",
     "reward_errors": "A reward that fails scores 0 and is counted. The run stops only if a reward fails on every completion of a step.",
+    "episode": "How the attempts with an environment went. They are there in runs with an `environment`.",
+    "env": "One line per metric of the environment.",
     "eval": "Held-out prompts: before the first step, every `trainer.eval_every` steps, and after the last.",
     "time": "Where the seconds go.",
     "perf": "Speed and memory.",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollcall.algo.shaping import group_advantages
-from rollcall.config import Config
+from rollcall.config import Config, GroupAlgorithm
 from rollcall.durable.append_file import parse_row
 from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
 from rollcall.durable.journal import is_trained_row
@@ -170,7 +170,12 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
     advantages = (
         None
         if config is None
-        else group_advantages(group, config.algorithm, max_response_tokens=config.rollout.max_response_tokens)
+        else group_advantages(
+            group,
+            config.algorithm,
+            max_response_tokens=config.rollout.max_response_tokens,
+            environment=config.environment,
+        )
     )
     prompt = group.prompt
     return {
@@ -200,6 +205,8 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
 def _no_advantages(config: Config | None) -> str:
     if config is None:
         return "the run file cannot be read, so the algorithm is not known"
+    if isinstance(config.algorithm, GroupAlgorithm) and config.algorithm.advantage == "turn":
+        return "with advantage: turn each turn of an attempt has an advantage of its own, and they are not stored"
     return f"with {config.algorithm.name} and these settings an advantage depends on more than the group, and is not stored"
 
 

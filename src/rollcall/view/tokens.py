@@ -112,7 +112,12 @@ def show_tokens(
     one, score = group.completions[completion], group.scores[completion]
     advantages = None
     if config is not None:
-        found = group_advantages(group, config.algorithm, max_response_tokens=config.rollout.max_response_tokens)
+        found = group_advantages(
+            group,
+            config.algorithm,
+            max_response_tokens=config.rollout.max_response_tokens,
+            environment=config.environment,
+        )
         advantages = None if found is None else np.where(one.mask, found[completion], 0.0)
     ids = one.token_ids.tolist()
     columns: dict[str, Any] = {"id": ids, "logprob": _short(one.logprobs), "mask": one.mask.astype(int).tolist()}

@@ -1,0 +1,149 @@
+"""Episodes that were cut short, took too long or failed: kept, masked or dropped; and the metrics of episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from branching import make_branch, make_episode, make_group, make_turn
+
+from rollcall.algo.shaping import compared, group_advantages, has_signal, trained
+from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
+from rollcall.loop.rollout import Clock
+from rollcall.loop.samples import make_samples
+from rollcall.loop.step_metrics import batch_metrics
+from rollcall.loop.supply import Cursor, StepBatch
+from rollcall.observe.metrics import check_names
+from rollcall.types import EndReason, Group, Sample
+
+REASONS = {
+    EndReason.TURNS: "truncated", EndReason.TOKENS: "truncated", EndReason.TIMEOUT: "timed_out", EndReason.ERROR: "failed",
+}  # fmt: skip
+
+
+def environment(**treatments: Any) -> StepEnvironment:
+    return StepEnvironment(path="m:E", **{"truncated": "keep", "timed_out": "keep", "failed": "keep", **treatments})
+
+
+def group_of(*ends: EndReason, rewards: list[float], branches: Any = ()) -> Group:
+    turns = [make_turn(2, 1), make_turn(1, 0)]
+    return make_group(
+        [make_episode(turns, seed=seed, ended=end, branches=branches) for seed, end in enumerate(ends)], rewards
+    )
+
+
+def rows(group: Group, section: StepEnvironment | None, algorithm: Any = None) -> list[Sample]:
+    return make_samples(
+        [group],
+        algorithm=algorithm or DrGrpo(),
+        max_response_tokens=8,
+        reference=None,
+        values=None,
+        environment=section,
+    )
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_an_episode_is_kept_masked_or_dropped_by_why_it_ended(reason: EndReason) -> None:
+    branch = make_branch([4, 9], [True, False, True], seed=9)
+    group = group_of(EndReason.DONE, reason, EndReason.DONE, rewards=[1.0, 0.0, 0.5], branches=[branch])
+    kept = rows(group, environment())
+    assert [sample.attempt for sample in kept] == [0, 0, 1, 1, 2, 2] and all(sample.mask.any() for sample in kept)
+    masked = rows(group, environment(**{REASONS[reason]: "mask"}))
+    assert [bool(sample.mask.any()) for sample in masked] == [True, True, False, False, True, True]
+    assert masked[0].advantages[0] == kept[0].advantages[0] == 0.5, "the others are compared with it"
+    assert not masked[2].advantages.any()
+    dropped = rows(group, environment(**{REASONS[reason]: "drop"}))
+    assert [sample.attempt for sample in dropped] == [0, 0, 2, 2]
+    assert [sample.advantages[0] for sample in dropped] == [0.25, 0.25, -0.25, -0.25]
+    others = {name: "drop" for name in ("truncated", "timed_out", "failed") if name != REASONS[reason]}
+    assert len(rows(group, environment(**others))) == 6
+
+
+def test_a_group_with_one_attempt_left_has_no_signal() -> None:
+    group, drop = group_of(EndReason.DONE, EndReason.ERROR, rewards=[1.0, 0.0]), environment(failed="drop")
+    assert has_signal(group) and not has_signal(trained(group, drop))
+    assert len(compared(group, drop).completions) == 1
+    (sample,) = rows(group, drop)
+    assert not sample.advantages.any()
+
+
+def test_a_group_without_an_attempt_to_train_on_has_no_signal() -> None:
+    group = group_of(EndReason.ERROR, EndReason.TURNS, rewards=[1.0, 0.0])
+    assert has_signal(trained(group, environment()))
+    for section in (environment(failed="mask", truncated="mask"), environment(failed="drop", truncated="drop")):
+        assert not has_signal(trained(group, section))
+    assert rows(group, environment(failed="drop", truncated="drop")) == []
+    assert rows(group, environment(failed="drop", truncated="drop"), ReinforcePlusPlus()) == []
+
+
+def test_a_masked_attempt_is_a_baseline_and_a_signal_for_the_others() -> None:
+    group = group_of(EndReason.DONE, EndReason.ERROR, rewards=[1.0, 0.0])
+    assert has_signal(trained(group, environment(failed="mask")))
+
+
+def test_masked_attempts_do_not_shift_what_is_normalised_over_the_batch() -> None:
+    group = group_of(EndReason.DONE, EndReason.ERROR, EndReason.DONE, rewards=[1.0, -9.0, 0.0])
+    masked = rows(group, environment(failed="mask"), ReinforcePlusPlus())
+    tokens = np.concatenate([sample.advantages[sample.mask] for sample in masked])
+    assert tokens.mean() == pytest.approx(0, abs=1e-6) and not masked[1].advantages.any()
+
+
+def test_the_overlong_punishment_sees_the_attempts_that_are_compared() -> None:
+    algorithm = Dapo(overlong_buffer=4, overlong_penalty=1.0)
+    group = group_of(EndReason.DONE, EndReason.DONE, EndReason.TOKENS, rewards=[1.0, 1.0, 0.0])
+    assert any(sample.advantages.any() for sample in rows(group, environment(), algorithm))
+    dropped = rows(group, environment(truncated="drop"), algorithm)
+    assert not any(sample.advantages.any() for sample in dropped), "dynamic sampling would leave the group out"
+
+
+def test_the_page_shows_the_advantages_that_were_trained_on() -> None:
+    group = group_of(EndReason.DONE, EndReason.ERROR, EndReason.DONE, rewards=[1.0, 0.0, 0.5])
+    for treatment, expected in (("mask", [0.5, 0.0, 0.0]), ("drop", [0.25, 0.0, -0.25]), ("keep", [0.5, -0.5, 0.0])):
+        found = group_advantages(group, DrGrpo(), max_response_tokens=8, environment=environment(failed=treatment))
+        assert found is not None and found.tolist() == expected
+    assert group_advantages(group, Grpo(advantage="turn"), max_response_tokens=8) is None
+
+
+def test_plain_completions_are_kept_whatever_the_section_says() -> None:
+    episodes = group_of(EndReason.DONE, EndReason.DONE, rewards=[1.0, 0.0])
+    section = environment(truncated="drop", timed_out="drop", failed="drop")
+    assert compared(episodes, section) is episodes and trained(episodes, None) is episodes
+
+
+def test_the_metrics_of_episodes() -> None:
+    branch = make_branch([4, 9], [True, False, True], seed=9)
+    turns = [make_turn(2, 3, calls=2), make_turn(1, 0)]
+    group = make_group(
+        [
+            make_episode(turns, seed=0, metrics={"found": 1.0}, branches=[branch]),
+            make_episode(turns[:1], seed=1, ended=EndReason.TURNS, metrics={"found": 0.0, "lost": 2.0}),
+            make_episode([], seed=2, ended=EndReason.ERROR),
+            make_episode(turns, seed=3, ended=EndReason.TIMEOUT),
+        ],
+        [1.0, 0.0, 0.0, 0.0],
+    )
+    batch = StepBatch(
+        step=1, groups=[group], cursor=Cursor.of({"next_draw": 1}, where=""), num_refills=0, num_from_journal=0,
+        zero_variance=0.0, wall_s=1.0,
+    )  # fmt: skip
+    found = batch_metrics(batch, [], clock=Clock(), threshold=1.0, first_reward="environment")
+    check_names(found)
+    assert {name: value for name, value in found.items() if name.startswith(("episode/", "env/"))} == {
+        "episode/turns_mean": 5 / 4, "episode/tool_calls_mean": 6 / 4, "episode/failed_fraction": 0.25,
+        "episode/truncated_fraction": 0.25, "episode/timed_out_fraction": 0.25, "env/found": 0.5, "env/lost": 2.0,
+    }  # fmt: skip
+    assert found["rollout/tokens"] == 5 + 2 + 0 + 3, "sampled tokens, branches too; no observations"
+    assert found["rollout/response_length_mean"] == 2.5 and found["rollout/staleness_max"] == 0
+
+
+TURNS = {"environment": {"type": "step", "path": "m:E"}}
+
+
+def test_advantages_of_turns_need_rewards_of_turns() -> None:
+    assert parse_config({"algorithm": {"name": "grpo", "advantage": "turn", "gamma": 0.9}, **TURNS})
+    with pytest.raises(Exception, match="compares what the environment gives along the way"):
+        parse_config({"algorithm": {"name": "grpo", "advantage": "turn"}, "reward": [{"type": "exact"}], **TURNS})
+    with pytest.raises(Exception, match="add advantage: turn, or leave gamma out"):
+        parse_config({"algorithm": {"name": "grpo", "gamma": 0.9}})
