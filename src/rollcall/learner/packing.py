@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,8 +48,7 @@ def pack(
     return [_lay_out(samples, tree.rows, weights) for tree in trees]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     index: int  # of the sample
     ids: Ints  # what it feeds
     key: bytes  # the same
@@ -129,34 +128,34 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
                 kv_index.append(path[:stop])
         end += length - row.shared
         # The state that predicts response token t: the prompt's last for t = 0, that of response token t - 1 after that.
-        logit_index.append(path[prompt_end - 1 :][sample.mask])
+        logit_index.append(path[prompt_end - 1 :])
 
     indices = [row.index for row in rows]
+    chosen = [samples[index] for index in indices]
+    mask = np.concatenate([sample.mask for sample in chosen])
+    counts = [np.count_nonzero(sample.mask) for sample in chosen]
 
-    def masked(name: str) -> Floats:
-        return np.concatenate([getattr(samples[index], name)[samples[index].mask] for index in indices]).astype(
-            np.float32
-        )
+    def masked(name: str) -> np.ndarray:
+        return np.concatenate([getattr(sample, name) for sample in chosen])[mask]
 
-    optional = {name: masked(name) if getattr(samples[indices[0]], name) is not None else None for name in OPTIONAL}
-    counts = [len(places) for places in logit_index]
+    def floats(name: str) -> Floats:
+        return masked(name).astype(np.float32, copy=False)
+
     return MicroBatch(
         token_ids=np.concatenate(token_ids).astype(np.int64),
-        positions=np.concatenate(positions).astype(np.int64),
-        kv_index=np.concatenate(kv_index).astype(np.int64),
+        positions=np.concatenate(positions).astype(np.int64, copy=False),
+        kv_index=np.concatenate(kv_index).astype(np.int64, copy=False),
         cu_q=_ends(token_ids),
         cu_k=_ends(kv_index),
-        logit_index=np.concatenate(logit_index).astype(np.int64),
-        targets=np.concatenate([samples[index].response_ids[samples[index].mask] for index in indices]).astype(
-            np.int64
-        ),
-        row=np.repeat(np.arange(len(indices)), counts).astype(np.int64),
+        logit_index=np.concatenate(logit_index)[mask].astype(np.int64, copy=False),
+        targets=masked("response_ids").astype(np.int64),
+        row=np.repeat(np.arange(len(indices)), counts).astype(np.int64, copy=False),
         sample_index=np.array(indices, dtype=np.int64),
-        attempt=attempts_of([samples[index] for index in indices]),
-        weights=np.repeat(weights[indices], counts).astype(np.float32),
-        behaviour_logprobs=masked("behaviour_logprobs"),
-        advantages=masked("advantages"),
-        **optional,
+        attempt=attempts_of(chosen),
+        weights=np.repeat(weights[indices], counts).astype(np.float32, copy=False),
+        behaviour_logprobs=floats("behaviour_logprobs"),
+        advantages=floats("advantages"),
+        **{name: floats(name) if getattr(chosen[0], name) is not None else None for name in OPTIONAL},
     )
 
 
