@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from branching import compacted_group
 from ranks import Ranks
 from saved import save
 from test_learner import LONGEST, TEMPERATURE, make_samples, section, trainable
@@ -132,6 +133,23 @@ def test_every_architecture_is_divided_by_heads_and_columns(ranks: Ranks, archit
     expected = train(Gang.alone(), ALONE, architecture, 2)
     for changes in (BOTH, SEQUENCE):
         assert_same(ranks.run(train, changes, architecture, 2, size=4)[0], expected)
+
+
+def train_branches(gang: Gang, changes: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    learner = learner_of(gang, changes)
+    metrics = learner.update([row for draw in range(2) for row in compacted_group(draw=draw, turns=4, every=2)])
+    return [metrics], {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [pytest.param(2, FSDP, marks=pytest.mark.slow), (4, {**SEQUENCE, "tokens_per_microbatch": 60})],
+    ids=["fsdp", "2x2"],
+)
+def test_episodes_that_branch_have_the_same_curve(ranks: Ranks, size: int, changes: dict[str, Any]) -> None:
+    expected = train_branches(Gang.alone(), ALONE)
+    for found in ranks.run(train_branches, changes, size=size):
+        assert_same(found, expected)
 
 
 def keep_rows(
