@@ -126,7 +126,7 @@ def compacted_group(
 ) -> list[Sample]:
     rng = np.random.default_rng(seed + draw)
     system = rng.integers(2, 40, size=6).astype(np.int32)
-    shape = dict(system=system, turns=turns, every=every, tokens=tokens)
+    shape: dict[str, Any] = dict(system=system, turns=turns, every=every, tokens=tokens)
     return [row for place in range(attempts) for row in compacted_rows(rng, draw=draw, attempt=place, **shape)]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_group, make_turn
+from runs import column, finish
+from scripted import Scripted, says
+from test_episodes import game, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, trained
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
@@ -17,6 +21,7 @@ from rollcall.loop.supply import Cursor, StepBatch
 from rollcall.observe.metrics import check_names
 from rollcall.types import EndReason, Group, Sample
 
+assert scripted  # a fixture of these tests too
 REASONS = {
     EndReason.TURNS: "truncated", EndReason.TOKENS: "truncated", EndReason.TIMEOUT: "timed_out", EndReason.ERROR: "failed",
 }  # fmt: skip
@@ -147,3 +152,18 @@ def test_advantages_of_turns_need_rewards_of_turns() -> None:
         parse_config({"algorithm": {"name": "grpo", "advantage": "turn"}, "reward": [{"type": "exact"}], **TURNS})
     with pytest.raises(Exception, match="add advantage: turn, or leave gamma out"):
         parse_config({"algorithm": {"name": "grpo", "gamma": 0.9}})
+
+
+def test_a_step_without_an_episode_to_train_on_is_skipped_and_the_run_goes_on(tmp_path: Path, scripted: Any) -> None:
+    scripted(Scripted(lambda row, texts: says("1=")))
+    limits = (
+        "environment.max_turns=1",
+        "environment.truncated=drop",
+        "trainer.steps=2",
+        "algorithm.dynamic_sampling=true",
+    )
+    config = game(tmp_path, *limits, "algorithm.max_refills=1")
+    finish(config)
+    assert column(config, "train/skipped_fraction") == [1.0, 1.0] and column(config, "train/tokens") == [0.0, 0.0]
+    assert column(config, "episode/truncated_fraction") == [1.0, 1.0]
+    assert column(config, "train/zero_variance_groups") == [1.0, 1.0]

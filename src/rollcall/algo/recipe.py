@@ -262,7 +262,7 @@ def _group_advantages(
 
 
 def _turn_advantages(
-    algorithm: GroupAlgorithm,
+    algorithm: Grpo | DrGrpo | Dapo | Gspo | Cispo | Rloo,
     *,
     rewards: list[Floats],
     masks: Masks,
