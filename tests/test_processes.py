@@ -203,10 +203,8 @@ def test_a_killed_zygote_fails_what_runs_and_is_started_again() -> None:
         environments = made(f"{MODULE}:Hostile")
         with pytest.raises(EnvironmentFailed, match="forked from is gone"):
             async with episode(environments) as environment:
-                before = [
-                    *environments.pids,
-                    int((await environment.step(call("start"), [])).calls[0].result.split()[0]),
-                ]
+                started = (await environment.step(call("start"), [])).messages[0].content.split()
+                before = [*environments.pids, *map(int, started)]
                 os.kill(before[0], signal.SIGKILL)
                 await environment.step(call("hang"), [])
         await gone(before)

@@ -97,11 +97,19 @@ def process_ids() -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
-def descendants(pid: int) -> list[Process]:
-    """What it has started, and what these have."""
-    rows = [row for each in process_ids() if (row := read_row(each)) is not None]
-    found = [row.process for row in rows if row.parent == pid]
-    return [*found, *(below for process in found for below in descendants(process.pid))]
+def descendants(*pids: int) -> list[Process]:
+    """What they have started, and what these have."""
+    started: dict[int, list[Process]] = {}
+    for row in (read_row(each) for each in process_ids()):
+        if row is not None:
+            started.setdefault(row.parent, []).append(row.process)
+    found: list[Process] = []
+    wanted = list(pids)
+    while wanted:
+        below = started.pop(wanted.pop(0), [])
+        found += below
+        wanted += [process.pid for process in below]
+    return found
 
 
 def environment_of(pid: int) -> dict[str, str] | None:

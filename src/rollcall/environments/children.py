@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 from rollcall.environments.child import LENGTH, MAX_ANSWER_BYTES
 from rollcall.environments.protocol import EnvironmentFailed, StepResult
 from rollcall.errors import ConfigError
+from rollcall.process import descendants
 from rollcall.reward.confine import Confinement, environment
 from rollcall.reward.ending import how_it_ended
 from rollcall.words import visible
@@ -299,13 +300,18 @@ class Zygote:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._control.fileno())
         self._control.close()
+        orphans = [child.pid for child in self.children.values() if child.pid]
+        # While they live, each is still the parent of what left its group.
+        started = descendants(*orphans) if orphans else []
         os.close(self._lifeline_fd)
+        for kill, pid in [(os.killpg, pid) for pid in orphans] + [
+            (os.kill, each.pid) for each in started if each.is_alive()
+        ]:
+            try:
+                kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # it ended with its lifeline, or with its group
         for child in self.children.values():
-            if child.pid:
-                try:
-                    os.killpg(child.pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass  # it ended with its lifeline
             _settle(child, _GONE)
         self.children.clear()
 
