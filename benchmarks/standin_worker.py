@@ -81,6 +81,9 @@ class SleepEngine:
             running.note(self.version, now, self._pace.num_tokens)
         self.version = version
 
+    def end_session(self, session: str) -> None:
+        """Nothing is kept."""
+
     def _finish(self, running: _Running) -> Finished:
         running.note(self.version, running.end_s, self._pace.num_tokens)
         segments = tuple(Segment(version=version, num_tokens=count) for version, count in running.segments if count)
@@ -137,8 +140,10 @@ class StandIn:
         self.engine = SleepEngine(pace)
         self.seat = EngineSeat(self.engine, room=0)
 
-    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Advance:
-        return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
+    def advance(
+        self, requests: Sequence[Request], aborted: Sequence[str], ended: Sequence[str], give_back: int, look_s: float
+    ) -> Advance:
+        return self.seat.advance(requests, aborted, ended=ended, give_back=give_back, look_s=look_s)
 
     def score(self, samples: Sequence[Sample]) -> list[Said]:
         zeros = [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples]

@@ -60,8 +60,10 @@ def sampling(**changes: Any) -> Sampling:
     return Sampling(**{**plain, **changes})
 
 
-def request(prompt: np.ndarray, *, seeds: Sequence[int] = (1,), name: str = "r", **changes: Any) -> Request:
-    return Request(id=name, prompt_ids=prompt, seeds=tuple(seeds), sampling=sampling(**changes))
+def request(
+    prompt: np.ndarray, *, seeds: Sequence[int] = (1,), name: str = "r", session: str | None = None, **changes: Any
+) -> Request:
+    return Request(id=name, prompt_ids=prompt, seeds=tuple(seeds), sampling=sampling(**changes), session=session)
 
 
 def requests_for(prompts: list[np.ndarray], *, num_seeds: int = 2, **changes: Any) -> list[Request]:
@@ -543,3 +545,150 @@ def test_an_id_under_way_is_refused_and_free_again_afterwards(engine: Any) -> No
         engine.submit(request(prompt, name="twice"))
     assert set(finish(engine)) == {"twice"}
     assert set(run(engine, [request(prompt, name="twice")])) == {"twice"}
+
+
+# Sessions
+
+
+class Talk:
+    """Episodes of several turns, each with a session of its own or without: sampled tokens, then observation tokens."""
+
+    def __init__(
+        self, engine: Engine, prompts: list[np.ndarray], *, turns: int = 3, sessions: bool = True, **changes: Any
+    ):
+        self.engine, self.turns, self.sessions, self.changes = engine, turns, sessions, changes
+        self.ids = list(prompts)
+        self.requests: dict[str, Request] = {}
+        self.results: dict[str, tuple[Completion, ...]] = {}
+
+    def begin(self, episode: int, turn: int) -> None:
+        changes = {"max_tokens": 3 + (5 * episode + 3 * turn) % 11, "stop_token_ids": (EOS, 7), **self.changes}
+        self.requests[f"e{episode}/{turn}"] = one = request(
+            self.ids[episode],
+            name=f"e{episode}/{turn}",
+            seeds=(1000 * episode + turn,),
+            session=f"s{episode}" if self.sessions else None,
+            **changes,
+        )
+        self.engine.submit(one)
+
+    def poll(self) -> None:
+        """Every episode that got an answer goes on with the next turn at once."""
+        for item in self.engine.poll():
+            self.results[item.request_id] = item.completions
+            episode, turn = map(int, item.request_id[1:].split("/"))
+            (observed,) = random_prompts(1, lengths=(1, 9), seed=100 * episode + turn)
+            self.ids[episode] = np.concatenate((self.ids[episode], item.completions[0].token_ids, observed))
+            if turn + 1 < self.turns:
+                self.begin(episode, turn + 1)
+
+    def finish(self) -> dict[str, tuple[Completion, ...]]:
+        for _ in range(MOST_POLLS):
+            if not self.engine.num_unfinished:
+                return self.results
+            self.poll()
+        raise AssertionError(f"{self.engine.num_unfinished} requests are unfinished after {MOST_POLLS} polls")
+
+    def off_by(self, model: Any) -> float:
+        return off_by(model, list(self.requests.values()), self.results)
+
+
+def talk(engine: Engine, prompts: list[np.ndarray], **changes: Any) -> Talk:
+    """All episodes to their end."""
+    one = Talk(engine, prompts, **changes)
+    for episode in range(len(prompts)):
+        one.begin(episode, 0)
+    one.finish()
+    return one
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-tied", "qwen2-sliding"])
+def test_turns_of_sessions_are_exact_and_as_without(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
+    """Many at once, of different lengths, that end turns at different times; more of them than rows."""
+    model, prompts = kind.model(architecture), random_prompts(7, lengths=(1, 20))
+    for max_running in (16, 4):
+        kept = talk(kind.make(model, tokenizer, max_running=max_running, kv_tokens=None), prompts)
+        assert kept.off_by(model) < TOLERANCE and len(kept.results) == 7 * 3
+    plain = talk(kind.make(model, tokenizer, max_running=16, kv_tokens=None), prompts, sessions=False)
+    assert ids_of(kept.results) == ids_of(plain.results)
+
+
+def test_greedy_turns_of_sessions_are_as_without(engine: Any, model: Any) -> None:
+    prompts = random_prompts(5)
+    kept = talk(engine, prompts, temperature=0.0)
+    assert kept.off_by(model) < TOLERANCE
+    assert ids_of(kept.results) == ids_of(talk(engine, prompts, sessions=False, temperature=0.0).results)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.6])
+def test_sessions_give_way_to_running_completions(kind: EngineKind, tokenizer: Any, share: float) -> None:
+    """A cache with hardly more room than one episode needs."""
+    model, tight = kind.model(), kind.tight
+    room = int(tight.kv_tokens * share)
+    engine = kind.make(model, tokenizer, max_running=6, kv_tokens=room)
+    talked = talk(engine, random_prompts(8, lengths=tight.prompt_lengths), turns=3, max_tokens=tight.max_tokens // 3)
+    assert talked.off_by(model) < TOLERANCE and len(talked.results) == 8 * 3
+    whole = request(np.full(4, 5, dtype=np.int32), max_tokens=min(room, 250) - 4, stop_token_ids=())
+    assert len(run_one(engine, whole).token_ids) == min(room, 250) - 4, "kept KV takes no room from it"
+
+
+def test_a_weight_swap_between_and_within_turns_of_sessions_is_exact(
+    kind: EngineKind, model: Any, tokenizer: Any
+) -> None:
+    engine = kind.make(model, tokenizer, max_running=4, kv_tokens=None)
+    talked = Talk(engine, random_prompts(6), turns=4, max_tokens=20, stop_token_ids=(EOS, 7))
+    for episode in range(6):
+        talked.begin(episode, 0)
+    versions = [copy.deepcopy(model)]
+    for number in (1, 2, 3):
+        talked.poll()
+        talked.poll()
+        perturb(model, seed=number)
+        versions.append(copy.deepcopy(model))
+        kind.push_weights(engine, model, number)
+    results = talked.finish()
+    assert {segment.version for (one,) in results.values() for segment in one.segments} == {0, 1, 2, 3}
+    for name, (completion,) in results.items():
+        prompt, start = talked.requests[name].prompt_ids, 0
+        for segment in completion.segments:
+            expected = reference_logprobs(versions[segment.version], prompt, completion.token_ids).numpy()
+            end = start + segment.num_tokens
+            assert np.abs(expected - completion.logprobs)[start:end].max() < TOLERANCE
+            start = end
+
+
+def test_a_session_may_go_on_from_any_earlier_token(engine: Any, model: Any) -> None:
+    """History that was rewritten: only the tokens that agree are used."""
+    (prompt,) = random_prompts(1, lengths=(30, 30))
+    first = request(prompt, session="s", stop_token_ids=())
+    results = run(engine, [first])
+    whole = np.concatenate((prompt, results["r"][0].token_ids))
+    other = whole.copy()
+    other[25] = 4 + (other[25] - 3) % 36
+    requests = [first]
+    for number, ids in enumerate((other, whole[:20], whole[:1], whole, np.flip(whole).copy(), prompt)):
+        requests.append(request(ids, name=f"t{number}", seeds=(number,), session="s", stop_token_ids=()))
+        results |= run(engine, requests[-1:])
+    assert off_by(model, requests, results) < TOLERANCE
+
+
+def test_ended_and_aborted_sessions_can_be_used_again(engine: Any, model: Any) -> None:
+    prompts = random_prompts(2, lengths=(10, 20))
+    requests = [request(prompt, name=f"r{index}", session=f"s{index}") for index, prompt in enumerate(prompts)]
+    first = run(engine, requests)
+    engine.end_session("s0")
+    engine.end_session("s0")
+    engine.end_session("never seen")
+    engine.submit(request(prompts[1], name="gone", session="s1", max_tokens=100, stop_token_ids=()))
+    engine.poll()
+    engine.abort("gone")
+    finish(engine)
+    again = run(engine, requests)
+    assert ids_of(again) == ids_of(first) and off_by(model, requests, again) < TOLERANCE
+
+
+def test_a_session_with_several_seeds_is_refused(engine: Any) -> None:
+    (prompt,) = random_prompts(1)
+    with pytest.raises(ValueError, match="of session 's' has 2 seeds; .* give the request one seed"):
+        engine.submit(request(prompt, seeds=(1, 2), session="s"))
+    assert engine.num_unfinished == 0

@@ -15,7 +15,7 @@ import torch
 pytest.register_assert_rewrite("engine_contract")
 
 from engine_contract import *  # noqa: F403
-from engine_contract import TOLERANCE, EngineKind, Tight, ids_of, off_by, request, requests_for, run, run_one
+from engine_contract import TOLERANCE, EngineKind, Tight, ids_of, off_by, request, requests_for, run, run_one, talk
 from tiny import (
     ARCHITECTURES,
     compiles,
@@ -29,8 +29,10 @@ from tiny import (
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Request
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
+from rollcall.types import Completion
 
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
 
@@ -116,6 +118,31 @@ def test_sequences_past_the_first_rotary_table_are_exact(kind: EngineKind, token
     model = make_model(max_position_embeddings=1024).to(kind.device)
     requests = requests_for(random_prompts(2, lengths=(280, 300)), max_tokens=12)
     assert off_by(model, requests, run(make_engine(model, tokenizer), requests)) < TOLERANCE
+
+
+def test_a_turn_of_a_session_fills_only_what_is_new(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = make_engine(model, tokenizer)
+    talked = talk(engine, random_prompts(3, lengths=(20, 90)), turns=3)
+    ends = [len(talked.requests[f"e{episode}/2"].prompt_ids) - 1 for episode in range(3)]
+    sampled = [len(completion.token_ids) - 1 for name, (completion,) in talked.results.items() if name[-1] != "2"]
+    assert engine.runner.num_filled_tokens == sum(ends) - sum(sampled)  # type: ignore[attr-defined]
+    for episode in range(3):
+        engine.end_session(f"s{episode}")
+    before = engine.runner.num_filled_tokens  # type: ignore[attr-defined]
+    run(engine, [talked.requests["e0/2"]])
+    assert engine.runner.num_filled_tokens == before + ends[0]  # type: ignore[attr-defined]
+
+
+def test_kept_kv_takes_no_more_than_its_bound() -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    for kv_tokens in (None, 150):
+        engine = make_engine(model, tokenizer, max_running=3, kv_tokens=kv_tokens)
+        for number, prompt in enumerate(random_prompts(12, lengths=(20, 40))):
+            run(engine, [request(prompt, session=f"s{number}", max_tokens=8, stop_token_ids=())])
+            kept = engine.runner._kept  # type: ignore[attr-defined]
+            assert 0 < kept.num_tokens <= (kv_tokens or 3 * kept.longest)
+        engine.update_weights(1)
+        assert kept.num_tokens == 0 and not len(kept._sessions)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -221,12 +248,26 @@ def test_bfloat16_logprobs_stay_close_to_the_modules_own(device: str, architectu
     model = make_model(architecture, scale=2.0).to(device, torch.bfloat16)
     requests = requests_for(random_prompts(8), num_seeds=4, stop_token_ids=())
     results = run(make_engine(model, make_tokenizer(), max_running=32), requests)
+    assert _mean_difference(model, requests, results) < 0.05
+
+
+def _mean_difference(model: Any, requests: list[Request], results: dict[str, tuple[Completion, ...]]) -> float:
     differences = [
         np.abs(reference_logprobs(model, one.prompt_ids, completion.token_ids).numpy() - completion.logprobs)
         for one in requests
         for completion in results[one.id]
     ]
-    assert float(np.concatenate(differences).mean()) < 0.05
+    return float(np.concatenate(differences).mean())
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_bfloat16), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_bfloat16_sessions_stay_close_to_the_modules_own(device: str) -> None:
+    """On CUDA the new tokens of a turn go through flash attention over the kept blocks."""
+    model = make_model("qwen2-sliding", scale=2.0).to(device, torch.bfloat16)
+    talked = talk(make_engine(model, make_tokenizer()), random_prompts(6, lengths=(20, 90)), stop_token_ids=())
+    assert _mean_difference(model, list(talked.requests.values()), talked.results) < 0.05
 
 
 @pytest.mark.slow

@@ -288,6 +288,23 @@ def test_what_a_dead_engine_had_is_done_by_the_others_once_each() -> None:
     never.set()
 
 
+def test_a_session_is_ended_where_its_requests_were() -> None:
+    group, engine = fragile(2)
+    engine.update_weights(0)
+    ended: list[tuple[int, str]] = []
+    for number, stand_in in enumerate(group.workers[:2]):
+        stand_in.engine.end_session = lambda session, number=number: ended.append((number, session))
+    for turn in range(3):
+        engine.submit(make_request(str(turn), size=1, session="s"))
+        finish_all(engine)
+    engine.end_session("s")
+    engine.end_session("unknown")
+    engine.submit(make_request("other"))
+    engine.submit(make_request("another"))
+    finish_all(engine)
+    assert ended == [(0, "s")]
+
+
 def test_a_new_engine_serves_when_it_has_the_current_weights() -> None:
     group, engine = fragile(1, replace=lambda worker: group.revive(worker))
     engine.update_weights(7)

@@ -92,6 +92,9 @@ class FakeEngine:
     def update_weights(self, version: int) -> None:
         raise AssertionError("nobody updates")
 
+    def end_session(self, session: str) -> None:
+        raise AssertionError("there are no sessions")
+
 
 class FakeScorer:
     """Scores a completion by its seed, some polls after it was submitted."""

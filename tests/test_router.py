@@ -18,9 +18,9 @@ from rollcall.roles.router import RETRY_VERSIONS, RolloutWorker, Router
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 
 
-def make_request(name: object, *, size: int = 2) -> Request:
+def make_request(name: object, *, size: int = 2, session: str | None = None) -> Request:
     prompt = np.array([1], dtype=np.int32)
-    return Request(id=str(name), prompt_ids=prompt, seeds=tuple(range(size)), sampling=SAMPLING)
+    return Request(id=str(name), prompt_ids=prompt, seeds=tuple(range(size)), sampling=SAMPLING, session=session)
 
 
 @dataclass
@@ -179,6 +179,7 @@ class CountingEngine:
         self.version = self.num_preemptions = self.num_polls = self.most = 0
         self.requests: list[Request] = []
         self.aborted: list[str] = []
+        self.ended: list[str] = []
 
     @property
     def num_unfinished(self) -> int:
@@ -200,6 +201,9 @@ class CountingEngine:
 
     def update_weights(self, version: int) -> None:
         self.version = version
+
+    def end_session(self, session: str) -> None:
+        self.ended.append(session)
 
 
 def test_a_seat_gives_its_engine_what_it_has_room_for_and_the_rest_back() -> None:
@@ -237,3 +241,50 @@ def test_an_aborted_request_reaches_the_engine_even_where_there_is_no_room() -> 
     seat = EngineSeat(engine, room=2)
     seat.advance([make_request("a"), make_request("b"), make_request("c")], ["c"], give_back=0, look_s=5)
     assert engine.aborted == ["c"]
+
+
+def test_ended_sessions_reach_the_engine() -> None:
+    engine = CountingEngine()
+    EngineSeat(engine, room=2).advance([make_request("a")], [], ended=["s1", "s2"], give_back=0, look_s=5)
+    assert engine.ended == ["s1", "s2"]
+
+
+def turn_of(router: Router, session: str, turn: int) -> int:
+    """The worker that gets it."""
+    router.add(make_request(f"{session}/{turn}", size=1, session=session))
+    ((worker, _),) = router.hand_out()
+    return worker
+
+
+@pytest.mark.parametrize("weights", [None, [1, 1, 2]])
+def test_a_session_stays_with_its_worker_while_that_has_room(weights: list[float] | None) -> None:
+    workers = [RolloutWorker(worker=worker, node_rank=worker, name=f"w{worker}") for worker in range(3)]
+    router = Router(workers, room=2, node_weights=weights, clock=lambda: 0.0)
+    homes = {f"s{number}": turn_of(router, f"s{number}", 0) for number in range(6)}
+    assert set(homes.values()) == {0, 1, 2}
+    for turn in (1, 2):
+        for session in reversed(homes):
+            router.finish(f"{session}/{turn - 1}")
+            assert turn_of(router, session, turn) == homes[session]
+    for session in homes:
+        router.finish(f"{session}/2")
+    assert router.end_session("s0") == [homes["s0"]] and router.end_session("s0") == []
+
+
+def test_a_session_moves_when_its_worker_is_full_or_gone_and_stays_there() -> None:
+    workers = [RolloutWorker(worker=worker, node_rank=0, name=f"w{worker}") for worker in range(2)]
+    router = Router(workers, room=1, node_weights=None, clock=lambda: 0.0)
+    first = turn_of(router, "s", 0)
+    router.finish("s/0")
+    router.add(make_request("big", size=1))
+    ((busy, _),) = router.hand_out()
+    assert busy == first == 0
+    assert turn_of(router, "s", 1) == 1
+    router.finish("big")
+    router.finish("s/1")
+    assert turn_of(router, "s", 2) == 1
+    router.finish("s/2")
+    router.lose(1)
+    assert turn_of(router, "s", 3) == 0
+    router.finish("s/3")
+    assert router.end_session("s") == [0]

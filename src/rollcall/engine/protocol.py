@@ -21,12 +21,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and one seed for each completion. Only the seeds decide the draws, not what else is in the batch."""
+    """A prompt and one seed for each completion. Only the seeds decide the draws, not what else is in the batch.
+
+    Requests of one ``session`` extend each other: the prompt of a later one holds all tokens so far. The engine may keep their
+    KV from one to the next, so that it computes only what is new; the results are the same without.
+    """
 
     id: str
     prompt_ids: Ints
     seeds: tuple[int, ...]
     sampling: Sampling
+    session: str | None = None  # with one seed only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,4 +67,8 @@ class Engine(Protocol):
 
     def update_weights(self, version: int) -> None:
         """The parameters this engine reads have changed: drop what was computed from the old ones."""
+        ...
+
+    def end_session(self, session: str) -> None:
+        """No request of this session comes any more: free what is kept for it. Unknown ones are fine."""
         ...

@@ -49,6 +49,11 @@ def check_fits(request: Request, *, running: Container[str], max_positions: int,
     """Refuse a request that an engine with this many positions and this much KV room could never finish."""
     if request.id in running:
         raise ValueError(f"request {request.id!r} is already running; give each request its own id")
+    if request.session is not None and len(request.seeds) != 1:
+        raise ValueError(
+            f"request {request.id!r} of session {request.session!r} has {len(request.seeds)} seeds; a session goes on from one "
+            "completion: give the request one seed, and each completion a session of its own"
+        )
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
     if num_new < 1:
         raise ValueError(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")

@@ -148,7 +148,7 @@ def _bucketed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: floa
             tensor.index_select(0, rows).unflatten(0, (bucket.count, -1)).transpose(1, 2)
             for tensor, rows in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
         )
-        mask = _end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
+        mask = end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
         attended = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -175,7 +175,7 @@ class _GroupedAttention(torch.autograd.Function):
                 x.index_select(0, rows).view(bucket.count * kv_heads, -1, x.shape[1])
                 for x, rows in ((flat_q, q_places), (flat_k, k_places), (flat_v, k_places))
             )
-            mask = _end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
+            mask = end_aligned_mask(bucket.q_length, bucket.k_length, window, q.device)
             hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf).repeat(groups, 1)
             attended, kept = attend(queries, keys, values, hidden, scale)
             flat_out.index_copy_(0, q_places, attended.flatten(0, 1))
@@ -258,7 +258,7 @@ def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:
     return (rows.view(count, 1, -1) * heads + torch.arange(heads).view(1, heads, 1)).flatten()
 
 
-def _end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.device) -> Tensor:
+def end_aligned_mask(q_length: int, k_length: int, window: int, device: torch.device) -> Tensor:
     queries = torch.arange(k_length - q_length, k_length, device=device)
     distance = queries[:, None] - torch.arange(k_length, device=device)
     mask = distance >= 0

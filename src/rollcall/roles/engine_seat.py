@@ -55,13 +55,23 @@ class EngineSeat:
             self.engine.update_weights(version)
         self._held_at, self.served = None, version
 
-    def advance(self, requests: Sequence[Request], aborted: Sequence[str], *, give_back: int, look_s: float) -> Advance:
-        """Take requests in, and decode until one is finished or ``look_s`` has passed."""
+    def advance(
+        self,
+        requests: Sequence[Request],
+        aborted: Sequence[str],
+        *,
+        give_back: int,
+        look_s: float,
+        ended: Sequence[str] = (),
+    ) -> Advance:
+        """Take requests in, and decode until one is finished or ``look_s`` has passed. ``ended``: sessions."""
         self._waiting.extend(requests)
         returned = [self._waiting.pop().id for _ in range(min(give_back, len(self._waiting)))]
         self._begin(aborted)
         for request_id in aborted:
             self.engine.abort(request_id)
+        for session in ended:
+            self.engine.end_session(session)
         if self._held_at != self.engine.version:
             self._held_at = None
         finished: list[Finished] = []

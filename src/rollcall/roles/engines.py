@@ -45,6 +45,7 @@ class _Line:
 
     new: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)  # sessions
     give_back: int = 0
     held_at: int | None = None
     calls: list[Any] = field(default_factory=list)
@@ -112,6 +113,11 @@ class RemoteEngine:
         worker = self._router.worker_of(request_id)
         if worker is not None:
             self._lines[worker].aborted.append(request_id)
+
+    def end_session(self, session: str) -> None:
+        """Goes along with the next call: what a process without work keeps is in nobody's way."""
+        for worker in self._router.end_session(session):
+            self._lines[worker].ended.append(session)
 
     def poll(self) -> list[Finished]:
         if not self._is_waiting:
@@ -240,8 +246,8 @@ class RemoteEngine:
                     self._advance(worker, line)
 
     def _advance(self, worker: int, line: _Line) -> None:
-        arguments = (line.new, line.aborted, line.give_back, self._look_s)
-        line.new, line.aborted, line.give_back = [], [], 0
+        arguments = (line.new, line.aborted, line.ended, line.give_back, self._look_s)
+        line.new, line.aborted, line.ended, line.give_back = [], [], [], 0
         line.calls.append(self._team.group.run_single_worker_single_data("advance", worker, *arguments))
 
     def update_weights(self, version: int) -> None:

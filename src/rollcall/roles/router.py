@@ -8,6 +8,9 @@ can decode at once (``room``, in completions) and one more, to start as soon as 
   worker gets no request that the others would finish sooner. Near the end, requests that a busy worker has not started go
   to an idle one.
 
+A request of a session goes to the worker that had the session's last one, if that worker can start it at once: it may still have
+the KV. Elsewhere it takes longer and gives the same.
+
 Speed is measured: completions per second while a worker has any, and seconds from sending a request to its return. Old
 measurements fade, so a node that slows down or recovers is noticed. A worker that was too slow for any work is tried again
 with one request: first after two weight versions, then after longer and longer pauses.
@@ -95,9 +98,10 @@ class Router:
         self._weights: Mapping[int, float] = {0: 1.0}
         self._num_given: dict[int, int] = {}  # requests by pool
         self._pool_of: dict[str, _Pool] = {}
+        self._sessions: dict[str, list[int]] = {}  # session -> the workers that had requests of it, the latest last
         self._by_node = node_weights is not None
         if node_weights is None:
-            self._pools[0] = _Pool(workers, room=room, clock=clock)
+            self._pools[0] = _Pool(workers, room=room, clock=clock, sessions=self._sessions)
             return
         nodes = sorted({one.node_rank for one in workers})
         self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
@@ -108,7 +112,7 @@ class Router:
             )
         for rank in self._weights:
             here = [one for one in workers if one.node_rank == rank]
-            self._pools[rank] = _Pool(here, room=room, clock=clock)
+            self._pools[rank] = _Pool(here, room=room, clock=clock, sessions=self._sessions)
 
     @property
     def num_unfinished(self) -> int:
@@ -124,20 +128,28 @@ class Router:
         return sum(len(pool.seats) for pool in self._pools.values())
 
     def add(self, request: Request) -> None:
-        """Queue a request for the node that is furthest behind its share."""
-        pool = self._pool_of[request.id] = self._pools[self._next_pool()]
+        """Queue a request for the node of its session, else for the node that is furthest behind its share."""
+        homes = [rank for rank in self._weights if self._pools[rank].home(request) is not None]
+        pool = self._pool_of[request.id] = self._pools[self._next_pool(homes)]
         pool.queue.append(request)
 
-    def _next_pool(self) -> int:
-        """A pool with workers, if there is one."""
-        able = [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
+    def _next_pool(self, among: Sequence[int] = ()) -> int:
+        """One of these pools, else one with workers, if there is one."""
+        able = among or [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1
         return rank
 
+    def end_session(self, session: str) -> list[int]:
+        """The workers that had requests of it."""
+        return self._sessions.pop(session, [])
+
     def lose(self, worker: int) -> list[str]:
         """This worker is gone: its requests go to the front of the queue, in their order; returns their ids."""
         returned: list[str] = []
+        for had in self._sessions.values():
+            if worker in had:
+                had.remove(worker)
         for pool in self._pools.values():
             if worker in pool.seats:
                 returned += pool.lose(worker)
@@ -190,12 +202,26 @@ class Router:
 class _Pool:
     """Workers that share one queue."""
 
-    def __init__(self, workers: Sequence[RolloutWorker], *, room: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[RolloutWorker],
+        *,
+        room: int,
+        clock: Callable[[], float],
+        sessions: dict[str, list[int]],
+    ) -> None:
+        """``sessions`` is the router's, and kept up here."""
         self.seats = {one.worker: one for one in workers}
         self.queue: deque[Request] = deque()
         self._room = room
         self._size = 1  # completions of a request, by the last one
         self._clock = clock
+        self._sessions = sessions
+
+    def home(self, request: Request) -> RolloutWorker | None:
+        """The worker that had the last request of the same session, if it is one of these."""
+        had = self._sessions.get(request.session, []) if request.session is not None else []
+        return self.seats.get(had[-1]) if had else None
 
     def hand_out(self, version: int) -> list[tuple[int, Request]]:
         out: list[tuple[int, Request]] = []
@@ -206,7 +232,9 @@ class _Pool:
         speeds = self._speeds(now)
         while self.queue:
             size = len(self.queue[0].seeds)
-            seat = self._best(size, waiting=waiting, version=version, speeds=speeds)
+            seat = self.home(self.queue[0])
+            if seat is None or not self._has_place(seat, size):
+                seat = self._best(size, waiting=waiting, version=version, speeds=speeds)
             if seat is None:
                 break
             out.append(self._give(seat, self.queue.popleft(), version=version, now=now))
@@ -219,7 +247,7 @@ class _Pool:
         if request is None or not self.seats:
             return None
         self.queue.remove(request)
-        seat = min(self.seats.values(), key=lambda seat: seat.load)
+        seat = self.home(request) or min(self.seats.values(), key=lambda seat: seat.load)
         return self._give(seat, request, version=seat.version, now=self._clock())
 
     def lose(self, worker: int) -> list[str]:
@@ -291,6 +319,9 @@ class _Pool:
         seat.load += given.size
         self._size = given.size
         seat.version = version
+        if request.session is not None:
+            had = self._sessions.setdefault(request.session, [])
+            had[:] = [worker for worker in had if worker != seat.worker] + [seat.worker]
         return seat.worker, request
 
     def _best(self, size: int, *, waiting: int, version: int, speeds: _Speeds) -> RolloutWorker | None:

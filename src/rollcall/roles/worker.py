@@ -178,10 +178,13 @@ class RoleWorker(Trained):
 
     # The engine
 
-    def advance(self, requests: Sequence[Request], aborted: Sequence[str], give_back: int, look_s: float) -> Advance:
-        """Take requests in, decode for a moment, and give back up to ``give_back`` requests that are not started."""
+    def advance(
+        self, requests: Sequence[Request], aborted: Sequence[str], ended: Sequence[str], give_back: int, look_s: float
+    ) -> Advance:
+        """Take requests in, decode for a moment, and give back up to ``give_back`` requests that are not started. ``ended``:
+        sessions."""
         assert self.seat is not None
-        return self.seat.advance(requests, aborted, give_back=give_back, look_s=look_s)
+        return self.seat.advance(requests, aborted, ended=ended, give_back=give_back, look_s=look_s)
 
     def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
         """Receive this version from the actor's process, which invited this one by that name, and sample from it."""

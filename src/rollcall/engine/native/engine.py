@@ -84,15 +84,21 @@ class NativeEngine:
         for sequence in self._requests.get(request_id, []):
             if sequence.finish is None:
                 sequence.finish = FinishReason.ABORT
+                if sequence.request.session is not None:
+                    self.end_session(sequence.request.session)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.request.id != request_id)
         self._remove_finished()
 
     def update_weights(self, version: int) -> None:
         """KV made by old weights is never mixed with new ones: every running sequence is filled again."""
         self.version = version
+        self.runner.forget(None)
         for row in reversed(range(len(self._running))):
             self._waiting.appendleft(self._drop(row))
         self._waiting = deque(sorted(self._waiting, key=lambda sequence: sequence.order))
+
+    def end_session(self, session: str) -> None:
+        self.runner.forget(session)
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -125,6 +131,9 @@ class NativeEngine:
         self._remove_finished()
 
     def _remove_finished(self) -> None:
+        kept = {row: sequence for row, sequence in enumerate(self._running) if _leaves_kv(sequence)}
+        if kept:
+            self.runner.keep(kept)
         for row in reversed(range(len(self._running))):
             if self._running[row].finish is not None:
                 self._drop(row)
@@ -135,6 +144,10 @@ class NativeEngine:
         self._running[row] = self._running[-1]
         self._running.pop()
         return sequence
+
+
+def _leaves_kv(sequence: Sequence) -> bool:
+    return sequence.request.session is not None and sequence.finish not in (None, FinishReason.ABORT)
 
 
 def _extend(sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:

@@ -17,36 +17,48 @@ from rollcall.model.decoder import Decoder
 Store = Callable[[int, Tensor, Tensor], None]
 """(layer, k [N, Hkv, D], v [N, Hkv, D]): keep these; N runs over the fills' tokens end to end."""
 
+AttendPast = Callable[[int, Tensor], Tensor]
+"""(layer, q [N, H, D]) -> [N, H * D]: attention of the tokens of the fills with a past over all that is stored."""
 
-def run_fills(decoder: Decoder, fills: list[Fill], store: Store) -> int:
-    """Compute the keys and values of all fills, in the given order; how many tokens that was."""
+
+def run_fills(decoder: Decoder, fills: list[Fill], store: Store, attend_past: AttendPast) -> int:
+    """Compute the keys and values of all fills, in the given order, those with a past last; how many tokens that was."""
     lengths = [len(fill.token_ids) for fill in fills]
     ids = np.concatenate([fill.token_ids for fill in fills]).astype(np.int64)
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    positions = np.concatenate([fill.past + np.arange(len(fill.token_ids)) for fill in fills])
     device = decoder.device
-    cumulative = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-    scale = decoder.head_dim**-0.5
+    fresh = [len(fill.token_ids) for fill in fills if not fill.past]
+    num_fresh = sum(fresh)
+    cumulative = torch.tensor([0, *np.cumsum(fresh)], dtype=torch.int32, device=device)
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store(index, k, v)
+        if not num_fresh:
+            return attend_past(index, q)
         window = decoder.layers[index].window
-        if runs_flash(device, decoder.dtype):
-            out = flash(
-                q,
-                k,
-                v,
-                cu_q=cumulative,
-                cu_k=cumulative,
-                max_q=max(lengths),
-                max_k=max(lengths),
-                scale=scale,
-                window=window,
-            )
-            return out.reshape(len(q), -1)
-        return _equal_length_runs(q, k, v, lengths, window)
+        out = _attend_fresh(*(x[:num_fresh] for x in (q, k, v)), cumulative=cumulative, lengths=fresh, window=window)
+        return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))
 
     decoder.forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attend)
-    return len(ids)
+    return sum(lengths)
+
+
+def _attend_fresh(q: Tensor, k: Tensor, v: Tensor, *, cumulative: Tensor, lengths: list[int], window: int) -> Tensor:
+    if not runs_flash(q.device, q.dtype):
+        return _equal_length_runs(q, k, v, lengths, window)
+    longest = max(lengths)
+    out = flash(
+        q,
+        k,
+        v,
+        cu_q=cumulative,
+        cu_k=cumulative,
+        max_q=longest,
+        max_k=longest,
+        scale=q.shape[-1] ** -0.5,
+        window=window,
+    )
+    return out.reshape(len(q), -1)
 
 
 def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int) -> Tensor:

@@ -5,7 +5,8 @@ draw counters advance there, tokens and log-probs collect in a buffer that is re
 that state exactly (it is a function of the number of steps), so it can change rows between chunks and send the whole
 state again.
 
-Blocks of a prompt that several completions share are counted, not copied; only the last, partly filled one is.
+Blocks of a prompt that several completions share are counted, not copied; only the last, partly filled one is. Blocks of a
+session stay between its requests, also counted. They go, oldest first, when rows need the room.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, plan_fills
+from rollcall.engine.native.kept import Kept, KeptSessions
+from rollcall.engine.native.past import attend_packed
+from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, order_fills, plan_fills
 from rollcall.engine.native.sampler import truncate
 from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
@@ -27,6 +30,7 @@ from rollcall.model.decoder import Decoder
 BLOCK = 64  # tokens per KV block
 CHUNK = 16  # steps between two looks at the results
 FILL_TOKENS = 32768  # packed tokens of one fill
+PAST = 16  # tokens whose keys are read for a fill take less memory than one token that is computed
 
 
 class PagedRunner:
@@ -43,6 +47,7 @@ class PagedRunner:
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._pool = BlockPool(num_blocks)
         self._blocks: list[list[int]] = []  # per row
+        self._kept: KeptSessions[list[int]] = KeptSessions()
         self.num_rows = 0
         self.num_filled_tokens = 0
 
@@ -71,9 +76,14 @@ class PagedRunner:
         first = self.num_rows
         prefixes: dict[str, list[int]] = {}  # full blocks of a prompt whose first completion was just admitted
         copies: list[tuple[int, int]] = []
+        past: dict[int, int] = {}
         count = 0
-        for sequence in sequences[: self.max_running - self.num_rows]:
-            blocks = self._blocks_for(sequence, prefixes, copies)
+        for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=first):
+            kept = self._kept.take(sequence.request.session)
+            if kept is None:
+                blocks = self._blocks_for(sequence, prefixes, copies)
+            else:
+                blocks, past[row] = self._blocks_after(kept, sequence)
             if blocks is None:
                 break
             self._blocks.append(blocks)
@@ -85,7 +95,7 @@ class PagedRunner:
         for row, sequence in enumerate(admitted, start=first):
             self._rows.set(row, sequence)
             self._grow_tables(sequence.limit)
-        self._fill(plan_fills(admitted, first))
+        self._fill(plan_fills(admitted, first, past={row: count for row, count in past.items() if count}))
         if copies:
             source, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
             self._cache[:, :, target] = self._cache[:, :, source]
@@ -96,7 +106,7 @@ class PagedRunner:
             needed = min(int(self._rows.position[row]) + steps, int(self._rows.limit[row]))
             missing = -(-needed // BLOCK) - len(self._blocks[row])
             if missing > 0:
-                new = self._pool.take(missing)
+                new = self._take(missing)
                 if new is None:
                     return False
                 self._blocks[row] += new
@@ -126,6 +136,41 @@ class PagedRunner:
         self._rows.move(last, to=row)
         self.num_rows = last
 
+    def keep(self, rows: dict[int, Sequence]) -> None:
+        for row, sequence in rows.items():
+            session, ids = sequence.request.session, sequence.all_ids()[:-1]
+            assert session is not None
+            blocks = self._blocks[row][: -(-len(ids) // BLOCK)]
+            self._pool.share(blocks)
+            self._give_back(self._kept.put(Kept(session=session, ids=ids, kv=blocks)))
+
+    def forget(self, session: str | None) -> None:
+        for kept in self._kept.take_all() if session is None else [self._kept.take(session)]:
+            self._give_back(kept)
+
+    def _give_back(self, kept: Kept[list[int]] | None) -> None:
+        if kept is not None:
+            self._pool.give_back(kept.kv)
+
+    def _take(self, count: int) -> list[int] | None:
+        """Free blocks, those of sessions if there are no others; None: not as many."""
+        while (blocks := self._pool.take(count)) is None and len(self._kept):
+            self._give_back(self._kept.take_oldest())
+        return blocks
+
+    def _blocks_after(self, kept: Kept[list[int]], sequence: Sequence) -> tuple[list[int] | None, int]:
+        """The kept blocks as far as the tokens agree, and new ones behind them; of how many tokens there is KV. A session is
+        one sequence after the other, so nobody else reads the last block, which the sequence writes on."""
+        num_tokens = kept.num_shared(sequence)
+        full = -(-num_tokens // BLOCK)
+        total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
+        new = self._take(total - full)
+        if new is None:
+            self._kept.put(kept)
+            return None, 0
+        self._pool.give_back(kept.kv[full:])
+        return kept.kv[:full] + new, num_tokens
+
     def _blocks_for(
         self, sequence: Sequence, prefixes: dict[str, list[int]], copies: list[tuple[int, int]]
     ) -> list[int] | None:
@@ -134,12 +179,12 @@ class PagedRunner:
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
         siblings = prefixes.get(sequence.request.id) if not sequence.token_ids else None
         if siblings is None:
-            blocks = self._pool.take(total)
+            blocks = self._take(total)
             if blocks is not None and not sequence.token_ids:
                 prefixes[sequence.request.id] = blocks[: -(-filled // BLOCK)]
             return blocks
         full = filled // BLOCK
-        own = self._pool.take(total - full)
+        own = self._take(total - full)
         if own is None:
             return None
         self._pool.share(siblings[:full])
@@ -164,28 +209,41 @@ class PagedRunner:
     def _fill(self, fills: list[Fill]) -> None:
         """Compute each fill once, into the blocks of its first row; the sharing was arranged by admit."""
         batch: list[Fill] = []
-        for fill in sorted(fills, key=lambda fill: len(fill.token_ids)):
-            if batch and sum(len(other.token_ids) for other in batch) + len(fill.token_ids) > FILL_TOKENS:
+        size = 0
+        for fill in order_fills(fills):
+            own = len(fill.token_ids) + fill.past // PAST
+            if batch and size + own > FILL_TOKENS:
                 self._run_fill(batch)
-                batch = []
+                batch, size = [], 0
             batch.append(fill)
+            size += own
         if batch:
             self._run_fill(batch)
 
     def _run_fill(self, fills: list[Fill]) -> None:
-        slots: list[np.ndarray] = []
-        for fill in fills:
-            positions = np.arange(len(fill.token_ids))
-            blocks = np.array(self._blocks[fill.rows[0]])
-            slots.append(blocks[positions // BLOCK] * BLOCK + positions % BLOCK)
-        target = torch.from_numpy(np.concatenate(slots)).to(self.decoder.device)
+        target = self._slots([(fill.rows[0], fill.past, fill.past + len(fill.token_ids)) for fill in fills])
+        extending = [fill for fill in fills if fill.past]
+        context = self._slots([(fill.rows[0], 0, fill.past + len(fill.token_ids)) for fill in extending])
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
             keys, values = self._cache[index].view(2, -1, *k.shape[1:])
             keys[target] = k
             values[target] = v
 
-        self.num_filled_tokens += run_fills(self.decoder, fills, store)
+        def attend_past(index: int, q: Tensor) -> Tensor:
+            keys, values = self._cache[index].flatten(1, 2)
+            window = self.decoder.layers[index].window
+            return attend_packed(q, keys[context], values[context], extending, window=window)
+
+        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past)
+
+    def _slots(self, parts: list[tuple[int, int, int]]) -> Tensor:
+        """Where the tokens of these parts (row, from, to) lie in the cache, end to end."""
+        slots: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+        for row, start, end in parts:
+            positions = np.arange(start, end)
+            slots.append(np.array(self._blocks[row])[positions // BLOCK] * BLOCK + positions % BLOCK)
+        return torch.from_numpy(np.concatenate(slots)).to(self.decoder.device)
 
     def _upload(self) -> None:
         rows = self.num_rows

@@ -5,6 +5,9 @@ came later starts further right. So a step writes one plain slice, and attention
 the fast way (``attention.cpu_way``), it is two batched products, and keys lie transposed in memory for the first; else it
 is torch's fused kernel, and keys lie as values do. Both keep keys under the same shape. Room is rows x columns, which is
 what the memory really is. It is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
+
+The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room. Where room has
+no limit, it takes at most what ``max_running`` rows of its longest would take.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.engine.native.extend import plan_extensions
 from rollcall.engine.native.fill import run_fills
-from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, plan_fills
+from rollcall.engine.native.kept import Kept
+from rollcall.engine.native.kept_rows import KeptRow, KeptRows, Leaving, Plane, Returning
+from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample
 from rollcall.engine.uniform import uniforms
 from rollcall.model.attention import Way, cpu_way
@@ -53,6 +59,7 @@ class RowRunner:
         self._column = 0  # where the next token of every row goes
         self._rows = RowState(max_running)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
+        self._kept = KeptRows()
 
     @property
     def room(self) -> int:
@@ -64,11 +71,17 @@ class RowRunner:
 
     def admit(self, sequences: list[Sequence]) -> int:
         count, longest = 0, int(self._rows.position[: self.num_rows].max(initial=0)) + 1
-        for sequence in sequences[: self.max_running - self.num_rows]:
+        taken: dict[int, tuple[Kept[KeptRow], int]] = {}  # by row
+        for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=self.num_rows):
             longest = max(longest, sequence.length)
+            kept = self._kept.take(sequence)
             # One more step must fit as well, or the next reserve would throw the newcomer out again.
-            if not self._fits(self.num_rows + count + 1, min(longest + 1, max(longest, sequence.limit))):
+            if not self._make_fit(row + 1, min(longest + 1, max(longest, sequence.limit))):
+                if kept is not None:
+                    self._kept.put_back(kept[0])
                 break
+            if kept is not None:
+                taken[row] = kept
             count += 1
         if count == 0:
             return 0
@@ -80,7 +93,9 @@ class RowRunner:
             self.decoder.grow_rope(sequence.limit)
         self._draw_uniforms(admitted, first)
         self._make_room(steps=1, live=(first, lead))
-        fills = plan_fills(admitted, first)
+        if taken:
+            self._restore(taken)
+        fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
         if fills:
             self._fill(fills)
         return count
@@ -89,7 +104,7 @@ class RowRunner:
         rows = self.num_rows
         needed = int(np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows]).max())
         lead = int(self._rows.position[:rows].max())
-        if not self._fits(rows, needed):
+        if not self._make_fit(rows, needed):
             return False
         self._make_room(steps=needed - lead, live=(rows, lead))
         return True
@@ -116,8 +131,55 @@ class RowRunner:
             self._uniform[row] = self._uniform[last]
         self.num_rows = last
 
+    @torch.inference_mode()
+    def keep(self, rows: dict[int, Sequence]) -> None:
+        leaving: list[Leaving] = []
+        for row, sequence in rows.items():
+            session, ids = sequence.request.session, sequence.all_ids()[:-1]
+            assert session is not None
+            self._kept.forget(session)
+            leaving.append(Leaving(session=session, ids=ids, row=row, past=int(self._rows.position[row])))
+        longest = max(row.past for row in leaving)
+        if self.kv_tokens is None:
+            room = self.max_running * max(longest, self._kept.longest)
+        else:
+            room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
+        while self._kept.num_tokens + len(leaving) * longest > room and self._kept.forget_oldest():
+            pass
+        self._kept.put(leaving, self._planes(), end=self._column)
+
+    def forget(self, session: str | None) -> None:
+        if session is None:
+            self._kept.forget_all()
+        else:
+            self._kept.forget(session)
+
+    @torch.inference_mode()
+    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> None:
+        returning = [
+            Returning(kept=kept, num_tokens=count, row=row, column=self._column - int(self._rows.position[row]))
+            for row, (kept, count) in taken.items()
+        ]
+        self._kept.restore(returning, self._planes())
+
+    def _planes(self) -> list[Plane]:
+        shape = (self._capacity[0], self.decoder.num_kv_heads)
+        transposed = self._attend is attend_by_products  # keys, in memory
+        keys = [
+            Plane(layer.unflatten(0, shape), 3) if transposed else Plane(layer.transpose(1, 2).unflatten(0, shape), 2)
+            for layer in self._keys
+        ]
+        return keys + [Plane(layer.unflatten(0, shape), 2) for layer in self._values]
+
     def _fits(self, rows: int, length: int) -> bool:
-        return self.kv_tokens is None or rows * length <= self.kv_tokens
+        return self.kv_tokens is None or rows * length + self._kept.num_tokens <= self.kv_tokens
+
+    def _make_fit(self, rows: int, length: int) -> bool:
+        """Whether it fits when sessions give way."""
+        while not self._fits(rows, length):
+            if not self._kept.forget_oldest():
+                return False
+        return True
 
     def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
         """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
@@ -199,7 +261,7 @@ class RowRunner:
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
-        fills = sorted(fills, key=lambda fill: len(fill.token_ids))
+        fills = order_fills(fills)
         source, row, column = self._copy_plan(fills)
         heads = self.decoder.num_kv_heads
         seats = row[:, None] * heads + torch.arange(heads)  # [copies, Hkv]
@@ -208,7 +270,25 @@ class RowRunner:
             self._keys[index][seats, :, column[:, None]] = k[source].float()
             self._values[index][seats, column[:, None]] = v[source].float()
 
-        self.num_filled_tokens += run_fills(self.decoder, fills, store)
+        extensions = plan_extensions(fills, kv_heads=heads)
+
+        def attend_past(index: int, q: Tensor) -> Tensor:
+            outs: list[Tensor] = []
+            for extension in extensions:
+                columns = slice(self._column - extension.longest, self._column)
+                keys, values = self._keys[index][:, :, columns], self._values[index][:, columns]
+                outs.append(
+                    extension.attend(
+                        q,
+                        keys[extension.seats],
+                        values[extension.seats],
+                        window=self.decoder.layers[index].window,
+                        attend=self._attend,
+                    )
+                )
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past)
 
     def _copy_plan(self, fills: list[Fill]) -> tuple[Tensor, Tensor, Tensor]:
         """For every row and token to fill: the packed token it comes from, its row, its column."""
@@ -221,7 +301,7 @@ class RowRunner:
             for filled_row in fill.rows:
                 source.append(start + tokens)
                 row.append(np.full(len(tokens), filled_row))
-                column.append(self._column - self._rows.position[filled_row] + tokens)
+                column.append(self._column - self._rows.position[filled_row] + fill.past + tokens)
             start += len(tokens)
         return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,15 @@ class Runner(Protocol):
         """Forget a row; the last row moves into its place."""
         ...
 
+    def keep(self, rows: dict[int, Sequence]) -> None:
+        """These rows have ended and are removed next: keep their KV for the next request of their session, if there is room.
+        ``admit`` takes it; running rows come first."""
+        ...
+
+    def forget(self, session: str | None) -> None:
+        """Drop what is kept for this session; None: for all."""
+        ...
+
 
 class RowState:
     """What the host knows of each row: [max_running] each."""
@@ -75,22 +85,30 @@ class RowState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """Tokens whose KV is computed once and stored in these rows."""
+    """Tokens whose KV is computed once and stored in these rows, behind that of the ``past`` tokens that is there."""
 
     token_ids: Ints
     rows: tuple[int, ...]
+    past: int = 0
 
 
-def plan_fills(sequences: list[Sequence], first_row: int) -> list[Fill]:
-    """Fresh completions of one request share one fill; a resumed one needs its own tokens."""
+def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, int]) -> list[Fill]:
+    """Fresh completions of one request share one fill; a resumed one needs its own tokens. ``past``: the rows that have KV
+    already, and of how many tokens."""
     shared: dict[str, list[int]] = {}
     prompts: dict[str, Ints] = {}
     fills: list[Fill] = []
     for row, sequence in enumerate(sequences, start=first_row):
-        if sequence.token_ids:
-            fills.append(Fill(token_ids=sequence.all_ids()[:-1], rows=(row,)))
+        if sequence.token_ids or row in past:
+            start = past.get(row, 0)
+            fills.append(Fill(token_ids=sequence.all_ids()[start:-1], rows=(row,), past=start))
         else:
             shared.setdefault(sequence.request.id, []).append(row)
             prompts[sequence.request.id] = sequence.request.prompt_ids[:-1]
     fills += [Fill(token_ids=prompts[request_id], rows=tuple(rows)) for request_id, rows in shared.items()]
     return [fill for fill in fills if len(fill.token_ids)]
+
+
+def order_fills(fills: list[Fill]) -> list[Fill]:
+    """Those without a past first; equal numbers of tokens side by side."""
+    return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))

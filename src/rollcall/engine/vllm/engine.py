@@ -106,6 +106,9 @@ class VllmEngine:
         self._ship(version)
         self.version = version
 
+    def end_session(self, session: str) -> None:
+        """vLLM knows prefixes, not sessions: it keeps blocks that no completion uses until it needs them or gets new weights."""
+
     def sleep(self) -> None:
         """Give the GPU's memory back while nothing is sampled; ``submit`` and ``update_weights`` wake what they need."""
         assert not self._rows and not self._is_advancing, "an engine at work cannot sleep"

@@ -1,0 +1,165 @@
+"""Sampled tokens per second of episodes of many turns, against single-turn completions of the same lengths.
+
+python -m benchmarks.episodes                    64 episodes of 8 turns on the 0.8M model, in the engine's sessions
+python -m benchmarks.episodes --spread 0.5       turns and observations of different lengths
+python -m benchmarks.episodes --without-sessions each turn fills everything again
+
+An episode is a prompt, then turns: sampled tokens, and observation tokens behind all but the last. The single-turn side has the
+same number of sampled tokens behind a prompt that holds the observations, so both end with the same length. A way is how the turns reach the
+engine; both sides are measured in turn, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import WORKLOADS, build_model_dir, print_result
+from benchmarks.ours import make_config, make_workers
+from rollcall.engine.protocol import Engine, Request, Sampling
+from rollcall.types import Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The lengths of one episode."""
+
+    prompt: Ints
+    sampled: tuple[int, ...]  # of each turn
+    observed: tuple[Ints, ...]  # behind each turn but the last
+
+
+def make_plans(args: argparse.Namespace, *, prompt_tokens: int, vocabulary: int) -> list[Plan]:
+    draw = random.Random("episodes")
+
+    def length(usual: int) -> int:
+        spread = round(usual * args.spread)
+        return draw.randint(usual - spread, usual + spread)
+
+    def tokens(count: int) -> Ints:
+        return np.array([draw.randrange(2, vocabulary) for _ in range(count)], dtype=np.int32)
+
+    return [
+        Plan(
+            prompt=tokens(prompt_tokens),
+            sampled=tuple(max(1, length(args.sampled)) for _ in range(args.turns)),
+            observed=tuple(tokens(max(1, length(args.observed))) for _ in range(args.turns - 1)),
+        )
+        for _ in range(args.episodes)
+    ]
+
+
+def sampling(max_tokens: int) -> Sampling:
+    return Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=(), stop_strings=())
+
+
+def single_turn(engine: Engine, plans: list[Plan], *, tag: str) -> int:
+    """All sampled tokens in one request of each episode; how many there were."""
+    for number, plan in enumerate(plans):
+        prompt = np.concatenate((plan.prompt, *plan.observed))
+        seeds = (number,)
+        engine.submit(
+            Request(id=f"{tag}/{number}", prompt_ids=prompt, seeds=seeds, sampling=sampling(sum(plan.sampled)))
+        )
+    count = 0
+    while engine.num_unfinished:
+        count += sum(len(item.completions[0].token_ids) for item in engine.poll())
+    return count
+
+
+def through_engine(engine: Engine, plans: list[Plan], *, tag: str, sessions: bool = True) -> int:
+    """An environment that answers at once: each turn's request goes out when the one before is back."""
+    ids = [plan.prompt for plan in plans]
+
+    def submit(number: int, turn: int) -> None:
+        engine.submit(
+            Request(
+                id=f"{tag}/{number}/{turn}",
+                prompt_ids=ids[number],
+                seeds=(number * 100 + turn,),
+                sampling=sampling(plans[number].sampled[turn]),
+                session=f"{tag}/{number}" if sessions else None,
+            )
+        )
+
+    for number in range(len(plans)):
+        submit(number, 0)
+    count = 0
+    while engine.num_unfinished:
+        for item in engine.poll():
+            number, turn = map(int, item.request_id.split("/")[-2:])
+            (completion,) = item.completions
+            count += len(completion.token_ids)
+            if turn + 1 < len(plans[number].sampled):
+                ids[number] = np.concatenate((ids[number], completion.token_ids, plans[number].observed[turn]))
+                submit(number, turn + 1)
+            else:
+                engine.end_session(f"{tag}/{number}")
+    return count
+
+
+WAYS: dict[str, Callable[..., int]] = {"engine": through_engine}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", choices=sorted(WAYS), default="engine")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="rollout-0.8m", help="whose model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--sampled", type=int, default=16, help="tokens of a turn")
+    parser.add_argument("--observed", type=int, default=8, help="tokens behind a turn")
+    parser.add_argument("--spread", type=float, default=0.0, help="lengths differ by up to this share")
+    parser.add_argument("--without-sessions", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    workload = WORKLOADS[args.workload]
+    plans = make_plans(args, prompt_tokens=workload.prompt_tokens, vocabulary=workload.vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = build_model_dir(workload, Path(folder) / "model")
+        workers = make_workers(make_config(workload, model_dir, Path(folder) / "run", device=args.device, steps=1))
+        try:
+            episodes, single = measure_pair(workers.engine, plans, args)
+        finally:
+            workers.close()
+    ratio = statistics.median(one / other for one, other in zip(single["seconds"], episodes["seconds"], strict=True))
+    print_result("episodes", workload=args.workload, device=args.device, ours=episodes, peer=single, ratio=ratio)
+
+
+def measure_pair(engine: Engine, plans: list[Plan], args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both sides in turn, so that a change of the machine's speed meets both; the first of each is not counted."""
+    options = {"sessions": False} if args.without_sessions else {}
+    sides: tuple[Callable[[str], int], ...] = (
+        lambda tag: WAYS[args.way](engine, plans, tag=tag, **options),
+        lambda tag: single_turn(engine, plans, tag=tag),
+    )
+    wanted = sum(sum(plan.sampled) for plan in plans)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(args.repeats + 1):
+        for side, run in enumerate(sides):
+            start_s = time.perf_counter()
+            count = run(f"{repeat}-{side}")
+            seconds[side].append(time.perf_counter() - start_s)
+            assert count == wanted, f"{count} tokens instead of {wanted}"
+    episodes, single = (
+        {
+            "tokens_per_s": round(wanted / statistics.median(found[1:]), 1),
+            "seconds": [round(second, 4) for second in found[1:]],
+        }
+        for found in seconds
+    )
+    return episodes, single
+
+
+if __name__ == "__main__":
+    main()
