@@ -636,7 +636,7 @@ def test_a_weight_swap_between_and_within_turns_of_sessions_is_exact(
     kind: EngineKind, model: Any, tokenizer: Any
 ) -> None:
     engine = kind.make(model, tokenizer, max_running=4, kv_tokens=None)
-    talked = Talk(engine, random_prompts(6), turns=4, max_tokens=20, stop_token_ids=(EOS, 7))
+    talked = Talk(engine, random_prompts(6), turns=4, max_tokens=24, stop_token_ids=())
     for episode in range(6):
         talked.begin(episode, 0)
     versions = [copy.deepcopy(model)]
