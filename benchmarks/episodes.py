@@ -145,18 +145,21 @@ def measure_pair(engine: Engine, plans: list[Plan], args: argparse.Namespace) ->
     )
     wanted = sum(sum(plan.sampled) for plan in plans)
     seconds: tuple[list[float], list[float]] = ([], [])
+    cpu_s: tuple[list[float], list[float]] = ([], [])  # tells more than the clock on a machine with other work
     for repeat in range(args.repeats + 1):
         for side, run in enumerate(sides):
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             count = run(f"{repeat}-{side}")
             seconds[side].append(time.perf_counter() - start_s)
+            cpu_s[side].append(time.process_time() - start_cpu_s)
             assert count == wanted, f"{count} tokens instead of {wanted}"
     episodes, single = (
         {
             "tokens_per_s": round(wanted / statistics.median(found[1:]), 1),
             "seconds": [round(second, 4) for second in found[1:]],
+            "cpu_s": round(statistics.median(spent[1:]), 4),
         }
-        for found in seconds
+        for found, spent in zip(seconds, cpu_s, strict=True)
     )
     return episodes, single
 
