@@ -124,7 +124,7 @@ def test_a_turn_of_a_session_fills_only_what_is_new(kind: EngineKind, model: Any
     engine = make_engine(model, tokenizer)
     talked = talk(engine, random_prompts(3, lengths=(20, 90)), turns=3)
     ends = [len(talked.requests[f"e{episode}/2"].prompt_ids) - 1 for episode in range(3)]
-    sampled = [len(completion.token_ids) - 1 for name, (completion,) in talked.results.items() if name[-1] != "2"]
+    sampled = [len(completion.token_ids) for name, (completion,) in talked.results.items() if name[-1] != "2"]
     assert engine.runner.num_filled_tokens == sum(ends) - sum(sampled)  # type: ignore[attr-defined]
     for episode in range(3):
         engine.end_session(f"s{episode}")
