@@ -57,7 +57,7 @@ class AgentEnvironments:
             )
         self._section = section
         self._players: list[AgentPlayer] = []
-        self._call_format = call_format_of(chat_template)
+        self._call_format: CallFormat = call_format_of(chat_template)
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
         player = AgentPlayer(

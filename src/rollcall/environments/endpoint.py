@@ -72,7 +72,8 @@ class Endpoint:
 
     def __init__(self, callers: Callers, *, served: Served, tokenizer: Any, call_format: CallFormat) -> None:
         self._callers, self._served = callers, served
-        self._tokenizer, self._call_format = tokenizer, call_format
+        self._tokenizer = tokenizer
+        self._call_format: CallFormat = call_format
         self._posts: dict[str, Callable[[Caller, dict[str, Any]], Coroutine[Any, Any, Reply]]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
@@ -372,5 +372,5 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(value)
 
 
-def finite(value: Any) -> bool:
+def finite(value: Any) -> TypeGuard[float]:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)

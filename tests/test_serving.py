@@ -1,0 +1,106 @@
+"""`rollcall serve`: which model, which key, and an engine of its own behind the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from commands import WAIT_S, start
+from endpoints import NAME, chat_tokenizer, standing
+from tiny import make_model, reference_logprobs, save_model
+
+from rollcall.config import Config
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.environments.driver import EngineDriver
+from rollcall.errors import ConfigError
+from rollcall.model.decoder import fuse_parameters
+from rollcall.serving import plan_serving, read_key
+
+
+class Driven:
+    """The sampler of a native engine, in whatever loop asks for it."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._engine = NativeEngine(model, tokenizer, max_running=64, kv_tokens=None)
+        self._driver: EngineDriver | None = None
+
+    async def sample(self, prompt_ids: Any, **given: Any) -> Any:
+        if self._driver is None:
+            self._driver = EngineDriver(self._engine)
+            self._pump = asyncio.create_task(self._driver.pump())
+        return await self._driver.sample(prompt_ids, **given)
+
+
+def test_64_conversations_at_once_on_a_native_engine_sample_what_the_model_says() -> None:
+    tokenizer = chat_tokenizer()
+    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+    fuse_parameters(model)
+    with standing(Driven(model, tokenizer), tokenizer=tokenizer, positions=512) as stands:
+        client = stands.client()
+
+        def talk(number: int) -> Any:
+            messages: list[Any] = [{"role": "user", "content": f"I am {number}"}]
+            for _ in range(2):
+                answer = client.chat.completions.create(
+                    model=NAME, messages=messages, max_tokens=8, seed=number, logprobs=True,
+                    extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True},
+                )  # fmt: skip
+                messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
+            return answer
+
+        with ThreadPoolExecutor(64) as pool:
+            answers = list(pool.map(talk, range(64)))
+        assert stands.caller.histories.num_extended == 64
+    for answer in answers[::16]:
+        choice = answer.choices[0]
+        prompt, ids = (np.array(given, dtype=np.int32) for given in (answer.prompt_token_ids, choice.token_ids))
+        expected = reference_logprobs(model, prompt, ids)
+        assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_a_directory_a_name_and_a_run_are_each_a_model(tmp_path: Path, undisturbed: Config) -> None:
+    folder = save_model(tmp_path / "mine")
+    plan = plan_serving(str(folder), overrides=["rollout.max_running=7"], engine="vllm")
+    assert (plan.name, plan.model_path) == ("mine", str(folder))
+    assert (plan.config.rollout.max_running, plan.config.rollout.engine) == (7, "vllm")
+    assert plan_serving("builtin:arithmetic", overrides=[]).name == "builtin:arithmetic"
+    run = plan_serving(str(undisturbed.run.dir), overrides=[])
+    assert run.origin == "trained model" and run.model_path == str(undisturbed.run.dir / "model")
+
+
+def test_a_key_comes_from_a_file_or_a_variable_and_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("a-key-that-is-long-enough\n")
+    assert read_key(file) == "a-key-that-is-long-enough" and read_key(None) is None
+    monkeypatch.setenv("ROLLCALL_SERVE_KEY", "another-key-that-is-long")
+    assert read_key(None) == "another-key-that-is-long"
+    for bad in ("", "short", "with a space in it 123"):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match="at least 16"):
+            read_key(file)
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+    command = start("serve", "builtin:arithmetic", "--port", "0", cwd=tmp_path)
+    try:
+        end_s = time.monotonic() + WAIT_S
+        while command.stdout.count("\n") < 2 and command.poll() is None and time.monotonic() < end_s:
+            time.sleep(0.05)
+        base, key = command.stdout.split()
+        client = openai.OpenAI(base_url=base, api_key=key, max_retries=0, timeout=WAIT_S)
+        answer = client.completions.create(model="builtin:arithmetic", prompt="12+34=", max_tokens=4, temperature=0)
+        assert answer.choices[0].text and set(answer.choices[0].text) <= set("0123456789+=")
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="builtin:arithmetic", messages=[{"role": "user", "content": "1"}])
+        os.kill(command.pid, signal.SIGINT)
+        assert command.wait() == 130 and "stopped by Ctrl-C" in command.stderr and "Traceback" not in command.stderr
+    finally:
+        command.kill()
