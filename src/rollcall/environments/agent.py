@@ -91,6 +91,7 @@ class EpisodeRules:
     seed_of_attempt: int
     histories: Histories
     num_turns: int = 0
+    num_seeds: int = 0
     met: EndReason | None = None  # the limit that a request has met
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     overruled: set[str] = field(default_factory=set)  # parameters that requests had and the run decides
@@ -121,7 +122,8 @@ class EpisodeRules:
         )
 
     def seed(self, wanted: Wanted, place: int) -> int:
-        return turn_seed(self.seed_of_attempt, self.num_turns - 1 + place)
+        self.num_seeds += 1
+        return turn_seed(self.seed_of_attempt, self.num_seeds - 1)
 
     def _over(self, met: EndReason, limit: str, *, code: str) -> Refused:
         self.met = self.met or met

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Mapping
 
-from rollcall.process import Process, descendants, process_ids, read_row
+from rollcall.process import Process, process_ids, read_row
 from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
@@ -65,8 +65,10 @@ class Program:
 
     async def end(self) -> None:
         """Kill what is left of it, and take in what it has printed."""
+        if self._process.returncode is not None:
+            _kill_group(self._process.pid)  # its watcher is still in it, so no other group has this number
         for _ in range(KILL_ROUNDS):
-            victims = _session(self._process.pid)
+            victims = _leftovers(self._process.pid)
             for victim in victims:
                 _kill(victim)
             if not victims:
@@ -86,12 +88,23 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
         del tail[:-MAX_TAIL_BYTES]
 
 
-def _session(leader: int) -> list[Process]:
-    """The processes of its session, also those whose parent has ended, and what the leader has started in others."""
-    rows = [row for pid in process_ids() if (row := read_row(pid)) is not None]
-    found = {row.process.pid: row.process for row in rows if row.session == leader and row.state != "Z"}
-    found |= {process.pid: process for process in descendants(leader)}
+def _leftovers(leader: int) -> list[Process]:
+    """The processes of its session, also those whose parent has ended, and what they have started in other sessions."""
+    rows = [row for pid in process_ids() if (row := read_row(pid)) is not None and row.state != "Z"]
+    found = {row.process.pid: row.process for row in rows if row.session == leader}
+    is_new = True
+    while is_new:
+        below = {row.process.pid: row.process for row in rows if row.parent in found}
+        is_new = not below.keys() <= found.keys()
+        found |= below
     return list(found.values())
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 def _kill(process: Process) -> None:
