@@ -2,6 +2,7 @@
 
 python -m benchmarks.episodes                    64 episodes of 8 turns on the 0.8M model, in the engine's sessions
 python -m benchmarks.episodes --spread 0.5       turns and observations of different lengths
+python -m benchmarks.episodes --way endpoint --episodes 512   over HTTP, the clients in a process of their own
 python -m benchmarks.episodes --without-sessions each turn fills everything again
 
 An episode is a prompt, then turns: sampled tokens, and observation tokens behind all but the last. The single-turn side has the
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import WORKLOADS, build_model_dir, print_result
+from benchmarks.endpoint import through_endpoint
 from benchmarks.ours import make_config, make_workers
 from rollcall.engine.protocol import Engine, Request, Sampling
 from rollcall.types import Ints
@@ -107,7 +109,7 @@ def through_engine(engine: Engine, plans: list[Plan], *, tag: str, sessions: boo
     return count
 
 
-WAYS: dict[str, Callable[..., int]] = {"engine": through_engine}
+WAYS: dict[str, Callable[..., int]] = {"engine": through_engine, "endpoint": through_endpoint}
 
 
 def main() -> None:

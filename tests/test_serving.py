@@ -1,69 +1,20 @@
-"""`rollcall serve`: which model, which key, and an engine of its own behind the official client."""
+"""`rollcall serve`: which model, which key, and the command until it is stopped."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from commands import WAIT_S, start
-from endpoints import NAME, chat_tokenizer, standing
-from tiny import make_model, reference_logprobs, save_model
+from tiny import save_model
 
 from rollcall.config import Config
-from rollcall.engine.native.engine import NativeEngine
-from rollcall.environments.driver import EngineDriver
 from rollcall.errors import ConfigError
-from rollcall.model.decoder import fuse_parameters
 from rollcall.serving import plan_serving, read_key
-
-
-class Driven:
-    """The sampler of a native engine, in whatever loop asks for it."""
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._engine = NativeEngine(model, tokenizer, max_running=64, kv_tokens=None)
-        self._driver: EngineDriver | None = None
-
-    async def sample(self, prompt_ids: Any, **given: Any) -> Any:
-        if self._driver is None:
-            self._driver = EngineDriver(self._engine)
-            self._pump = asyncio.create_task(self._driver.pump())
-        return await self._driver.sample(prompt_ids, **given)
-
-
-def test_64_conversations_at_once_on_a_native_engine_sample_what_the_model_says() -> None:
-    tokenizer = chat_tokenizer()
-    model = make_model(vocab_size=len(tokenizer), max_position_embeddings=512)
-    fuse_parameters(model)
-    with standing(Driven(model, tokenizer), tokenizer=tokenizer, positions=512) as stands:
-        client = stands.client()
-
-        def talk(number: int) -> Any:
-            messages: list[Any] = [{"role": "user", "content": f"I am {number}"}]
-            for _ in range(2):
-                answer = client.chat.completions.create(
-                    model=NAME, messages=messages, max_tokens=8, seed=number, logprobs=True,
-                    extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True},
-                )  # fmt: skip
-                messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
-            return answer
-
-        with ThreadPoolExecutor(64) as pool:
-            answers = list(pool.map(talk, range(64)))
-        assert stands.caller.histories.num_extended == 64
-    for answer in answers[::16]:
-        choice = answer.choices[0]
-        prompt, ids = (np.array(given, dtype=np.int32) for given in (answer.prompt_token_ids, choice.token_ids))
-        expected = reference_logprobs(model, prompt, ids)
-        assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
 def test_a_directory_a_name_and_a_run_are_each_a_model(tmp_path: Path, undisturbed: Config) -> None:

@@ -20,7 +20,9 @@ class EngineDriver:
 
     async def sample(self, prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
         request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
-        self._engine.submit(Request(id=request_id, prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling))
+        self._engine.submit(
+            Request(id=request_id, prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling, session=session)
+        )
         done = self._waiting[request_id] = asyncio.get_running_loop().create_future()
         self._work.set()
         try:
