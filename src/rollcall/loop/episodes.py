@@ -88,12 +88,19 @@ class Episodes:
         session = f"episode-{self._num_sessions}"
         self._num_sessions += 1
 
-        async def sample(prompt_ids: Any, **given: Any) -> Completion:
-            turn, worker = await self.rollouts.sample(prompt_ids, **given)
+        sessions: set[str] = set()
+
+        async def sample(prompt_ids: Any, *, session: str, **given: Any) -> Completion:
+            sessions.add(session)
+            turn, worker = await self.rollouts.sample(prompt_ids, session=session, **given)
             makers[worker] += 1
             return turn
 
-        return await self.player.play(prompt, seed=seed, sampling=sampling, session=session, sample=sample)
+        try:
+            return await self.player.play(prompt, seed=seed, sampling=sampling, session=session, sample=sample)
+        finally:
+            for session in sessions:
+                self.rollouts.end_session(session)
 
 
 def episodes_of(

@@ -100,12 +100,17 @@ class Rollouts:
         """One turn, and the worker that made it. Turns of one ``session`` extend each other."""
         key, self._num_attempts = self._num_attempts, self._num_attempts + 1
         self._turns[key] = asyncio.get_running_loop().create_future()
-        self._request(Request(id=str(key), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling))
+        self._request(Request(id=str(key), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling, session=session))
         try:
             return await self._turns[key]
         except asyncio.CancelledError:
             self._give_up(key)
             raise
+
+    def end_session(self, session: str) -> None:
+        """No turn of it comes any more."""
+        if self._is_pumping:
+            self.engine.end_session(session)
 
     async def score_again(self, group: Group, *, scorer: Scorer) -> Group:
         """The same completions with new scores; the time at which it was finished is that of the completions."""
