@@ -270,6 +270,16 @@ def test_bfloat16_sessions_stay_close_to_the_modules_own(device: str) -> None:
     assert _mean_difference(model, list(talked.requests.values()), talked.results) < 0.05
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_each_request_may_be_longer_than_all_before_it(device: str) -> None:
+    """On CUDA each needs wider tables, and with them graphs of its own."""
+    model = make_model(scale=2.0).to(device)
+    engine = make_engine(model, make_tokenizer())
+    for longest in (10, 70, 140):
+        requests = requests_for(random_prompts(2, lengths=(longest - 5, longest)), max_tokens=4, stop_token_ids=())
+        assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     SMOLLM2 is None,

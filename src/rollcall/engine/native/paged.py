@@ -198,12 +198,17 @@ class PagedRunner:
         if width > self._tables.shape[1]:
             width = 1 << (width - 1).bit_length()
             self._tables = torch.zeros(self.max_running, width, dtype=torch.int32, device=self.decoder.device)
-            self._graphs.clear()
+            self._drop_graphs()
         if length > len(self._cos_sin):
             self.decoder.grow_rope(length)
             half = self.decoder.head_dim // 2
             self._cos_sin = torch.cat((self.decoder.cos[:, :half], self.decoder.sin[:, half:]), dim=-1).float()
-            self._graphs.clear()
+            self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        """Their memory pool ends with the last of them, and torch refuses to capture into one that has ended."""
+        self._graphs.clear()
+        self._graph_pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def _fill(self, fills: list[Fill]) -> None:
