@@ -176,8 +176,8 @@ def train(folder: Path, *, steps: int, with_page: bool) -> float:
     run_dir = folder / "run"
     command = [sys.executable, "-m", "rollcall"]
     settings = (f"run.dir={run_dir}", f"trainer.steps={steps}", "trainer.eval_every=0", "trainer.save_every=0")
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*command, "train", "--fresh", *settings], **quiet) as run:
+    training = [*command, "train", "--fresh", *settings]
+    with subprocess.Popen(training, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         if with_page:
             while not (run_dir / "metrics.jsonl").exists():
                 assert run.poll() is None

@@ -74,6 +74,7 @@ def _sample(prompt: str, answer: str, tokenizer: Any) -> Sample:
     response = np.array([*tokenizer.encode(answer), tokenizer.eos_token_id], dtype=np.int32)
     return Sample(
         draw=0,
+        attempt=0,
         prompt_ids=np.array(tokenizer.encode(prompt), dtype=np.int32),
         response_ids=response,
         mask=np.ones(len(response), dtype=np.bool_),

@@ -1,4 +1,4 @@
-"""An engine as an awaitable sampler, for `rollcall serve`: one task polls the engine, and wakes whoever waits for a completion."""
+"""An engine as an awaitable sampler, for `rollcall serve`: one task polls the engine, and wakes those who wait for a completion."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each answer is kept with the exact ids up to its end. A request that goes on from an answer (its messages begin with those before,
 and then the answer as it was returned) is the ids up to there and, behind them, the ids of the new messages. Any other request
-begins anew: a program that rewrites its history, or that asks for something else beside it.
+begins another row: a program that rewrites its history, or that asks for something else beside it.
 
     row 0   prompt  [sampled] observed [sampled] observed [sampled]       first history: the episode's own row
     row 1   the same tokens up to the second answer, as its prompt, then observed' [sampled']     went back to that answer
