@@ -81,7 +81,7 @@ def _variants(name: str, info: FieldInfo, classes: list[type[BaseModel]]) -> lis
     tag = "type" if "type" in classes[0].model_fields else "name"
     default = info.default[0] if isinstance(info.default, list) else info.default
     what = "A list. Each item" if get_origin(info.annotation) is list else "It"
-    base = classes[0].__mro__[1]
+    base = next(one for one in classes[0].__mro__[1:] if all(issubclass(each, one) for each in classes))
     assert issubclass(base, Section), "variants share a base class for their common keys"
     without = "Default: none." if default is None else f"Default: `{tag}: {getattr(default, tag)}`."
     lines = [f"{what} names its variant in `{tag}`. {without}", ""]
