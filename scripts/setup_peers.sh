@@ -4,8 +4,10 @@
 # and of the tools that check what `rollcall launch` renders:
 #   DIR/skypilot   SkyPilot               DIR/dstack   dstack
 #   DIR/skypilot-runtime   with skypilot, if there is a python3.10: what SkyPilot installs on nodes, for a lab without network
+# and of packages whose environments can be trained on:
+#   DIR/textarena   DIR/gymnasium   DIR/openenv
 #
-#   scripts/setup_peers.sh [DIR] [trl|vllm|verl|skypilot|dstack ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
+#   scripts/setup_peers.sh [DIR] [trl|vllm|verl|skypilot|dstack|textarena|gymnasium|openenv ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
 #
 # PYTHON names the interpreter (default python3). An environment that is already complete is left as it is.
 # torch is the CPU build: on x86_64 pip must know an index that carries `torch==2.13.0+cpu` (PIP_EXTRA_INDEX_URL).
@@ -18,6 +20,9 @@ vllm_version=0.32.0
 verl_version=0.9.1
 skypilot_version=0.14.1
 dstack_version=0.22.5
+textarena_version=0.7.4
+gymnasium_version=1.4.0
+openenv_version=0.10.0
 
 peers=${1:-${ROLLCALL_PEERS:-.peers}}
 names=("${@:2}")
@@ -91,8 +96,11 @@ for name in "${names[@]}"; do
     skypilot_runtime
     ;;
   dstack) tool dstack "import dstack" "dstack==$dstack_version" ;;
+  textarena) tool textarena "import textarena" "textarena==$textarena_version" ;;
+  gymnasium) tool gymnasium "import gymnasium" "gymnasium[toy-text]==$gymnasium_version" ;;
+  openenv) tool openenv "import openenv.core" "openenv==$openenv_version" ;;
   *)
-    echo "no peer named $name; the peers are trl, vllm, verl, skypilot and dstack" >&2
+    echo "no peer named $name; the peers are trl, vllm, verl, skypilot, dstack, textarena, gymnasium and openenv" >&2
     exit 2
     ;;
   esac

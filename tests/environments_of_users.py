@@ -192,3 +192,19 @@ class Needs:
 
     def reset(self) -> None:
         pass
+
+
+class Countdown:
+    """Made with an argument."""
+
+    def __init__(self, start: int = 1) -> None:
+        self.start = self.left = start
+
+    def reset(self, row: dict[str, Any]) -> str:
+        self.left = self.start
+        return str(self.left)
+
+    def step(self, text: str, token_ids: list[int]) -> StepResult:
+        self.left -= 1
+        is_base = float(sys.prefix == sys.base_prefix)  # this Python is no virtual environment
+        return StepResult(str(self.left), done=self.left == 0, metrics={"is_base": is_base})

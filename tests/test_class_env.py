@@ -19,7 +19,9 @@ def run(returned: Any) -> Any:
 
 def player(path: str | None, *functions: str, call_format: Any = "text", is_chat: bool = True) -> ClassPlayer:
     key = "environment.path"
-    return load_class(path, key=key, functions=list(functions), call_format=call_format, is_chat=is_chat).make()
+    return load_class(
+        path, key=key, kwargs={}, functions=list(functions), call_format=call_format, is_chat=is_chat
+    ).make()
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
     [
         (f"{MODULE}:Gone", "has no 'Gone'; it has"),
         (f"{MODULE}:NoReset", "has no reset; give it"),
-        (f"{MODULE}:Needs", "give each argument of __init__ a default"),
+        (f"{MODULE}:Needs", "give the arguments of its __init__ in environment.kwargs"),
         (f"{MODULE}:add", "not a class"),
         (MODULE, "is not module:Class; write for example my_env:Game"),
     ],

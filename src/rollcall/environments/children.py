@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,11 +46,13 @@ class Setup:
 
     type: str  # "class" or "step"
     paths: dict[str, str]  # kind -> module:Class; empty: functions alone
+    kwargs: dict[str, dict[str, Any]]  # kind -> arguments of its class
     tools: list[str]
     call_format: str
     is_chat: bool  # the model has a chat template
     env: list[str]  # names of variables
     memory_mb: int
+    python: str | None  # that runs it; None: this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,27 @@ class Child:
         self._writer.close()
 
 
+def find_python(given: str | None) -> str | None:
+    """Where ``environment.python`` is. Its link to another Python is what makes it an environment, so that is not followed."""
+    if given is None:
+        return None
+    found = shutil.which(os.path.expanduser(given))
+    if found is None:
+        raise ConfigError(
+            f"environment.python={given} is not a program that can be run here; make an environment with `python3 -m venv DIR`, "
+            "install the package there, and give DIR/bin/python"
+        )
+    return os.path.abspath(found)
+
+
+def _command(python: str | None) -> list[str]:
+    if python is None:
+        return [sys.executable, "-m", "rollcall.environments.zygote"]
+    # Last in its path: another Python has libraries of its own, and the folder of this package may hold this one's too.
+    begin = f"import runpy, sys; sys.path.append({str(_ROOT)!r}); runpy.run_module('rollcall.environments.zygote', run_name='__main__')"
+    return [python, "-c", begin]
+
+
 class Zygote:
     """The parent's side of a zygote. All but its making and closing happens in one event loop."""
 
@@ -153,7 +177,7 @@ class Zygote:
             variables["TMPDIR"] = os.environ["TMPDIR"]
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollcall.environments.zygote", *map(str, child_fds)],
+                [*_command(setup.python), *map(str, child_fds)],
                 pass_fds=child_fds,
                 stdin=subprocess.PIPE,
                 stdout=output_fd,
@@ -179,7 +203,8 @@ class Zygote:
 
     def _send_setup(self, setup: Setup) -> None:
         assert self.process.stdin is not None
-        told = asdict(setup) | {"sys_path": [os.getcwd(), *sys.path]}
+        # The libraries of this Python are not for another one.
+        told = asdict(setup) | {"sys_path": [os.getcwd(), *(sys.path if setup.python is None else [])]}
         try:
             with self.process.stdin as sink:
                 sink.write(json.dumps(told).encode())

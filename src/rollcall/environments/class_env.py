@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcall.environments.calls import Call, CallFormat, parse_calls
-from rollcall.environments.stepwise import WrongResult, number
+from rollcall.environments.stepwise import WrongResult, check_made, number
 from rollcall.environments.tools import Tool, WrongArguments, check_arguments, describe, tool_of, tools_of_class
 from rollcall.importing import load_named
 
@@ -27,6 +27,7 @@ class ClassKind:
 
     path: str
     cls: type | None
+    kwargs: Mapping[str, Any]
     tools: dict[str, Tool]
     functions: dict[str, Callable[..., Any]]
     call_format: CallFormat
@@ -48,14 +49,20 @@ class ClassKind:
 
 
 def load_class(
-    path: str | None, *, key: str, functions: list[str], call_format: CallFormat, is_chat: bool
+    path: str | None,
+    *,
+    key: str,
+    kwargs: Mapping[str, Any],
+    functions: list[str],
+    call_format: CallFormat,
+    is_chat: bool,
 ) -> ClassKind:
     """ValueError: the class or a function cannot be used; the message says which and what to do."""
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:
         cls = load_named(path, key=key, what="Class", example="my_env:Game")
-        _check_class(cls, named=f"{key}={path!r}")
+        _check_class(cls, kwargs=kwargs, named=f"{key}={path!r}")
         tools |= tools_of_class(cls, path=path)
     found: dict[str, Callable[..., Any]] = {}
     for index, each in enumerate(functions):
@@ -70,6 +77,7 @@ def load_class(
     return ClassKind(
         path=path or ", ".join(functions),
         cls=cls,
+        kwargs=kwargs,
         tools=tools,
         functions=found,
         call_format=call_format,
@@ -77,19 +85,12 @@ def load_class(
     )
 
 
-def _check_class(cls: Any, *, named: str) -> None:
+def _check_class(cls: Any, *, kwargs: Mapping[str, Any], named: str) -> None:
     if not inspect.isclass(cls):
         raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
     if not callable(getattr(cls, "reset", None)):
         raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
-    try:
-        inspect.signature(cls).bind()
-    except TypeError as error:
-        raise ValueError(
-            f"{named} cannot be made without arguments ({error}); give each argument of __init__ a default"
-        ) from None
-    except ValueError:
-        pass  # its constructor does not say what it takes
+    check_made(cls, kwargs=kwargs, named=named)
 
 
 class ClassPlayer:
@@ -104,7 +105,7 @@ class ClassPlayer:
             text = None
         else:
             if self._instance is None:
-                self._instance = self._kind.cls()
+                self._instance = self._kind.cls(**self._kind.kwargs)
             reset = self._instance.reset
             text = run(reset(**_taken(reset, row)))
         if text is not None and not isinstance(text, str):

@@ -6,7 +6,7 @@ from rollcall.config import EnvironmentSection
 from rollcall.config.environments import AgentEnvironment, ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
-from rollcall.environments.children import Setup
+from rollcall.environments.children import Setup, find_python
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environments
 
@@ -26,9 +26,11 @@ def _setup(section: ClassEnvironment | StepEnvironment, *, chat_template: str | 
     return Setup(
         type=section.type,
         paths=kinds_of(section.path),
+        kwargs={"": section.kwargs} if isinstance(section.path, str) else section.kwargs,
         tools=list(section.tools) if is_class else [],
         call_format=call_format,
         is_chat=chat_template is not None,
         env=list(section.env),
         memory_mb=section.memory_mb,
+        python=find_python(section.python),
     )

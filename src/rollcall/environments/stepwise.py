@@ -28,7 +28,7 @@ from typing import Any, Literal
 from rollcall.importing import load_named
 
 _ROLES = ("user", "tool", "system")
-_ARGUMENTS = {"__init__": "no argument", "reset": "a row", "step": "text and token_ids"}
+_ARGUMENTS = {"reset": "a row", "step": "text and token_ids"}
 _MAX_METRICS = 100
 
 
@@ -130,6 +130,7 @@ def _shown(value: Any) -> str:
 class StepKind:
     path: str
     cls: type
+    kwargs: Mapping[str, Any]
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -137,40 +138,54 @@ class StepKind:
         return []
 
     def make(self) -> StepPlayer:
-        return StepPlayer(self.cls)
+        return StepPlayer(self)
 
 
-def load_stepwise(path: str, *, key: str) -> StepKind:
+def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepKind:
     """ValueError: the class cannot be used; the message says what to do."""
     cls = load_named(path, key=key, what="Class", example="my_env:Game")
     wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
     if not inspect.isclass(cls):
         raise ValueError(f"{key}={path!r} is {type(cls).__name__}, not a class; {wanted}")
-    for name, arguments in (("__init__", ()), ("reset", ({},)), ("step", ("", []))):
-        method = cls if name == "__init__" else getattr(cls, name, None)
+    check_made(cls, kwargs=kwargs, named=f"{key}={path!r}")
+    for name, arguments in (("reset", ({},)), ("step", ("", []))):
+        method = getattr(cls, name, None)
         if not callable(method):
             raise ValueError(f"{key}={path!r} has no {name}; {wanted}")
         try:
-            inspect.signature(method).bind(*([] if name == "__init__" else [None]), *arguments)
+            inspect.signature(method).bind(None, *arguments)
         except TypeError as error:
             raise ValueError(
                 f"{key}={path!r}: {name} cannot be called with {_ARGUMENTS[name]} ({error}); {wanted}"
             ) from None
         except ValueError:
             continue  # it does not say what it takes
-    return StepKind(path=path, cls=cls)
+    return StepKind(path=path, cls=cls, kwargs=kwargs)
+
+
+def check_made(cls: type, *, kwargs: Mapping[str, Any], named: str) -> None:
+    """ValueError: the class cannot be made with these arguments."""
+    try:
+        inspect.signature(cls).bind(**kwargs)
+    except TypeError as error:
+        given = f"environment.kwargs={dict(kwargs)}" if kwargs else "no argument"
+        raise ValueError(
+            f"{named} cannot be made with {given} ({error}); give the arguments of its __init__ in environment.kwargs"
+        ) from None
+    except ValueError:
+        pass  # its constructor does not say what it takes
 
 
 class StepPlayer:
     """Episodes of one process: one object of the class, kept and reset."""
 
-    def __init__(self, cls: type) -> None:
-        self._cls = cls
+    def __init__(self, kind: StepKind) -> None:
+        self._kind = kind
         self._instance: Any = None
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
         if self._instance is None:
-            self._instance = self._cls()
+            self._instance = self._kind.cls(**self._kind.kwargs)
         return opening_of(run(self._instance.reset(dict(row))))
 
     def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:

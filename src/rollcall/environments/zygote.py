@@ -75,12 +75,14 @@ def _load(setup: dict[str, Any]) -> dict[str, Kind]:
     paths: dict[str, Any] = setup["paths"] or {"": None}
     for name, path in paths.items():
         key = f"environment.path.{name}" if name else "environment.path"
+        kwargs = setup["kwargs"].get(name, {})
         if setup["type"] == "step":
-            kinds[name] = load_stepwise(path, key=key)
+            kinds[name] = load_stepwise(path, key=key, kwargs=kwargs)
         else:
             kinds[name] = load_class(
                 path,
                 key=key,
+                kwargs=kwargs,
                 functions=setup["tools"],
                 call_format=setup["call_format"],
                 is_chat=setup["is_chat"],

@@ -1,0 +1,23 @@
+"""Environments of other packages as classes of the step-by-step interface, one module for each package.
+
+A module imports its package when an environment is made, and of Rollcall only what needs the standard library alone: with
+``environment.python`` it runs in the Python that has the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+def package(name: str) -> Any:
+    """The package that an environment comes from."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ModuleNotFoundError(
+            f"{name} is not installed in {sys.executable}; install it there, or name a Python that has it in environment.python"
+        ) from None

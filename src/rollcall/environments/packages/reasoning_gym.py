@@ -1,0 +1,56 @@
+"""Tasks of reasoning-gym 0.1 with several tries: a wrong answer is told its score, and the model may answer again.
+
+    data:        {train: "builtin:environment"}
+    environment:
+      type: step
+      path: "rollcall.environments.packages.reasoning_gym:Task"
+      kwargs: {task: chain_sum, tries: 3, config: {max_terms: 3}}
+
+The reward is the package's own score of the last answer. For a single answer, rows are simpler: ``rollcall data reasoning-gym:TASK`` and
+``reward: [{type: reasoning_gym}]``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rollcall.environments.packages import package
+from rollcall.environments.stepwise import Observation, StepResult
+
+_ADVICE = "Give the answer as <answer>...</answer>."
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SIZE = 1_000_000_000  # entries are made when they are asked for, each from its number
+
+
+class Task:
+    """``task``: a name of reasoning-gym's. ``tries``: answers in an episode. ``config``: the task's own settings."""
+
+    def __init__(
+        self, task: str, *, tries: int = 1, seed: int = 0, config: dict[str, Any] | None = None, advice: str = _ADVICE
+    ) -> None:
+        reasoning_gym = package("reasoning_gym")
+        self._dataset: Any = reasoning_gym.create_dataset(task, size=_SIZE, seed=seed, **(config or {}))
+        self._tries, self._advice = tries, advice
+        self._entry: dict[str, Any] = {}
+        self._num_tried = 0
+
+    def reset(self, row: dict[str, Any]) -> Observation:
+        self._entry, self._num_tried = self._dataset[int(row.get("index", 0))], 0
+        return Observation(f"{self._entry['question']}\n\n{self._advice}")
+
+    def step(self, text: str, token_ids: list[int]) -> StepResult:
+        self._num_tried += 1
+        score = self._score(text)
+        if score < 1 and self._num_tried < self._tries:
+            return StepResult(f"That scores {score:g} of 1. Try again. {self._advice}")
+        return StepResult(reward=score, done=True, metrics={"tries": float(self._num_tried)})
+
+    def _score(self, text: str) -> float:
+        found = _ANSWER.findall(text)
+        try:
+            return float(
+                self._dataset.score_answer(answer=found[-1].strip() if found else text.strip(), entry=self._entry)
+            )
+        except Exception:  # noqa: BLE001 - some scorers raise on text that they cannot read, which is a wrong answer
+            return 0.0
