@@ -41,31 +41,26 @@ class EnvironmentBase(Section):
     memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64)
 
 
-class CodeEnvironment(EnvironmentBase):
-    """What environments that are classes share."""
-
-    kwargs: dict[str, Any] = field(
-        {}, "Arguments of the class; with several classes a map from their names to the arguments of each."
-    )
-    python: str | None = field(
-        None,
-        "The Python that runs it, where a package needs an environment of its own (3.11 or newer; Rollcall need not be installed "
-        "in it); `null`: this one.",
-    )
-
-    def _check_kwargs(self, path: Any) -> None:
-        if path is None and self.kwargs:
-            raise KeyProblem("kwargs", " is given, and no class takes them; give path too")
-        if not isinstance(path, dict):
-            return
-        for name, arguments in self.kwargs.items():
-            if name not in path:
-                raise KeyProblem("kwargs", f".{name} is given, and path has {', '.join(path)}; use one of these names")
-            if not isinstance(arguments, dict):
-                raise KeyProblem("kwargs", f".{name} is not a map; give the arguments of {path[name]} by name")
+_KWARGS = "Arguments of the class; with several classes a map from their names to the arguments of each."
+_PYTHON = (
+    "The Python that runs it, where a package needs an environment of its own (3.11 or newer; Rollcall need not be installed in it); "
+    "`null`: this one."
+)
 
 
-class ClassEnvironment(CodeEnvironment):
+def _check_kwargs(kwargs: dict[str, Any], path: Any) -> None:
+    if path is None and kwargs:
+        raise KeyProblem("kwargs", " is given, and no class takes them; give path too")
+    if not isinstance(path, dict):
+        return
+    for name, arguments in kwargs.items():
+        if name not in path:
+            raise KeyProblem("kwargs", f".{name} is given, and path has {', '.join(path)}; use one of these names")
+        if not isinstance(arguments, dict):
+            raise KeyProblem("kwargs", f".{name} is not a map; give the arguments of {path[name]} by name")
+
+
+class ClassEnvironment(EnvironmentBase):
     """Your class: `reset(**row)` opens an episode, its public methods are tools, `get_reward()` scores it."""
 
     type: Literal["class"] = "class"
@@ -74,6 +69,8 @@ class ClassEnvironment(CodeEnvironment):
         "`module:Class`, importable from the working directory; or a map from names to classes, of which a row's `environment` "
         "column names one.",
     )
+    kwargs: dict[str, Any] = field({}, _KWARGS)
+    python: str | None = field(None, _PYTHON)
     tools: list[str] = field([], "Functions that are tools too, each `module:function`.")
     call_format: Literal["auto", "hermes", "llama", "text"] = field(
         "auto",
@@ -85,21 +82,23 @@ class ClassEnvironment(CodeEnvironment):
     def _has_something(self) -> ClassEnvironment:
         if self.path is None and not self.tools:
             raise KeyProblem("path", " is missing; give module:Class, or functions in tools")
-        self._check_kwargs(self.path)
+        _check_kwargs(self.kwargs, self.path)
         return self
 
 
-class StepEnvironment(CodeEnvironment):
+class StepEnvironment(EnvironmentBase):
     """Your class with `async reset(row)` and `async step(text, token_ids)`, which decides everything itself."""
 
     type: Literal["step"] = "step"
     path: str | dict[str, str] = Field(
         description="`module:Class`, or a map from names to classes, of which a row's `environment` column names one."
     )
+    kwargs: dict[str, Any] = field({}, _KWARGS)
+    python: str | None = field(None, _PYTHON)
 
     @model_validator(mode="after")
     def _has_arguments(self) -> StepEnvironment:
-        self._check_kwargs(self.path)
+        _check_kwargs(self.kwargs, self.path)
         return self
 
 
