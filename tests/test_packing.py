@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcall.learner import packing
 from rollcall.learner.packing import pack
 from rollcall.types import MicroBatch, Sample
 
@@ -31,9 +33,10 @@ def make_sample(
     return Sample(**{**fields, **arrays})
 
 
-def pack_all(samples: list[Sample], budget: int) -> list[MicroBatch]:
+def pack_all(samples: list[Sample], budget: int, *, few: int = packing.FEW) -> list[MicroBatch]:
     weights = np.arange(1, len(samples) + 1, dtype=np.float32)
-    return pack(samples, weights=weights, tokens_per_microbatch=budget)
+    with patch.object(packing, "FEW", few):
+        return pack(samples, weights=weights, tokens_per_microbatch=budget)
 
 
 @st.composite
@@ -70,13 +73,13 @@ def keys_of_each_token(batch: MicroBatch) -> list[list[int]]:
     return keys
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(samples=sample_lists(), budget=st.integers(1, 40))
 def test_every_loss_token_is_there_once_and_is_predicted_from_its_own_prefix(
     samples: list[Sample], budget: int
 ) -> None:
     seen: list[int] = []
-    for batch in pack_all(samples, budget):
+    for batch in pack_all(samples, budget, few=1 + budget % 3):
         keys = keys_of_each_token(batch)
         assert sorted(set(batch.row.tolist())) == list(range(batch.num_rows)), "every row has a loss token"
         for row, index in enumerate(batch.sample_index.tolist()):
@@ -96,10 +99,10 @@ def test_every_loss_token_is_there_once_and_is_predicted_from_its_own_prefix(
     assert seen == [index for index, sample in enumerate(samples) if sample.mask.any()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(samples=sample_lists(), budget=st.integers(1, 40))
 def test_the_budget_is_kept_but_for_lone_rows_and_nothing_is_padded(samples: list[Sample], budget: int) -> None:
-    for batch in pack_all(samples, budget):
+    for batch in pack_all(samples, budget, few=1):
         rows = [samples[index] for index in batch.sample_index]
         assert batch.num_tokens <= budget or len(rows) == 1
         assert batch.num_tokens == num_unique(rows)
@@ -115,6 +118,16 @@ def test_a_shared_prompt_is_laid_out_once() -> None:
     assert batch.targets.tolist() == [4, 5, 6, 7, 8]
     assert batch.cu_q.tolist() == [0, 3, 4, 6] and batch.cu_k.tolist() == [0, 3, 7, 12]
     assert batch.kv_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5]
+
+
+def test_a_few_tokens_past_the_prompt_are_not_shared_so_that_segments_keep_one_shape() -> None:
+    common = list(range(10, 10 + packing.FEW))
+    for number, expected in ((packing.FEW - 1, 3 + 2 * 9), (packing.FEW, 3 + packing.FEW + 2 * (9 - packing.FEW))):
+        rows = [make_sample(0, [1, 2, 3], [*common[:number], *[last] * (10 - number)]) for last in (50, 60)]
+        (batch,) = pack_all(rows, 100)
+        assert batch.num_tokens == expected
+    same = [make_sample(0, [1, 2, 3], [4, 5, 6]) for _ in range(2)]
+    assert pack_all(same, 100)[0].num_tokens == 5, "a row that is all there already needs no segment"
 
 
 def test_a_prompt_is_laid_out_again_where_its_group_is_cut() -> None:

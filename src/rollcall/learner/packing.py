@@ -22,6 +22,9 @@ from rollcall.learner.gang import units_of
 from rollcall.types import Floats, Ints, Longs, MicroBatch, Sample, attempts_of
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
+# Rows that share their prompt and fewer tokens past it share the prompt alone. Responses of equal length then have segments of
+# one shape, which attention on a CPU computes together, and that is worth more than a few tokens.
+FEW = 8
 
 
 def pack(
@@ -93,6 +96,9 @@ class _Trees:
             common = _common(ids, self.rows[place].ids)
             if common > shared:
                 parent, shared = place, common
+        past_prompt = shared - len(sample.prompt_ids)
+        if 0 < past_prompt < FEW and shared < len(ids):
+            shared -= past_prompt
         ordered.insert(here, entry)
         self.rows.append(_Row(index, ids, entry[0], parent, shared))
         self._num_tokens += len(ids) - shared
