@@ -14,13 +14,16 @@ DEV  = $(VENV)/.installed-dev
 BROWSER = $(VENV)/.installed-browser
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format slow chaos gpu vllm launchers view bench docs install clean
+.PHONY: help demo episodes test check lint format slow chaos gpu vllm launchers view bench docs install clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes on two cores)
 	$(BIN)/rollcall train --fresh
+
+episodes: $(CORE)  ## install, then train the same model in an environment of two turns (two minutes on two cores)
+	$(BIN)/rollcall train examples/hidden_number.yaml --fresh
 
 test: $(DEV)  ## the tests, without the slow ones and those that need vLLM or a browser
 	$(BIN)/python -m pytest -q
