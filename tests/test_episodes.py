@@ -129,6 +129,53 @@ def test_an_episode_of_one_turn_samples_what_a_plain_completion_would() -> None:
     assert turn_seed(5, 0) == 5 and len({turn_seed(5, turn) for turn in range(100)}) == 100
 
 
+def test_sixty_four_conversations_go_on_at_once() -> None:
+    """No environment answers before all 64 have written their first turn, and the engine has all of their next turns at once."""
+    model, num, waiting = a_model(), 64, asyncio.Event()
+    num_running: list[int] = []
+
+    async def after_all(row: Any, texts: list[str]) -> Any:
+        if len(script.given) == num:
+            waiting.set()
+        await waiting.wait()
+        return three_turns(row, texts)
+
+    async def main() -> list[Completion]:
+        engine = NativeEngine(model, make_tokenizer(), max_running=num, kv_tokens=None)
+        rollouts, poll = Rollouts(engine), engine.poll
+
+        def noted_poll() -> Any:
+            num_running.append(engine.num_unfinished)
+            return poll()
+
+        engine.poll = noted_poll
+        player = Player(
+            section=ClassEnvironment(path="x:X", max_turn_tokens=6),
+            environments=script,
+            conversations=Conversations(make_tokenizer()),
+            max_prompt_tokens=64,
+        )
+        episodes, pump = Episodes(rollouts=rollouts, player=player), asyncio.create_task(rollouts.pump())
+        try:
+            return await asyncio.gather(
+                *(
+                    episodes._play(a_prompt(f"{seed}="), seed=seed, sampling=SAMPLING, makers=Counter())
+                    for seed in range(num)
+                )
+            )
+        finally:
+            pump.cancel()
+
+    script = Scripted(after_all)
+    made = asyncio.run(main())
+    assert script.closed == [False] * num and num_running.count(num) >= 2
+    for seed, one in enumerate(made):
+        assert one.episode is not None and one.episode.ended in (EndReason.DONE, EndReason.TOKENS)
+        assert len(one.episode.turns) == 3
+        by_transformers = reference_logprobs(model, a_prompt(f"{seed}=").token_ids, one.token_ids).numpy()
+        np.testing.assert_allclose(one.logprobs[one.mask], by_transformers[one.mask], atol=2e-5)
+
+
 def forever(row: Any, texts: list[str]) -> Any:
     return says("+1=", reward=0.25, metrics={"moves": float(len(texts))})
 
