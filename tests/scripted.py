@@ -36,6 +36,9 @@ class Scripted:
         self.given: list[Sequence[int]] = []
         self.is_closed = False
 
+    async def find_host(self) -> Scripted:
+        return self
+
     async def start(self, kind: str) -> One:
         self.num_started += 1
         return One(self)

@@ -308,15 +308,27 @@ def expected_spans(nodes: list[int], parts: list[Part]) -> list[tuple[int, ...]]
     return spans if all(node_of[span[0]] == node_of[span[-1]] for span in spans) else None
 
 
+def expected_environments(nodes: list[int], parts: list[Part]) -> list[tuple[int, ...]] | None:
+    """Its slots by node: it has a process on each node of its slots."""
+    spans = expected_spans(nodes, parts)
+    if spans is None or any(part.ranks for part in parts):
+        return None
+    starts = [sum(nodes[:node]) for node in range(len(nodes) + 1)]
+    found = [tuple(slot for (slot,) in spans if low <= slot < high) for low, high in pairwise(starts)]
+    return [slots for slots in found if slots]
+
+
 def can_work(nodes: list[int], spans: dict[str, list[tuple[int, ...]] | None]) -> bool:
     if any(value is None for value in spans.values()):
         return False
     actor, critic = (set(spans.get(role) or ()) for role in ("actor", "critic"))
     if actor & critic and actor != critic:
         return False
-    every = {span for value in spans.values() if value is not None for span in value}
+    every = {span for role, value in spans.items() if value is not None and role != "environment" for span in value}
     flat = [slot for span in every for slot in span]
-    return sorted(flat) == list(range(sum(nodes)))  # each slot in exactly one process, none left over
+    beside = {slot for span in spans.get("environment") or () for slot in span}
+    # Each slot in exactly one process, or with environments alone; none left over.
+    return len(flat) == len(set(flat)) and {*flat, *beside} == set(range(sum(nodes)))
 
 
 @settings(max_examples=300, deadline=None)
@@ -327,7 +339,10 @@ def test_random_placements_are_planned_exactly_when_every_rule_holds(
 ) -> None:
     nodes, placement = case
     texts: dict[str, str | int] = {role: ",".join(map(str, parts)) for role, parts in placement.items()}
-    spans = {role: expected_spans(nodes, parts) for role, parts in placement.items()}
+    spans = {
+        role: expected_environments(nodes, parts) if role == "environment" else expected_spans(nodes, parts)
+        for role, parts in placement.items()
+    }
     if not can_work(nodes, spans):
         message = refusal(nodes, texts)
         assert message.startswith("cluster.component_placement") and ";" in message
@@ -349,10 +364,14 @@ def assert_holds(plan: Plan, nodes: list[int]) -> None:
             slot.index for slot in plan.slots if role in slot.roles
         }
         assert all({node_of[slot] for slot in process.slots} == {process.node_rank} for process in processes)
-        mesh = plan.meshes[role]
-        assert mesh.data * mesh.tensor == sum(len(process.slots) for process in processes)
+        if role is not Role.ENVIRONMENT:
+            mesh = plan.meshes[role]
+            assert mesh.data * mesh.tensor == sum(len(process.slots) for process in processes)
     shared = [process for group in plan.groups for process in group.processes]
-    assert sorted(slot for process in shared for slot in process.slots) == list(range(sum(nodes)))
+    with_models = [slot.index for slot in plan.slots if set(slot.roles) != {Role.ENVIRONMENT}]
+    assert sorted(slot for process in shared for slot in process.slots) == with_models
+    nodes_of_environments = [process.node_rank for process in plan.environments]
+    assert len(nodes_of_environments) == len(set(nodes_of_environments))
     for group in plan.groups:
         for process in group.processes:
             assert set(process.ranks) == set(group.roles)

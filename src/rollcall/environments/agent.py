@@ -31,7 +31,7 @@ from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, t
 from rollcall.environments.episode import LONGEST_ERROR, row_of, turn_seed
 from rollcall.environments.histories import Histories, Row, Templates, joined
 from rollcall.environments.program import Program
-from rollcall.environments.protocol import Environment, EnvironmentFailed
+from rollcall.environments.protocol import EnvironmentFailed, Host
 from rollcall.environments.server import EndpointServer, in_loop, refuse_without_packages
 from rollcall.environments.wire import Refused, Wanted
 from rollcall.errors import ConfigError
@@ -69,7 +69,7 @@ class AgentEnvironments:
         self._players.append(player)
         return player
 
-    async def start(self, kind: str) -> Environment:
+    async def find_host(self) -> Host:
         raise EnvironmentFailed("a program drives its own episode; there is nothing to step")
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:

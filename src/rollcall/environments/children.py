@@ -1,7 +1,4 @@
-"""The parent's side of a zygote and of the children that it forks (zygote.py, child.py).
-
-What they say is data: JSON, of a bounded size, checked field by field.
-"""
+"""The parent's side of a zygote and of the children that it forks (zygote.py, child.py). What they say is data (frames.py)."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter
-
-from rollcall.environments.child import LENGTH, MAX_ANSWER_BYTES
-from rollcall.environments.protocol import EnvironmentFailed, StepResult
+from rollcall.environments.frames import Failed, read_answer, receive, request_bytes, send
+from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.errors import ConfigError
 from rollcall.process import descendants
 from rollcall.reward.confine import Confinement, environment
@@ -55,27 +50,6 @@ class Setup:
     python: str | None  # that runs it; None: this one
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    failed: str
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    text: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    worth: float | None
-
-
-_Answer = Failed | Opened | Worth | StepResult
-_ANSWER: TypeAdapter[_Answer] = TypeAdapter(
-    _Answer, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-)
-
-
 class Child:
     """One process and its socket."""
 
@@ -105,10 +79,8 @@ class Child:
         """Its answer; EnvironmentFailed: it has none. A call that was given up leaves it unusable."""
         self._is_asked = True
         try:
-            body = json.dumps(request, default=_plain).encode()
-            self._writer.write(LENGTH.pack(len(body)) + body)
-            await self._writer.drain()
-            answer = _read(await self._receive())
+            await send(self._writer, request_bytes(request))
+            answer = read_answer(await receive(self._reader))
         except (EOFError, ConnectionError):
             raise EnvironmentFailed(await self._why_silent()) from None
         if isinstance(answer, Failed):
@@ -118,12 +90,6 @@ class Child:
             raise EnvironmentFailed("its process answered something else than it was asked for")
         self._is_asked = False
         return answer
-
-    async def _receive(self) -> bytes:
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if size > MAX_ANSWER_BYTES:
-            raise EnvironmentFailed(f"its process answers with {size:,} bytes; at most {MAX_ANSWER_BYTES:,} are read")
-        return await self._reader.readexactly(size)
 
     async def _why_silent(self) -> str:
         """Its socket has closed: it has ended, which the zygote says in a moment, or user code has closed it."""
@@ -366,15 +332,3 @@ async def _has_settled(child: Child, limit_s: float) -> bool:
 def _settle(child: Child, how: str) -> None:
     if not child.ended.done():
         child.ended.set_result(how)
-
-
-def _read(body: bytes) -> _Answer:
-    try:
-        return _ANSWER.validate_json(body)
-    except ValueError:
-        raise EnvironmentFailed("its process answered rubbish, which no environment of ours writes") from None
-
-
-def _plain(value: Any) -> Any:
-    """A column's value that JSON does not have: an array as a list, a date as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -18,7 +18,15 @@ import numpy as np
 from rollcall.config import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations, Tools
-from rollcall.environments.protocol import Environment, EnvironmentFailed, Environments, Opening, StepResult
+from rollcall.environments.protocol import (
+    Environment,
+    EnvironmentFailed,
+    EnvironmentLost,
+    Environments,
+    Host,
+    Opening,
+    StepResult,
+)
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn
 
 T = TypeVar("T")
@@ -80,15 +88,20 @@ class Player:
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
         """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompt."""
-        one = _OneEpisode(self, prompt, seed=seed, sampling=sampling, session=session, sample=sample)
         limit_s = self.section.episode_timeout_s
-        try:
-            await within(one.run(), limit_s, f"the episode took longer than environment.episode_timeout_s={limit_s:g}")
-        except TooLong as error:
-            one.fail(EndReason.TIMEOUT, str(error))
-        except EnvironmentFailed as error:
-            one.fail(EndReason.ERROR, str(error))
-        return one.completion()
+        late = f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
+        while True:
+            host = await self.environments.find_host()
+            one = _OneEpisode(self, prompt, seed=seed, sampling=sampling, session=session, sample=sample)
+            try:
+                await within(one.run(host), limit_s, late)
+            except EnvironmentLost:
+                continue  # whoever lost it has said so; looking for a host ends when none comes back
+            except TooLong as error:
+                one.fail(EndReason.TIMEOUT, str(error))
+            except EnvironmentFailed as error:
+                one.fail(EndReason.ERROR, str(error))
+            return one.completion()
 
     async def call(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """A call of the environment, with its time limit."""
@@ -137,9 +150,9 @@ class _OneEpisode:
         self._ended = EndReason.DONE
         self.error = ""
 
-    async def run(self) -> None:
+    async def run(self, host: Host) -> None:
         call, kind = self._player.call, str(self._prompt.metadata.get(KIND) or "")
-        environment = await call(self._player.environments.start(kind), "the start of the environment")
+        environment = await call(host.start(kind), "the start of the environment")
         broken = True
         try:
             opening = await call(environment.reset(row_of(self._prompt)), "reset")

@@ -6,7 +6,7 @@ from rollcall.config import EnvironmentSection
 from rollcall.config.environments import AgentEnvironment, ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
-from rollcall.environments.children import Setup, find_python
+from rollcall.environments.children import Setup
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environments
 
@@ -15,10 +15,10 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
     """Waits until episodes can begin; ConfigError: the user's class cannot be used, and why."""
     if isinstance(section, AgentEnvironment):
         return AgentEnvironments(section, chat_template=chat_template)
-    return ProcessEnvironments(_setup(section, chat_template=chat_template), max_processes=section.max_running)
+    return ProcessEnvironments(setup_of(section, chat_template=chat_template), max_processes=section.max_running)
 
 
-def _setup(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> Setup:
+def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> Setup:
     is_class = isinstance(section, ClassEnvironment)
     call_format = ""
     if is_class:
@@ -32,5 +32,5 @@ def _setup(section: ClassEnvironment | StepEnvironment, *, chat_template: str | 
         is_chat=chat_template is not None,
         env=list(section.env),
         memory_mb=section.memory_mb,
-        python=find_python(section.python),
+        python=section.python,
     )

@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rollcall.environments.children import Child, Opened, Setup, Worth, Zygote
+from rollcall.environments.children import Child, Setup, Zygote, find_python
+from rollcall.environments.frames import Opened, Worth
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
@@ -37,6 +39,7 @@ class ProcessEnvironments:
                 f"it out of environment.env"
             )
         _allow_files(max_processes + _SPARE_FILES)
+        setup = replace(setup, python=find_python(setup.python))
         self._setup = setup
         self._max_processes = max_processes
         self._start_timeout_s = start_timeout_s
@@ -60,12 +63,20 @@ class ProcessEnvironments:
         """The zygote and its children."""
         return [self._zygote.process.pid, *(child.pid for child in self._zygote.children.values() if child.pid)]
 
+    @property
+    def tools(self) -> dict[str, list[dict[str, Any]]]:
+        """Of each kind."""
+        return self._zygote.tools
+
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        return tuple(self._zygote.tools[self._kind(kind)])
+        return tuple(self.tools[kind_of(kind, self.tools)])
+
+    async def find_host(self) -> ProcessEnvironments:
+        return self
 
     async def start(self, kind: str) -> Environment:
         try:
-            name = self._kind(kind)
+            name = kind_of(kind, self.tools)
         except ValueError as error:
             raise EnvironmentFailed(str(error)) from None
         await self._attend()
@@ -93,19 +104,6 @@ class ProcessEnvironments:
 
     async def end(self, child: Child) -> None:
         await self._zygote.end(child)
-
-    def _kind(self, kind: str) -> str:
-        """The only one has no name, and takes whatever a column says."""
-        tools = self._zygote.tools
-        if "" in tools:
-            return ""
-        if kind not in tools:
-            raise ConfigError(
-                f"the row's environment column says {kind[:80]!r}, and environment.path has {', '.join(tools)}"
-                if kind
-                else f"the row has no environment column, and environment.path has {', '.join(tools)} to choose from"
-            )
-        return kind
 
     async def _attend(self) -> None:
         """A zygote that lives, and that this event loop listens to."""
@@ -179,6 +177,19 @@ class _ProcessEnvironment:
             await self._owner.end(self._child)
         else:
             self._owner.give_back(self._child)
+
+
+def kind_of(kind: str, kinds: Collection[str]) -> str:
+    """The name of a row's kind. The only one has no name, and takes whatever a column says."""
+    if "" in kinds:
+        return ""
+    if kind not in kinds:
+        raise ConfigError(
+            f"the row's environment column says {kind[:80]!r}, and environment.path has {', '.join(kinds)}"
+            if kind
+            else f"the row has no environment column, and environment.path has {', '.join(kinds)} to choose from"
+        )
+    return kind
 
 
 def _allow_files(count: int) -> None:

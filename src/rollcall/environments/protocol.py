@@ -17,6 +17,10 @@ class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a defect of 
     """The environment raised, died or returned rubbish. Its episode ends with this text and a score of 0."""
 
 
+class EnvironmentLost(Exception):  # noqa: N818 - an outcome, not a defect of ours
+    """The node or the process that ran the environment is gone. Its episode is played again from its beginning."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message for the chat template."""
@@ -61,10 +65,18 @@ class Environment(Protocol):
         ...
 
 
-class Environments(Protocol):
-    """Where environments come from. ``kind`` is the row's `environment` column; empty: there is only one kind."""
+class Host(Protocol):
+    """Where one environment starts. ``kind`` is the row's `environment` column; empty: there is only one kind."""
 
     async def start(self, kind: str) -> Environment: ...
+
+
+class Environments(Protocol):
+    """Where environments come from."""
+
+    async def find_host(self) -> Host:
+        """For the next episode. Waits while all hosts are lost, and no limit of an episode counts that wait."""
+        ...
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
         """The schemas of its tools, which the check at the start renders."""

@@ -66,7 +66,7 @@ class WorkerSpec:
     local_world_size: int
     node: NodeSeats
     slots: tuple[int, ...]
-    share: float  # of its slot; the rest is for other workers on it
+    share: float  # of its slot; the rest is for other workers on it. 0: it only sits there, and has no accelerator
     env: Mapping[str, str]  # the user's
     title: str = ""  # its name in messages; empty: its role and rank
 
@@ -77,7 +77,7 @@ class WorkerSpec:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return tuple(self.node.devices[slot] for slot in self.slots) if self.node.devices else ()
+        return tuple(self.node.devices[slot] for slot in self.slots) if self.node.devices and self.share else ()
 
     def group_env(self, *, master_address: str, master_port: int) -> dict[str, str]:
         env = {

@@ -32,6 +32,7 @@ class Tenant(Protocol):
 
     name_prefix: str
     specs: list[WorkerSpec]
+    takes_slots: bool
 
     def shutdown(self) -> object: ...
 
@@ -118,7 +119,7 @@ class VirtualCluster:
     def check_room(self, seats: Sequence[Seat]) -> None:
         """Refuse seats that do not exist or are taken: Ray would wait for them forever."""
         taken: dict[tuple[int, int], list[str]] = {}
-        for group in self._groups:
+        for group in (group for group in self._groups if group.takes_slots):
             for seat in {(spec.node.node_rank, slot) for spec in group.specs for slot in spec.slots}:
                 taken.setdefault(seat, []).append(group.name_prefix)
         for seat in seats:

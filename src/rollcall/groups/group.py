@@ -96,6 +96,7 @@ class WorkerGroup:
     the accelerators of all those slots. ``seats`` is the same by node rank. Without any of these, each slot has a worker.
     ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
     names in messages, by rank, instead of the prefix and the rank; ``purposes`` says what a call is waited for, by method.
+    Without ``takes_slots`` the seats only say on which nodes the workers are: other groups may have all of their slots.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class WorkerGroup:
         node_env_vars: Mapping[int, Mapping[str, str]] | None = None,
         titles: Sequence[str] | None = None,
         purposes: Mapping[str, str] | None = None,
+        takes_slots: bool = True,
         timeout_s: float = START_DEADLINE_S,
     ) -> None:
         given = [value for value in (workers_per_node, bundle_indices_list, seats) if value is not None]
@@ -126,7 +128,9 @@ class WorkerGroup:
         seats = sorted(seats, key=lambda seat: (seat.node_rank, seat.slots))
         if not seats:
             raise ValueError("a worker group needs at least one worker")
-        cluster.check_room(seats)
+        self.takes_slots = takes_slots
+        if takes_slots:
+            cluster.check_room(seats)
         self.name_prefix = name_prefix or "worker"
         self.cluster = cluster
         self.sharding = sharding_annotations or NamedSharding.default(len(seats))
@@ -141,6 +145,7 @@ class WorkerGroup:
             env=env_vars or {},
             node_env=node_env_vars or {},
             titles=titles or [""] * len(seats),
+            takes_slots=takes_slots,
         )
         self._one_call = threading.Lock()
         recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
@@ -393,6 +398,7 @@ def _specs(
     env: Mapping[str, str],
     node_env: Mapping[int, Mapping[str, str]],
     titles: Sequence[str],
+    takes_slots: bool,
 ) -> list[WorkerSpec]:
     """The processes in rank order."""
     for name in (name for variables in (env, *node_env.values()) for name in variables):
@@ -413,7 +419,9 @@ def _specs(
             local_world_size=on_node.count(seat.node_rank),
             node=cluster.node(seat.node_rank),
             slots=seat.slots,
-            share=cluster.share_of_slot(num_workers=max(per_slot[seat.node_rank, slot] for slot in seat.slots)),
+            share=cluster.share_of_slot(num_workers=max(per_slot[seat.node_rank, slot] for slot in seat.slots))
+            if takes_slots
+            else 0.0,
             env={**env, **node_env.get(seat.node_rank, {})},
             title=titles[rank],
         )

@@ -20,7 +20,7 @@ PLAIN_WIDTH = 120
 BAR = 24  # characters
 COLOURS = {
     Role.ACTOR: "cyan", Role.CRITIC: "magenta", Role.REFERENCE: "white", Role.ROLLOUT: "yellow", Role.INFERENCE: "green",
-    Role.REWARD: "red",
+    Role.REWARD: "red", Role.ENVIRONMENT: "blue",
 }  # fmt: skip
 PART_NAMES = {"kv": "KV cache"}  # the others are called what they are
 
@@ -142,13 +142,13 @@ def _abbreviated(plan: Plan) -> Table:
 def _meshes(plan: Plan) -> Table:
     table = _table("role", "slots", "processes", "mesh (data x tensor)", "shares its processes with")
     for role in plan.roles:
-        mesh = plan.meshes[role]
+        mesh = plan.meshes.get(role)
         others = [other for other in plan.roles for group in plan.groups if {role, other} <= set(group.roles)]
         table.add_row(
             Text(role, style=COLOURS[role]),
             ranges(plan.role_slots(role)),
             str(plan.world_size(role)),
-            f"{mesh.data} x {mesh.tensor}",
+            f"{mesh.data} x {mesh.tensor}" if mesh else "none, one process on each node",
             ", ".join(dict.fromkeys(other for other in others if other is not role)) or "none",
         )
     return table

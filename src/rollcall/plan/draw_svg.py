@@ -10,11 +10,11 @@ from rollcall.plan.draw import MAX_GRID_NODES, NodeRun, heading, node_runs, verd
 from rollcall.plan.judge import RunPlan, describe_model
 from rollcall.plan.memory import GIB, SlotMemory
 from rollcall.plan.placement import Plan, Role
-from rollcall.words import ranges
+from rollcall.words import counted, ranges
 
 FILL = {
     Role.ACTOR: "#2f6fb0", Role.CRITIC: "#8a5aa8", Role.REFERENCE: "#6b7280", Role.ROLLOUT: "#d9772b",
-    Role.INFERENCE: "#3f8f4f", Role.REWARD: "#b8475a",
+    Role.INFERENCE: "#3f8f4f", Role.REWARD: "#b8475a", Role.ENVIRONMENT: "#2a8c8c",
 }  # fmt: skip
 PART_FILL = {
     "weights": "#1f3a5f", "optimizer": "#4f7cac", "KV cache": "#c9a227", "gradients": "#5e8c6a", "activations": "#a3c4a8",
@@ -102,8 +102,9 @@ def _title(canvas: _Canvas, run: RunPlan) -> None:
 
 
 def _role_text(plan: Plan, role: Role) -> str:
-    mesh = plan.meshes[role]
-    return f"{role}: {plan.world_size(role)} processes, {mesh.data} x {mesh.tensor}"
+    mesh = plan.meshes.get(role)
+    shape = f"{mesh.data} x {mesh.tensor}" if mesh else "one on each node"
+    return f"{role}: {counted(plan.world_size(role), 'process')}, {shape}"
 
 
 def _legend(canvas: _Canvas, items: list[tuple[str, str]]) -> None:
@@ -142,7 +143,7 @@ def _card(canvas: _Canvas, plan: Plan, run: NodeRun, *, cell: float) -> None:
             if process.node_rank != run.first:
                 continue
             x = left + (process.slots[0] - slots[0].index) * cell
-            across = len(process.slots) * cell
+            across = (process.slots[-1] - process.slots[0] + 1) * cell
             many = f" (and on {run.num_nodes - 1} more nodes like this)" if run.num_nodes > 1 else ""
             title = f"{role} rank {rank}, slots {ranges(process.slots)}{many}"
             canvas.rect(x + 1.5, y, across - 3, BAND - 2, fill=FILL[role], title=title)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollcall.config import ClusterSection, NodeSection
 from rollcall.errors import PlacementError
-from rollcall.plan.placement import Plan, PlannedProcess
+from rollcall.plan.placement import Plan, PlannedProcess, Role
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
@@ -23,7 +23,10 @@ def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> Clust
                 f"all {role} processes were on nodes that are missing ({names}), and the run needs one; bring one "
                 f"back with `rollcall node`, or place {role} on several nodes"
             )
-        placement[role.value] = ",".join(_part(process, rank, number) for rank, process in enumerate(left))
+        if role is Role.ENVIRONMENT:
+            placement[role.value] = ",".join(str(number[slot]) for process in left for slot in process.slots)
+        else:
+            placement[role.value] = ",".join(_part(process, rank, number) for rank, process in enumerate(left))
     weights = None if section.node_weights is None else [section.node_weights[rank] for rank in kept]
     return section.model_copy(
         update={

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
+from rollcall.config.environments import AgentEnvironment
 from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
 from rollcall.plan.mesh import split_problems
@@ -125,8 +126,8 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
     on_gpus = cluster is not None and cluster.accelerator == "gpu"
-    for role, processes in plan.processes.items():
-        width = len(processes[0].slots)
+    for role in plan.meshes:
+        width = len(plan.processes[role][0].slots)
         if role in trained and width > 1:
             problems.append(
                 f"{role} has processes of {width} slots, and a learner uses one slot per process; give it a process per slot "
@@ -134,6 +135,11 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
+    if plan.environments and isinstance(config.environment, AgentEnvironment):
+        problems.append(
+            "environment is placed, and the programs of environment.type=agent run on the controller's node, where the endpoint is "
+            "that they ask; take environment out of cluster.component_placement"
+        )
     return problems + _unreachable(config, plan) + _weightless(cluster.node_weights if cluster else None, plan)
 
 

@@ -227,6 +227,8 @@ class _Job:
                 return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles and Role.ACTOR not in self.in_parts)
             case Role.REWARD:
                 return self._reward(mesh)
+            case Role.ENVIRONMENT:
+                return RoleMemory(role=role)  # memory of its nodes, and none of a slot
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
         """Data ranks that each hold a part of the state."""

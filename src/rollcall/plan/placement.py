@@ -5,6 +5,9 @@ A role's slots are written as ``slots`` reads them. Ranks of a role follow its s
 Roles that share a slot share its process. So two processes of two roles have either the same slots, and are then one
 operating-system process with both roles, or no slot in common. With ``rollout: all, actor: 0-3`` on eight slots, slots
 0-3 hold one process each with both roles (rollout ranks 0-3 are actor ranks 0-3) and slots 4-7 a rollout process each.
+
+The environment needs CPUs, which all slots of a node share. So its slots say on which nodes it runs: it has one process on each
+of them, beside those of the other roles.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     INFERENCE = "inference"
     REWARD = "reward"
+    ENVIRONMENT = "environment"
 
 
 TRAINED = (Role.ACTOR, Role.CRITIC)
@@ -39,6 +43,7 @@ _USERS = {
     Role.CRITIC: "algorithm.name=ppo",
     Role.REFERENCE: "algorithm.kl_coef above 0",
     Role.REWARD: "a reward of type model",
+    Role.ENVIRONMENT: "a section environment",
 }
 
 _Spans = dict[Role, list[tuple[int, ...]]]  # the slots of each process of a role, by rank
@@ -90,8 +95,8 @@ class Plan:
     slots_per_node: tuple[int, ...]
     slots: tuple[Slot, ...]  # by global slot
     processes: Mapping[Role, tuple[PlannedProcess, ...]]  # by rank
-    groups: tuple[RoleGroup, ...]  # every process of the cluster is in one of them
-    meshes: Mapping[Role, Mesh]
+    groups: tuple[RoleGroup, ...]  # every process of the cluster is in one of them, but for those of environments
+    meshes: Mapping[Role, Mesh]  # of the roles with a model
     notes: tuple[str, ...]  # decisions that the user did not make
 
     @property
@@ -100,9 +105,14 @@ class Plan:
 
     @property
     def all_processes(self) -> list[PlannedProcess]:
-        """In slot order."""
+        """Those that hold models, in slot order."""
         found = (process for group in self.groups for process in group.processes)
         return sorted(found, key=lambda process: process.slots)
+
+    @property
+    def environments(self) -> tuple[PlannedProcess, ...]:
+        """By rank, one on each of their nodes; empty: they run where the controller does."""
+        return self.processes.get(Role.ENVIRONMENT, ())
 
     @property
     def num_nodes(self) -> int:
@@ -140,6 +150,8 @@ def needed_roles(config: Config) -> frozenset[Role]:
         roles.add(Role.REFERENCE)
     if any(reward.type == "model" for reward in config.reward):
         roles.add(Role.REWARD)
+    if config.environment is not None:
+        roles.add(Role.ENVIRONMENT)
     return frozenset(roles)
 
 
@@ -171,24 +183,46 @@ def plan_placement(
     notes: list[str] = []
     if needed is not None:
         placed = _meet_needs(placed, needed, notes)
-    spans = {role: placed[role] for role in Role if role in placed}
-    _check_all_used(spans, nodes, notes)
+    _check_all_used(placed, nodes, notes)
+    if Role.ENVIRONMENT in (needed or ()) and Role.ENVIRONMENT not in placed and len(nodes.sizes) > 1:
+        notes.append(
+            f"environment is not placed, so it runs on the controller's node; {WHERE}.environment=all spreads it over all nodes"
+        )
+    beside = _environments(placed, nodes)
+    spans = {role: placed[role] for role in Role if role in placed and role is not Role.ENVIRONMENT}
     _check_gangs(spans)
     at = _share(spans, nodes)
     processes = {role: tuple(at[slots] for slots in own) for role, own in spans.items()}
     sizes = tensor_parallel or {}
     return Plan(
         slots_per_node=nodes.sizes,
-        slots=tuple(
-            Slot(index=slot, node_rank=node, local=slot - nodes.starts[node], roles=tuple(process.ranks))
-            for process in at.values()
-            for node in (process.node_rank,)
-            for slot in process.slots
-        ),
-        processes=processes,
+        slots=_slots(nodes, [*at.values(), *beside]),
+        processes=processes | ({Role.ENVIRONMENT: beside} if beside else {}),
         groups=_groups_of(at.values()),
         meshes={role: _mesh_of(role, own, sizes.get(role), notes) for role, own in processes.items()},
         notes=tuple(notes),
+    )
+
+
+def _slots(nodes: Nodes, processes: Sequence[PlannedProcess]) -> tuple[Slot, ...]:
+    roles: dict[int, list[Role]] = {}
+    for process in processes:
+        for slot in process.slots:
+            roles.setdefault(slot, []).extend(process.ranks)
+    return tuple(
+        Slot(index=slot, node_rank=node, local=slot - nodes.starts[node], roles=tuple(roles[slot]))
+        for slot, node in enumerate(nodes.node_of)
+    )
+
+
+def _environments(placed: _Spans, nodes: Nodes) -> tuple[PlannedProcess, ...]:
+    """One for each node that has a slot of theirs, and with these slots."""
+    on_node: dict[int, list[int]] = {}
+    for span in placed.get(Role.ENVIRONMENT, ()):
+        on_node.setdefault(nodes.node_of[span[0]], []).append(span[0])
+    return tuple(
+        PlannedProcess(slots=tuple(slots), node_rank=node, ranks={Role.ENVIRONMENT: rank})
+        for rank, (node, slots) in enumerate(sorted(on_node.items()))
     )
 
 
@@ -197,6 +231,11 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
     for key, value in cluster.component_placement.items():
         roles = _roles_of(key)
         spans = read_slots(str(value), nodes=nodes, key=key)
+        if Role.ENVIRONMENT in roles and ":" in str(value):
+            raise PlacementError(
+                f"{WHERE}: {key}: {value} names process ranks, and environment has one process on each node of its slots; give it a "
+                "key of its own with slots alone, such as environment: all"
+            )
         for role in roles:
             if role in placed:
                 raise PlacementError(

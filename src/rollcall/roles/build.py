@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -232,9 +232,12 @@ def build_scorers(
 
 
 def build_environments(
-    section: EnvironmentSection | None, tokenizer: Any, *sets: PromptSet | None
+    section: EnvironmentSection | None,
+    tokenizer: Any,
+    *sets: PromptSet | None,
+    make: Callable[[str | None], Environments] | None = None,
 ) -> Environments | None:
-    """Refuses a chat template that cannot be extended turn by turn."""
+    """Refuses a chat template that cannot be extended turn by turn. ``make`` gets the template of chats; None: they run here."""
     if section is None:
         return None
     from rollcall.environments.make import make_environments  # few runs have one
@@ -243,7 +246,8 @@ def build_environments(
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
     # A tokenizer may have a template that plain prompts do not go through.
     is_chat = any(MESSAGES in row for row in rows)
-    environments = make_environments(section, chat_template=tokenizer.chat_template if is_chat else None)
+    template = tokenizer.chat_template if is_chat else None
+    environments = make_environments(section, chat_template=template) if make is None else make(template)
     for kind in {str(row.get(KIND) or "") for row in rows if MESSAGES in row}:
         tools = environments.tools_of(kind)
         Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")

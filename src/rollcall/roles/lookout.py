@@ -32,6 +32,17 @@ def look_at(
     )
 
 
+def joined(*looks: Look) -> Look:
+    """Of several groups, as one."""
+    return Look(
+        processes=[one for look in looks for one in look.processes],
+        calls={lane: calls for look in looks for lane, calls in look.calls.items()},
+        marks=[mark for look in looks for mark in look.marks],
+        logs={lane: added for look in looks for lane, added in look.logs.items()},
+        missing_nodes=looks[0].missing_nodes,
+    )
+
+
 def lane_of(process: PlannedProcess, *, node: int) -> str:
     """``actor 0 + rollout 0 @ node 1``"""
     roles = " + ".join(f"{role} {rank}" for role, rank in process.ranks.items())

@@ -19,6 +19,7 @@ from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.config import ClusterSection, Config
 from rollcall.durable.atomic import staging, swap_in
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
+from rollcall.environments.protocol import Environments
 from rollcall.errors import PlacementError, SizesUnknown, WorkerDiedError, WorkerLostError
 from rollcall.groups.backend import Backend, Seat
 from rollcall.groups.cluster import VirtualCluster
@@ -36,7 +37,8 @@ from rollcall.plan.memory import read_sizes
 from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts
 from rollcall.roles.build import Held, Inputs, build_environments, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
-from rollcall.roles.lookout import look_at
+from rollcall.roles.environment_hosts import EnvironmentHosts, start_hosts
+from rollcall.roles.lookout import joined, look_at
 from rollcall.roles.team import Team
 from rollcall.roles.worker import PURPOSES, Facts
 from rollcall.types import Completion, Floats, Prompt, Sample
@@ -89,6 +91,8 @@ class RemoteWorkers(Held[RemoteEngine]):
     saving: Saving
     missing_nodes: frozenset[int]  # ranks that this attempt goes without
     on_ray: bool  # else the nodes share only a folder
+    plan: Plan
+    hosts: EnvironmentHosts | None  # None: environments run here, or there are none
     is_remote: bool = field(default=True, init=False)
 
     @property
@@ -118,6 +122,8 @@ class RemoteWorkers(Held[RemoteEngine]):
 
     def look(self, *, last: bool = False) -> Look:
         look = look_at(self.team.group, self.processes, missing_nodes=self.missing_nodes, last=last)
+        if self.hosts is not None:
+            look = joined(look, look_at(self.hosts.group, self.plan.environments, last=last))
         return replace(look, on_ray=self.on_ray)
 
     def export(self, directory: Path) -> None:
@@ -125,6 +131,8 @@ class RemoteWorkers(Held[RemoteEngine]):
 
     def close(self) -> None:
         Held.close(self)
+        if self.hosts is not None:
+            self.hosts.close()
         self.cluster.shutdown()
 
 
@@ -156,10 +164,11 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
     try:
         group = _start(config, plan, cluster, inputs=inputs, section=section, kept=kept, in_parts=in_parts)
         place = {process.slots: number for number, process in enumerate(processes)}
-        members = {role: [place[process.slots] for process in own] for role, own in plan.processes.items()}
+        members = {role: [place[process.slots] for process in plan.processes[role]] for role in plan.meshes}
         team = Team(group=group, members=members, in_parts=in_parts)
         facts = _load(team, processes, inputs=inputs)
         engine = _engine(config, team, processes)
+        hosts, environments = _environments(config, plan, cluster, inputs=inputs, section=section, kept=kept)
     except BaseException:  # an interrupt too: slots must not stay taken
         cluster.shutdown()
         raise
@@ -174,7 +183,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
         reference=partial(team.forward, Role.REFERENCE, "score_reference") if Role.REFERENCE in members else None,
         scorer=scorer,
         eval_scorer=eval_scorer,
-        environments=build_environments(config.environment, inputs.tokenizer, inputs.train, inputs.val),
+        environments=environments,
         train=inputs.train,
         val=inputs.val,
         stop_token_ids=facts.stop_token_ids,
@@ -189,8 +198,35 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
             in_parts=not in_parts.isdisjoint(TRAINED),
         ),
         on_ray=on_ray,
+        plan=plan,
+        hosts=hosts,
         missing_nodes=frozenset(range(config.cluster.num_nodes)) - frozenset(kept),
     )
+
+
+def _environments(
+    config: Config,
+    plan: Plan,
+    cluster: VirtualCluster,
+    *,
+    inputs: Inputs,
+    section: ClusterSection,
+    kept: Sequence[int],
+) -> tuple[EnvironmentHosts | None, Environments | None]:
+    """On the nodes that they are placed on, else here."""
+    hosts: list[EnvironmentHosts] = []
+
+    def make(chat_template: str | None) -> Environments:
+        started, environments = start_hosts(
+            config, plan, cluster, section=section, kept=kept, chat_template=chat_template
+        )
+        hosts.append(started)
+        return environments
+
+    found = build_environments(
+        config.environment, inputs.tokenizer, inputs.train, inputs.val, make=make if plan.environments else None
+    )
+    return next(iter(hosts), None), found
 
 
 def _fit_nodes(config: Config, plan: Plan) -> tuple[Plan, ClusterSection, list[int]]:

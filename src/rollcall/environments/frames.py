@@ -1,0 +1,67 @@
+"""What environments answer, on its way to the controller: a length and JSON, of a bounded size, checked field by field.
+
+A child answers its parent so (children.py), and a host the controller (host.py, hosted.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+from rollcall.environments.child import LENGTH, MAX_ANSWER_BYTES
+from rollcall.environments.protocol import EnvironmentFailed, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    failed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    worth: float | None
+
+
+Answer = Failed | Opened | Worth | StepResult
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+
+
+async def send(writer: asyncio.StreamWriter, body: bytes) -> None:
+    writer.write(LENGTH.pack(len(body)) + body)
+    await writer.drain()
+
+
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if size > MAX_ANSWER_BYTES:
+        raise EnvironmentFailed(f"its process answers with {size:,} bytes; at most {MAX_ANSWER_BYTES:,} are read")
+    return await reader.readexactly(size)
+
+
+def request_bytes(request: dict[str, Any]) -> bytes:
+    return json.dumps(request, default=_plain).encode()
+
+
+def answer_bytes(answer: Answer) -> bytes:
+    return _ANSWER.dump_json(answer)
+
+
+def read_answer(body: bytes) -> Answer:
+    try:
+        return _ANSWER.validate_json(body)
+    except ValueError:
+        raise EnvironmentFailed("its process answered rubbish, which no environment of ours writes") from None
+
+
+def _plain(value: Any) -> Any:
+    """A column's value that JSON does not have: an array as a list, a date as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
