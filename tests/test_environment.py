@@ -125,13 +125,18 @@ def test_a_job_that_passes_nothing_takes_nothing_from_the_head() -> None:
 def test_what_a_reward_function_names_reaches_the_driver_and_is_not_declared_for_workers() -> None:
     environ = {"OPENAI_API_KEY": SECRET, "SERVICE": "http://judge", "HF_TOKEN": "other-secret-value"}
     for cluster in (None, section()):
-        job = job_env(cluster, environ=environ, token=TOKEN, rewards=["OPENAI_API_KEY", "SERVICE"])
+        job = job_env(cluster, environ=environ, token=TOKEN, named={"environment.env": ["OPENAI_API_KEY", "SERVICE"]})
         assert job["SERVICE"] == "http://judge" and SECRET not in str(job)
         assert sealed_values(job, token=TOKEN) == {"OPENAI_API_KEY": SECRET}
         assert job.get(SUBMITTED, "") == ""
-    assert job_env(section(env={"SERVICE": "run"}), environ={}, token=TOKEN, rewards=["SERVICE"])["SERVICE"] == "run"
+    assert (
+        job_env(section(env={"SERVICE": "run"}), environ={}, token=TOKEN, named={"environment.env": ["SERVICE"]})[
+            "SERVICE"
+        ]
+        == "run"
+    )
     with pytest.raises(ClusterError, match="names NOT_SET, which is not set here"):
-        job_env(section(), environ=environ, token=TOKEN, rewards=["NOT_SET"])
+        job_env(section(), environ=environ, token=TOKEN, named={"environment.env": ["NOT_SET"]})
 
 
 def test_a_redacted_value_is_not_taken_for_a_value() -> None:

@@ -54,7 +54,7 @@ class Game:
 @dataclass(kw_only=True)
 class Arena:
     lab: Lab
-    number: int = 0
+    runs: list[Run] = field(default_factory=list)
 
     @property
     def hosts(self) -> list[Host]:
@@ -65,11 +65,11 @@ class Arena:
         bring_up({rank: self.hosts[rank] for rank in ranks}, *options, num_nodes=2, env=NO_GPU)
 
     def run(self, placement: dict[str, str]) -> Run:
-        self.number += 1
-        folder = self.lab.shared / f"run-{self.number}"
+        folder = self.lab.shared / f"run-{len(self.runs)}"
         folder.mkdir()
         (folder / "run.yaml").write_text(yaml.safe_dump(run_file(self.lab.shared, folder / "run", placement)))
         run = Run(arena=self, folder=folder)
+        self.runs.append(run)
         run.start()
         return run
 
@@ -103,7 +103,7 @@ class Run:
             time.sleep(0.02)
 
     def worker(self, role: str, *, node: int) -> ProcessState:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + STRIKE_S
         while time.monotonic() < give_up:
             live = read_live(self.dir)
             if live is not None:
@@ -156,8 +156,20 @@ def kill_on(host: Host, pid: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture
+def arena(two_hosts: Arena) -> Iterator[Arena]:
+    """With no run of an earlier test, and both nodes."""
+    yield two_hosts
+    for command in (command for run in two_hosts.runs for command in run.commands):
+        if command.poll() is None:
+            command.kill()
+    if not two_hosts.hosts[1].is_up:
+        two_hosts.hosts[1].restart()
+        two_hosts.join(1)
+
+
 @pytest.fixture(scope="module")
-def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     shared = tmp_path_factory.mktemp("lab") / "shared"
     shared.mkdir()
     save_model(shared / "model")
@@ -221,5 +233,3 @@ def test_a_lost_node_of_environments_is_done_without(arena: Arena) -> None:
     arena.hosts[1].power_off()
     made = run.end()
     assert "its episodes are played again elsewhere" in run.said and not errors_of(made), run.said
-    arena.hosts[1].restart()
-    arena.join(1)

@@ -126,6 +126,19 @@ def test_a_rewards_module_travels_with_those_it_imports_and_nothing_else(tmp_pat
     assert outside == {"run.yaml", *code}
 
 
+def test_the_environments_modules_travel_too(tmp_path: Path) -> None:
+    write(tmp_path, dict.fromkeys(("games.py", "mazes.py", "my_tools.py"), ""))
+    environment = {"path": {"game": "games:Game", "maze": "mazes:Maze"}, "tools": ["my_tools:search"]}
+    found = contents(config(environment={"type": "class", **environment}), tmp_path)
+    assert {name for name in found if not name.startswith("rollcall/")} == {
+        "run.yaml", "games.py", "mazes.py", "my_tools.py"
+    }  # fmt: skip
+    elsewhere = config(environment={"type": "step", "path": "games_of_another_python:Game", "python": "/x/bin/python"})
+    assert "run.yaml" in contents(elsewhere, tmp_path)
+    with pytest.raises(ClusterError, match=r"environment\.path=no_such:Game: there is no module 'no_such' in"):
+        contents(config(environment={"type": "step", "path": "no_such:Game"}), tmp_path)
+
+
 def test_an_installed_rewards_module_stays_where_it_is(tmp_path: Path) -> None:
     found = contents(with_reward("yaml:safe_load"), tmp_path)
     assert not any(name.startswith("yaml") for name in found)

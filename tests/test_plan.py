@@ -25,6 +25,7 @@ from rollcall.learner.optimizer import Optimizer
 from rollcall.model.files import MODEL_DIR
 from rollcall.plan.draw import draw_text, node_runs
 from rollcall.plan.draw_svg import draw_svg
+from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import RunPlan, plan_run
 from rollcall.plan.memory import GIB, ModelSizes, RoleMemory, SlotMemory, lever, read_sizes
 from rollcall.plan.placement import Role
@@ -446,3 +447,34 @@ def test_the_arrangements_of_the_modes_page_can_work(tmp_path: Path) -> None:
         for name, section in yaml.safe_load(block).items():
             run[name] = section if name == "algorithm" else {**run.get(name, {}), **section}
         assert plan_run(parse_config(run), model_config=write_sizes(tmp_path)).problems == (), block
+
+
+ENVIRONMENT = {"type": "step", "path": "games:Game"}
+
+
+def test_environments_run_beside_other_roles_on_the_nodes_of_their_slots(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path, {"actor,rollout": "0-7", "environment": "4,8"}, nodes=[8, 1], environment=ENVIRONMENT, card_gib=80
+    )
+    assert run.problems == () and not any("environment" in note for note in run.notes)
+    assert [(one.node_rank, one.slots) for one in run.plan.environments] == [(0, (4,)), (1, (8,))]
+    assert run.as_json()["slots"][8]["roles"] == ["environment"]
+    assert len(run.plan.all_processes) == 8, "a slot with environments alone has no process of a model"
+    assert "environment: 2 processes, one on each node" in draw_svg(run)
+    kept = shrink(run.cluster, run.plan, kept=[0])
+    assert kept.component_placement["environment"] == "4"
+
+
+def test_environments_without_a_place_run_on_the_controllers_node(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8], environment=ENVIRONMENT)
+    assert any("environment is not placed, so it runs on the controller's node" in note for note in run.notes)
+    alone = make_run(tmp_path, {"actor,rollout": "all"}, environment=ENVIRONMENT)
+    assert not any("environment" in note for note in alone.notes)
+
+
+def test_programs_stay_on_the_controllers_node(tmp_path: Path) -> None:
+    agent = {"type": "agent", "run": "python my_agent.py"}
+    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8], environment=agent)
+    assert any("environment.type=agent run on the controller's node" in note for note in run.notes)
+    placed = make_run(tmp_path, {"actor,rollout": "all", "environment": "all"}, nodes=[8, 8], environment=agent)
+    assert ["take environment out of" in problem for problem in placed.problems] == [True]

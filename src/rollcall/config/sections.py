@@ -51,7 +51,9 @@ class ClusterSection(Section):
         "gpu", "What a slot is: a GPU, or a logical seat on a node without GPUs (`rollcall node --slots`)."
     )
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
-        {"actor,rollout": "all"}, "Which roles sit on which slots, such as `{'actor,rollout': all}`."
+        {"actor,rollout": "all"},
+        "Which roles sit on which slots, such as `{'actor,rollout': all}`. The slots of `environment` name the nodes on which environments "
+        "run, beside the other roles; without any they run on the controller's node.",
     )
     ray_address: str | None = field(
         None,

@@ -108,8 +108,10 @@ class Jobs:
         if self._refusal is not None:
             raise ClusterError(self._refusal)
         others = self.jobs()  # a refusal of the token, or no answer, comes before anything else
-        named = [name for reward in config.reward for name in reward.variables]
-        environment = job_env(config.cluster, environ=environ, token=self._token, rewards=named)
+        named = {"reward.*.env or reward.*.key_env": [name for reward in config.reward for name in reward.variables]}
+        if config.environment is not None:
+            named["environment.env"] = config.environment.env
+        environment = job_env(config.cluster, environ=environ, token=self._token, named=named)
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
         config = resolve_paths(config, folder=folder, shared=self.shared)
         package = build_package(config, run_file=dump_config(config), folder=folder)

@@ -81,7 +81,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
     notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
-    notes += [*_on_elastic(config, plan), *unused(config)]
+    notes += [*_on_environment(config, plan), *_on_elastic(config, plan), *unused(config)]
     return RunPlan(
         config=config,
         cluster=cluster,
@@ -254,6 +254,18 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
             f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and nothing to do: log-probs are computed before "
             "an update with several minibatches or epochs and algorithm.old_logprobs=learner; set actor.minibatches=2, or give "
             "the slots to rollout"
+        )
+
+
+def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
+    if config.environment is None or plan.environments or plan.num_nodes == 1:
+        return
+    if isinstance(config.environment, AgentEnvironment):
+        yield "the programs of environment.type=agent run on the controller's node, where the endpoint is that they ask"
+    else:
+        yield (
+            "environment is not placed, so it runs on the controller's node; cluster.component_placement.environment=all spreads it "
+            "over all nodes"
         )
 
 

@@ -184,10 +184,6 @@ def plan_placement(
     if needed is not None:
         placed = _meet_needs(placed, needed, notes)
     _check_all_used(placed, nodes, notes)
-    if Role.ENVIRONMENT in (needed or ()) and Role.ENVIRONMENT not in placed and len(nodes.sizes) > 1:
-        notes.append(
-            f"environment is not placed, so it runs on the controller's node; {WHERE}.environment=all spreads it over all nodes"
-        )
     beside = _environments(placed, nodes)
     spans = {role: placed[role] for role in Role if role in placed and role is not Role.ENVIRONMENT}
     _check_gangs(spans)

@@ -112,13 +112,17 @@ def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dic
 
 
 def job_env(
-    section: ClusterSection | None, *, environ: Mapping[str, str], token: str | None, rewards: Sequence[str] = ()
+    section: ClusterSection | None,
+    *,
+    environ: Mapping[str, str],
+    token: str | None,
+    named: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, str]:
-    """The variables of a job, as Ray may show them: all that is declared for every node, and those that the reward
-    functions get by name, which run where the job's driver does."""
-    named = _named_by_rewards(rewards, section, environ=environ)
+    """The variables of a job, as Ray may show them: all that is declared for every node, and those that rewards and the
+    environment get by name from the job's driver. ``named`` has these by the key of the run file."""
+    asked = _asked_by_name(named or {}, section, environ=environ)
     if section is None:
-        return for_ray(named, token=token)
+        return for_ray(asked, token=token)
     check_environment(section)
     submitted = passed(section, environ=environ)
     everywhere = section.model_copy(update={"node_env": {}})
@@ -126,18 +130,18 @@ def job_env(
     # What the driver cannot read in its run file: the submitter's values, and the secrets, which are redacted there.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
     # Set even if it is empty: the head's own variables are not the submitter's.
-    return {**for_ray({**named, **values}, token=token), SUBMITTED: ",".join(names)}
+    return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
 
 
-def _named_by_rewards(
-    names: Sequence[str], section: ClusterSection | None, *, environ: Mapping[str, str]
+def _asked_by_name(
+    named: Mapping[str, Sequence[str]], section: ClusterSection | None, *, environ: Mapping[str, str]
 ) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name in names:
+    for where, name in ((where, name) for where, names in named.items() for name in names):
         if section is not None and name in section.env:
             continue  # the run file has its value
-        _check_name(name, "reward.*.env or reward.*.key_env")
-        found[name] = _value(name, environ, where="reward.*.env or reward.*.key_env")
+        _check_name(name, where)
+        found[name] = _value(name, environ, where=where)
     return found
 
 
