@@ -13,6 +13,7 @@ from commands import rollcall
 
 from rollcall import simulate as module
 from rollcall.config import Config, parse_config
+from rollcall.config.environments import StepEnvironment
 from rollcall.errors import ClusterError, ConfigError, PlacementError
 from rollcall.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
 from rollcall.wait import speaking
@@ -85,6 +86,16 @@ def test_the_rehearsed_run_keeps_placement_algorithm_and_loop(tmp_path: Path) ->
     assert small.actor == config.actor.model_copy(update={"compile": False})
     assert (small.trainer.staleness, small.trainer.steps) == (2, 2)
     assert (small.data.prompts_per_step, small.rollout.samples_per_prompt) == (12, 2)
+
+
+def test_an_environment_is_rehearsed_where_it_is_placed(tmp_path: Path) -> None:
+    placement = {"actor,rollout": "0-2", "environment": "3"}
+    config = make_config(
+        placement, environment={"type": "step", "path": "no_such:Game"}, algorithm={"name": "grpo", "advantage": "turn"}
+    )
+    small = rehearsed(config, tmp_path, model=tmp_path / "model", reward_model=None)
+    assert small.cluster is not None and small.cluster.component_placement == placement
+    assert isinstance(small.environment, StepEnvironment) and "rehearsal:Echo" in small.environment.path
 
 
 def test_what_belongs_to_gpus_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

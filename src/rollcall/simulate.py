@@ -108,6 +108,13 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     document["reward"] = [{"type": "regex", "pattern": "[0-4]"}] + (
         [{"type": "model", "path": str(reward_model)}] if reward_model else []
     )
+    if config.environment is not None:
+        document["environment"] = {
+            "type": "step",
+            "path": "rollcall.environments.packages.rehearsal:Echo",
+            "max_turns": 2,
+        }
+        document["reward"].append({"type": "environment"})
     document["trainer"] |= {
         "steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1
     }  # fmt: skip
