@@ -18,7 +18,6 @@ from runs import column, finish, groups, letter_rows, make_run
 from tiny import make_model
 
 from rollcall.config import Config
-from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 from rollcall.learner.learner import Learner
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.tiny import SPECIAL
@@ -207,15 +206,3 @@ def test_ten_thousand_turns_with_a_tool_are_trained_as_the_native_engine_sampled
 ) -> None:
     watch = Watch(monkeypatch)
     check(play(tmp_path), watch)
-
-
-@pytest.mark.vllm
-def test_ten_thousand_turns_with_a_tool_are_trained_as_vllm_sampled_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try:
-        python = find_python(None)
-    except VllmUnavailable as error:
-        pytest.skip(f"{error}, or in {PYTHON_VARIABLE}")
-    watch = Watch(monkeypatch)
-    check(play(tmp_path, "rollout.engine=vllm", f"rollout.vllm.python={python}"), watch)
