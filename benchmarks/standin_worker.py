@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollcall.engine.protocol import Finished, Request
+from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.types import Completion, FinishReason, Floats, Sample, Segment
 from rollcall.weights.protocol import Invitation
@@ -69,6 +69,9 @@ class SleepEngine:
             del self._running[running.request.id]
             finished.append(self._finish(running))
         return finished
+
+    def take_ended(self) -> list[Ended]:
+        return []  # the completions of a request end together
 
     def abort(self, request_id: str) -> None:
         self._waiting = [request for request in self._waiting if request.id != request_id]

@@ -508,6 +508,29 @@ def test_num_unfinished_counts_requests_not_yet_returned(engine: Any) -> None:
     assert set(finish(engine)) == {"long"} and engine.num_unfinished == 0
 
 
+def test_what_ends_before_its_request_is_told_once(engine: Any) -> None:
+    """The first token of one completion ends it; the other goes on to its limit."""
+    (prompt,) = random_prompts(1)
+    stop = int(run_one(engine, request(prompt, name="try", seeds=(1,), max_tokens=1, stop_token_ids=())).token_ids[0])
+    engine.submit(request(prompt, seeds=(2, 1, 3), max_tokens=40, stop_token_ids=(stop,)))
+    told: dict[int, Completion] = {}
+    found: dict[str, Finished] = {}
+    for _ in range(MOST_POLLS):
+        found |= {result.request_id: result for result in engine.poll()}
+        for ended in engine.take_ended():
+            assert ended.request_id == "r" and ended.place not in told
+            told[ended.place] = ended.completion
+        if not engine.num_unfinished:
+            break
+    whole = found["r"].completions
+    assert engine.take_ended() == []
+    assert all(len(whole[place].token_ids) < 40 for place in told), "the longest ends with its request"
+    if len(whole[0].token_ids) == 40 or len(whole[2].token_ids) == 40:
+        assert 1 in told
+    for place, completion in told.items():
+        assert completion.seed == whole[place].seed and np.array_equal(completion.token_ids, whole[place].token_ids)
+
+
 def test_requests_join_while_others_are_decoded(engine: Any, model: Any) -> None:
     first, second = (requests_for(random_prompts(2, seed=seed), max_tokens=30, stop_token_ids=()) for seed in (1, 2))
     second = [request(one.prompt_ids, name=f"late-{one.id}", seeds=one.seeds, max_tokens=12) for one in second]

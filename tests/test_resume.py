@@ -38,6 +38,8 @@ from runs import (
 from rollcall.config import Config
 from rollcall.durable.group_record import MAGIC
 from rollcall.durable.journal import Journal
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Request
 from rollcall.observe.sinks import read_rows
 from rollcall.types import Completion, Group
 
@@ -341,3 +343,36 @@ def test_a_run_can_be_made_longer_when_it_is_resumed(uninterrupted: Config) -> N
     longer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": STEPS + 2})})
     finish(longer)
     assert_complete(longer, steps=STEPS + 2)
+
+
+def test_completions_of_a_group_that_was_not_finished_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("rollout.max_response_tokens=60", "trainer.steps=1", "trainer.save_every=0")
+    whole, config = make_run(tmp_path, *sizes, name="whole"), make_run(tmp_path, *sizes)
+    finish(whole)
+    asked: list[int] = []
+    submit = NativeEngine.submit
+
+    def count(engine: NativeEngine, request: Request) -> None:
+        asked.extend(request.seeds)
+        submit(engine, request)
+
+    def refuse(journal: Journal, group: Group, *, again: bool = False) -> None:
+        raise RuntimeError("the power is cut")
+
+    with monkeypatch.context() as cut:
+        cut.setattr("rollcall.loop.rollout.KEEP_EVERY_S", 0.0)
+        cut.setattr(Journal, "append", refuse)
+        with pytest.raises(RuntimeError, match="power"):
+            finish(config)
+    with Journal(config.run.dir / "journal") as journal:
+        kept = {one.completions[0].seed for group in journal.read_attempts(1).values() for one in group.values()}
+    assert kept, "no completion ended before its group: the test needs longer ones"
+    monkeypatch.setattr(NativeEngine, "submit", count)
+    finish(config)
+    assert not kept & set(asked), "a finished completion was made again"
+    for ours, theirs in zip(groups(config, 1).values(), groups(whole, 1).values(), strict=True):
+        assert ours.scores == theirs.scores
+        for one, other in zip(ours.completions, theirs.completions, strict=True):
+            assert np.array_equal(one.token_ids, other.token_ids)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollcall.engine.protocol import Finished, Request, Sampling
+from rollcall.engine.protocol import Ended, Finished, Request, Sampling
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
@@ -86,6 +87,9 @@ class FakeEngine:
         completions = tuple(make_completion(seed) for seed in request.seeds)
         return [Finished(request_id=request.id, completions=completions)]
 
+    def take_ended(self) -> list[Ended]:
+        return []
+
     def abort(self, request_id: str) -> None:
         raise AssertionError("nobody aborts")
 
@@ -149,6 +153,68 @@ def test_an_attempt_brings_the_completions_and_their_scores() -> None:
     assert [completion.seed for completion in group.completions] == [4, 5]
     assert [score.value for score in group.scores] == [4.0, 5.0]
     assert group.started_s <= group.finished_s
+
+
+class OneByOne(FakeEngine):
+    """Ends one completion of its oldest request with each poll."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[Ended] = []
+        self.made: list[Completion] = []
+        self.asked: list[tuple[int, ...]] = []
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+        self.asked.append(request.seeds)
+
+    def poll(self) -> list[Finished]:
+        (request,) = self.requests
+        place = len(self.made)
+        self.made.append(make_completion(request.seeds[place]))
+        if len(self.made) == len(request.seeds):
+            self.requests = []
+            return [Finished(request_id=request.id, completions=tuple(self.made))]
+        self.ended.append(Ended(request_id=request.id, place=place, completion=self.made[-1]))
+        time.sleep(0.005)
+        return []
+
+    def take_ended(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+def test_what_has_ended_is_kept_while_the_group_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.loop.rollout.KEEP_EVERY_S", 0.001)
+    kept: dict[int, Group] = {}
+
+    async def keep(place: int, group: Group) -> None:
+        assert place not in kept
+        kept[place] = group
+
+    async def work(rollouts: Rollouts, seeds: tuple[int, ...], earlier: dict[int, Completion]) -> Group:
+        return await rollouts.attempt(
+            make_prompt("p"),
+            step=1,
+            draw=7,
+            seeds=seeds,
+            sampling=SAMPLING,
+            scorer=FakeScorer(),
+            earlier=earlier,
+            keep=keep,
+        )  # type: ignore[arg-type]
+
+    engine = OneByOne()
+    earlier = {1: make_completion(5)}
+    group = drive(lambda rollouts: work(rollouts, (4, 5, 6, 7, 8, 9), earlier), engine)
+    assert engine.asked == [(4, 6, 7, 8, 9)], "what an earlier process has made is not asked for again"
+    assert [completion.seed for completion in group.completions] == [4, 5, 6, 7, 8, 9]
+    assert 0 in kept and 1 not in kept and 5 not in kept
+    assert all(one.draw == 7 and one.completions[0].seed == 4 + place for place, one in kept.items())
+    nothing = OneByOne()
+    everything = {place: make_completion(seed) for place, seed in enumerate((4, 5))}
+    group = drive(lambda rollouts: work(rollouts, (4, 5), everything), nothing)
+    assert nothing.asked == [] and [score.value for score in group.scores] == [4.0, 5.0]
 
 
 def test_attempts_overlap_and_each_gets_its_own() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollcall.config import parse_config
-from rollcall.engine.protocol import Finished, Request, Sampling
+from rollcall.engine.protocol import Ended, Finished, Request, Sampling
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.roles.engine_seat import EngineSeat
 from rollcall.roles.router import RETRY_VERSIONS, RolloutWorker, Router
@@ -195,6 +195,9 @@ class CountingEngine:
             return []
         done, self.requests = self.requests, []
         return [Finished(request_id=request.id, completions=()) for request in done]
+
+    def take_ended(self) -> list[Ended]:
+        return []
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
+from rollcall.durable.journal import ATTEMPTS, GROUPS
 from rollcall.errors import ConfigError
 from rollcall.stored.manifest import checkpoints_of
 from rollcall.wait import warn
@@ -37,9 +38,10 @@ def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> t
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is something that another start must fit: a checkpoint or a journaled group."""
-    saved = any((run_dir / "checkpoints").glob("*step-*"))
-    return saved or any(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
+    """Whether there is something that another start must fit: a checkpoint, or a group or an attempt in the journal."""
+    if any((run_dir / "checkpoints").glob("*step-*")):
+        return True
+    return any(path.stat().st_size for kind in (GROUPS, ATTEMPTS) for path in (run_dir / "journal").glob(f"*.{kind}"))
 
 
 def newest_step(run_dir: Path) -> int | None:

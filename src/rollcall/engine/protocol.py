@@ -42,6 +42,15 @@ class Finished:
     completions: tuple[Completion, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """One completion of a request whose other completions go on."""
+
+    request_id: str
+    place: int  # of its seed in the request
+    completion: Completion
+
+
 class Engine(Protocol):
     @property
     def version(self) -> int:
@@ -59,6 +68,10 @@ class Engine(Protocol):
 
     def poll(self) -> list[Finished]:
         """Decode a little further and return the requests that finished; empty when there is nothing to do."""
+        ...
+
+    def take_ended(self) -> list[Ended]:
+        """What has ended of requests that go on, each completion once. ``poll`` returns it again with its request."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.engine.protocol import Finished, Request
+from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.types import Completion, FinishReason, Ints, Segment
 
 
@@ -26,6 +26,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason | None = None
+    completion: Completion | None = None  # once it was handed over, alone or with its request
     watched_from: int = 0  # the token from which on the text is decoded in search of stop strings
 
     @property
@@ -125,12 +126,18 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
 
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     assert sequence.finish is not None
+    if sequence.completion is None:
+        sequence.completion = _make_completion(sequence, sequence.finish, tokenizer)
+    return sequence.completion
+
+
+def _make_completion(sequence: Sequence, finish: FinishReason, tokenizer: Any) -> Completion:
     return Completion(
         token_ids=np.array(sequence.token_ids, dtype=np.int32),
         logprobs=np.array(sequence.logprobs, dtype=np.float32),
         mask=np.ones(len(sequence.token_ids), dtype=np.bool_),
         segments=tuple(sequence.segments),
-        finish=sequence.finish,
+        finish=finish,
         seed=sequence.seed,
         text=text_of(sequence.token_ids, tokenizer),
         episode=None,
@@ -146,6 +153,16 @@ def take_finished(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[F
             completions=tuple(completion_of(sequence, tokenizer) for sequence in requests.pop(name)),
         )
         for name in done
+    ]
+
+
+def take_ended(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[Ended]:
+    """Completions that have ended and were not handed over yet."""
+    return [
+        Ended(request_id=name, place=sequence.index, completion=completion_of(sequence, tokenizer))
+        for name, group in requests.items()
+        for sequence in group
+        if sequence.finish is not None and sequence.completion is None
     ]
 
 

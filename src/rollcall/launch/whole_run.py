@@ -21,6 +21,7 @@ from rollcall.checkpoint.run_dir import newest_step
 from rollcall.config import Config, load_config
 from rollcall.config.sections import ClusterSection
 from rollcall.durable.atomic import write_atomic
+from rollcall.durable.journal import ATTEMPTS, GROUPS
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.jobs.channel import Unreachable
 from rollcall.jobs.prepare import prepare_node
@@ -158,7 +159,8 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
     if root is None:
         return
     try:
-        num_bytes = sum(path.stat().st_size for path in (run_dir / "journal").glob("*.groups"))
+        kinds = (f"*.{GROUPS}", f"*.{ATTEMPTS}")
+        num_bytes = sum(path.stat().st_size for kind in kinds for path in (run_dir / "journal").glob(kind))
         text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
         write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
     except OSError as error:  # the run was stopped, and has saved, all the same

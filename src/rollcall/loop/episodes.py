@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +15,9 @@ from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player, SampleTurn
 from rollcall.environments.protocol import Environments
-from rollcall.loop.rollout import HERE, Rollouts
+from rollcall.loop.rollout import HERE, UNSCORED, Keep, Rollouts
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, Group, Prompt, Score
-
-Keep = Callable[[int, Group], Awaitable[Any]]
-"""(place in the group, a group of this attempt alone)"""
+from rollcall.types import Completion, Group, Prompt
 
 
 class Plays(Protocol):
@@ -67,7 +64,7 @@ class Episodes:
                 draw=draw,
                 prompt=prompt,
                 completions=completions,
-                scores=tuple(Score(value=0.0, parts={}, errors={}) for _ in completions),
+                scores=(UNSCORED,) * len(completions),
                 started_s=began_s,
                 finished_s=time.time(),
                 worker=makers.most_common(1)[0][0] if makers else HERE,

@@ -105,12 +105,10 @@ class GroupMaker:
         seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", count)
         sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
         given = {"step": step, "draw": draw, "seeds": seeds, "sampling": sampling, "scorer": self.workers.scorer}
-        if self.episodes is None:
-            group = await self.rollouts.attempt(prompt, **given)
-        else:
-            earlier = self._earlier_attempts(prompt, step=step, draw=draw, seeds=seeds)
-            group = await self.episodes.attempt(prompt, **given, earlier=earlier, keep=self._keep_attempt)
-        if not all(np.isfinite(completion.logprobs).all() for completion in group.completions):
+        earlier = self._earlier_attempts(prompt, step=step, draw=draw, seeds=seeds)
+        maker = self.rollouts if self.episodes is None else self.episodes
+        group = await maker.attempt(prompt, **given, earlier=earlier, keep=self._keep_attempt)
+        if not _is_finite(group):
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
@@ -134,7 +132,12 @@ class GroupMaker:
         }
 
     async def _keep_attempt(self, place: int, attempt: Group) -> None:
-        await self.call(partial(self.journal.append_attempt, attempt, attempt=place))
+        if _is_finite(attempt):  # else the whole group is refused
+            await self.call(partial(self.journal.append_attempt, attempt, attempt=place))
+
+
+def _is_finite(group: Group) -> bool:
+    return all(np.isfinite(completion.logprobs).all() for completion in group.completions)
 
 
 def sampling_of(

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from rollcall.engine.protocol import Engine, Request, Sampling
@@ -24,8 +25,14 @@ from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Ints, Prompt, Score
 
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
+KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
+
+UNSCORED = Score(value=0.0, parts={}, errors={})
+
+Keep = Callable[[int, Group], Awaitable[Any]]
+"""(place in the group, a group of this attempt alone)"""
 
 
 @runtime_checkable
@@ -67,6 +74,27 @@ class _Waiting:
     done: asyncio.Future[Group]
     completions: tuple[Completion, ...] = ()
     worker: str = HERE
+    made: dict[int, Completion] = field(
+        default_factory=dict
+    )  # by place in the group; the other places are in the engine
+    places: tuple[int, ...] = ()  # in the group, of the engine's completions
+    ended: dict[int, Completion] = field(default_factory=dict)  # by place, of those that nobody has kept
+
+    def group(self, completions: tuple[Completion, ...], scores: tuple[Score, ...]) -> Group:
+        return Group(
+            step=self.step,
+            draw=self.draw,
+            prompt=self.prompt,
+            completions=completions,
+            scores=scores,
+            started_s=self.started_s,
+            finished_s=time.time(),
+            worker=self.worker,
+        )
+
+    def receive(self, completions: tuple[Completion, ...]) -> None:
+        self.made |= dict(zip(self.places, completions, strict=True))
+        self.completions = tuple(self.made[place] for place in sorted(self.made))
 
 
 class Rollouts:
@@ -90,10 +118,31 @@ class Rollouts:
         self._looked_s = time.perf_counter()
 
     async def attempt(
-        self, prompt: Prompt, *, step: int, draw: int, seeds: tuple[int, ...], sampling: Sampling, scorer: Scorer
+        self,
+        prompt: Prompt,
+        *,
+        step: int,
+        draw: int,
+        seeds: tuple[int, ...],
+        sampling: Sampling,
+        scorer: Scorer,
+        earlier: Mapping[int, Completion] | None = None,
+        keep: Keep | None = None,
     ) -> Group:
+        """One completion for each seed, but for those that an ``earlier`` process has made. ``keep`` is given what has ended
+        while the rest of the group goes on."""
         key, waiting = self._expect(prompt, step=step, draw=draw, scorer=scorer)
-        self._request(Request(id=str(key), prompt_ids=prompt.token_ids, seeds=seeds, sampling=sampling))
+        waiting.made = dict(earlier or {})
+        waiting.places = tuple(place for place in range(len(seeds)) if place not in waiting.made)
+        if not waiting.places:
+            waiting.receive(())
+            self._hand_to_rewards(key, waiting)
+            self._work.set()
+            return await waiting.done
+        missing = tuple(seeds[place] for place in waiting.places)
+        self._request(Request(id=str(key), prompt_ids=prompt.token_ids, seeds=missing, sampling=sampling))
+        if keep is not None:
+            await _keep_what_ends(waiting, keep)
         return await waiting.done
 
     async def sample(self, prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> tuple[Completion, str]:
@@ -223,6 +272,9 @@ class Rollouts:
         elif unfinished:
             self.clock.engine_s += now - self._looked_s
         self._looked_s = now
+        for ended in self.engine.take_ended() if unfinished else []:
+            waiting = self._waiting[int(ended.request_id)]
+            waiting.ended[waiting.places[ended.place]] = ended.completion
         for result in finished:
             key = int(result.request_id)
             worker = self._elsewhere.take_maker(result.request_id) if self._elsewhere is not None else HERE
@@ -233,7 +285,8 @@ class Rollouts:
                     turn.set_result((result.completions[0], worker))
                 continue
             waiting = self._waiting[key]
-            waiting.completions, waiting.worker = result.completions, worker
+            waiting.worker = worker
+            waiting.receive(result.completions)
             self._hand_to_rewards(key, waiting)
 
     def _hand_to_rewards(self, key: int, waiting: _Waiting) -> None:
@@ -261,18 +314,21 @@ class Rollouts:
     def _finish(self, key: int, scores: tuple[Score, ...]) -> None:
         waiting = self._waiting.pop(key)
         if not waiting.done.cancelled():
-            waiting.done.set_result(
-                Group(
-                    step=waiting.step,
-                    draw=waiting.draw,
-                    prompt=waiting.prompt,
-                    completions=waiting.completions,
-                    scores=scores,
-                    started_s=waiting.started_s,
-                    finished_s=time.time(),
-                    worker=waiting.worker,
-                )
-            )
+            waiting.done.set_result(waiting.group(waiting.completions, scores))
+
+
+async def _keep_what_ends(waiting: _Waiting, keep: Keep) -> None:
+    """Returns when the engine has made everything, or there is an error."""
+    try:
+        while not waiting.completions and not waiting.done.done():
+            await asyncio.wait((waiting.done,), timeout=KEEP_EVERY_S)
+            ended, waiting.ended = waiting.ended, {}
+            for place, completion in ended.items():
+                if not waiting.completions:
+                    await keep(place, waiting.group((completion,), (UNSCORED,)))
+    except asyncio.CancelledError:
+        waiting.done.cancel()
+        raise
 
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollcall.engine.protocol import Engine, Finished, Request
+from rollcall.engine.protocol import Ended, Engine, Finished, Request
 
 
 class CountingEngine(Engine, Protocol):
@@ -27,6 +27,7 @@ class Advance:
     """What an engine did since it was last asked."""
 
     finished: list[Finished]
+    ended: list[Ended]  # of requests that go on
     returned: list[str]  # requests not started, given back as asked
     num_waiting: int  # requests not started that are still here
     num_preemptions: int
@@ -85,6 +86,7 @@ class EngineSeat:
         self._preemptions_seen += new
         return Advance(
             finished=finished,
+            ended=self.engine.take_ended(),
             returned=returned,
             num_waiting=len(self._waiting),
             num_preemptions=new,

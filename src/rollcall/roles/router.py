@@ -144,15 +144,16 @@ class Router:
         """The workers that had requests of it."""
         return self._sessions.pop(session, [])
 
-    def lose(self, worker: int) -> list[str]:
-        """This worker is gone: its requests go to the front of the queue, in their order; returns their ids."""
+    def lose(self, worker: int, *, missing: Callable[[Request], Request] = lambda request: request) -> list[str]:
+        """This worker is gone: its requests go to the front of the queue, in their order; returns their ids. ``missing``
+        says what is left to make of one."""
         returned: list[str] = []
         for had in self._sessions.values():
             if worker in had:
                 had.remove(worker)
         for pool in self._pools.values():
             if worker in pool.seats:
-                returned += pool.lose(worker)
+                returned += pool.lose(worker, missing=missing)
             if not pool.seats and self.num_workers:
                 while pool.queue:  # the last one first, so that the order stays
                     request = pool.queue.pop()
@@ -250,9 +251,9 @@ class _Pool:
         seat = self.home(request) or min(self.seats.values(), key=lambda seat: seat.load)
         return self._give(seat, request, version=seat.version, now=self._clock())
 
-    def lose(self, worker: int) -> list[str]:
+    def lose(self, worker: int, *, missing: Callable[[Request], Request]) -> list[str]:
         given = self.seats.pop(worker).given.values()
-        self.queue.extendleft(one.request for one in reversed(given))
+        self.queue.extendleft(missing(one.request) for one in reversed(given))
         return [one.request.id for one in given]
 
     def worker_of(self, request_id: str) -> int | None:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from rollcall.engine.native.runner import Chunk, Runner
-from rollcall.engine.protocol import Finished, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_finished
+from rollcall.engine.protocol import Ended, Finished, Request
+from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
 from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
 from rollcall.types import FinishReason
@@ -79,6 +79,9 @@ class NativeEngine:
             steps = self._make_room()
             self._collect(self.runner.decode(steps))
         return take_finished(self._requests, self.tokenizer)
+
+    def take_ended(self) -> list[Ended]:
+        return take_ended(self._requests, self.tokenizer)
 
     def abort(self, request_id: str) -> None:
         for sequence in self._requests.get(request_id, []):

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from rollcall.config import VllmSection
-from rollcall.engine.protocol import Finished, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_finished
+from rollcall.engine.protocol import Ended, Finished, Request
+from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
 from rollcall.engine.vllm.child import START_S, Child, UpdateRefused
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.types import FinishReason
@@ -91,6 +91,9 @@ class VllmEngine:
         elif self._sleeps and not self._asleep:
             self.sleep()
         return take_finished(self._requests, self.tokenizer)
+
+    def take_ended(self) -> list[Ended]:
+        return take_ended(self._requests, self.tokenizer)
 
     def abort(self, request_id: str) -> None:
         self._take_in()
