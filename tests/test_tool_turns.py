@@ -18,6 +18,7 @@ from runs import column, finish, groups, letter_rows, make_run
 from tiny import make_model
 
 from rollcall.config import Config
+from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 from rollcall.learner.learner import Learner
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.tiny import SPECIAL
@@ -146,7 +147,7 @@ class Watch:
 
 
 def play(folder: Path, *overrides: str) -> Config:
-    """A run of a third more turns than ``NUM_TURNS``, because some end their episode: 32 prompts a step, 4 episodes each, 8 turns each."""
+    """A run of more turns than ``NUM_TURNS``, because some end their episode early: 32 prompts a step, 4 episodes each, 8 turns each."""
     rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in letter_rows(64)]
     config = make_run(
         folder,
@@ -157,7 +158,7 @@ def play(folder: Path, *overrides: str) -> Config:
         "data.prompts_per_step=32",
         "rollout.max_response_tokens=160",
         "rollout.max_running=128",
-        f"trainer.steps={NUM_TURNS * 4 // 3 // (32 * 4 * 8) + 1}",
+        f"trainer.steps={NUM_TURNS * 7 // 4 // (32 * 4 * 8) + 1}",
         "actor.lr=1e-4",
         *overrides,
         rows=rows,
@@ -206,3 +207,15 @@ def test_ten_thousand_turns_with_a_tool_are_trained_as_the_native_engine_sampled
 ) -> None:
     watch = Watch(monkeypatch)
     check(play(tmp_path), watch)
+
+
+@pytest.mark.vllm
+def test_ten_thousand_turns_with_a_tool_are_trained_as_vllm_sampled_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        python = find_python(None)
+    except VllmUnavailable as error:
+        pytest.skip(f"{error}, or in {PYTHON_VARIABLE}")
+    watch = Watch(monkeypatch)
+    check(play(tmp_path, "rollout.engine=vllm", f"rollout.vllm.python={python}"), watch)
