@@ -5,21 +5,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
-import re
 import resource
-import select
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quick_rewards
+from debugged import WAIT_S, at_a_terminal, beside, nobody, run_dir, talk, wait_for
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
@@ -27,8 +24,9 @@ from rollcall.config import load_config
 from rollcall.config.one_process import in_one_process
 from rollcall.debug import here, porter
 from rollcall.debug.attach import End, converse, is_there, reach
-from rollcall.debug.board import BOARD, FILE, DebugSeat, Waiting, read_board
+from rollcall.debug.board import BOARD, FILE, DebugSeat, read_board
 from rollcall.debug.inbox import readable
+from rollcall.debug.line import DebugLine
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.host import DEBUG_HOST, Host
@@ -36,53 +34,12 @@ from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
 from rollcall.net.frames import frame
 from rollcall.redact import remember
-from rollcall.reward.line import DebugLine
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import Item, RewardResult
 from rollcall.stop import Stopped
 from rollcall.wait import Wait
 
-WAIT_S = 120.0
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of a run whose controller is this process, which has no terminal."""
-    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
-    monkeypatch.setattr(here, "has_terminal", lambda: False)
-    monkeypatch.setattr("rollcall.reward.line.has_terminal", lambda: False)
-    monkeypatch.setattr(here, "_opened", set())
-    monkeypatch.setattr(porter, "_alone_since", None)
-    monkeypatch.setattr(porter, "_has_given_up", False)
-    for name in (here.POST_MORTEM, here.RAY_DEBUG, "PYTHONBREAKPOINT"):
-        monkeypatch.delenv(name, raising=False)
-    with BOARD.of_run(tmp_path):
-        assert here.serve()
-        yield tmp_path
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    until = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    return found
-
-
-def beside(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
-    thread.start()
-    return thread, results
-
-
-def talk(waits: Waiting, *lines: str) -> End:
-    with reach(waits) as connection:
-        return converse(connection, typed=lines, ask=_nobody)
-
-
-def _nobody(prompt: str) -> str:
-    raise EOFError
+__all__ = ["run_dir"]  # a fixture
 
 
 def add_up(count: int) -> int:
@@ -134,8 +91,8 @@ def test_a_stranger_gets_nothing_and_a_second_terminal_is_told_of_the_first(run_
         assert len(said) <= 32, "a challenge, and then the door is shut"
     with reach(waits) as first:
         with reach(waits) as second:
-            assert converse(second, ask=_nobody) is End.BUSY
-        assert converse(first, typed=["continue"], ask=_nobody) is End.GOES
+            assert converse(second, ask=nobody) is End.BUSY
+        assert converse(first, typed=["continue"], ask=nobody) is End.GOES
     thread.join(WAIT_S)
     wait_for(lambda: not is_there(waits))
     with pytest.raises(ClusterError, match="gone on or ended"):
@@ -176,7 +133,7 @@ def test_of_two_threads_that_stop_each_keeps_its_frame(run_dir: Path, capsys: py
     assert "1110" in shown and "1665" in shown
 
 
-def test_silent_strangers_delay_nobody(run_dir: Path) -> None:
+def test_silent_strangers_delaynobody(run_dir: Path) -> None:
     thread, _ = beside(lambda: add_up(5))
     (waits,) = wait_for(lambda: read_board(run_dir))
     strangers = [socket.create_connection((waits.address, waits.port)) for _ in range(100)]
@@ -202,7 +159,7 @@ def test_a_process_with_many_open_files_can_be_debugged() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_nobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
+def testnobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(porter, "UNATTENDED_S", 0.1)
@@ -279,7 +236,7 @@ def test_the_command_lists_who_waits_and_lets_all_go_on(run_dir: Path, monkeypat
     thread.join(WAIT_S)
 
 
-def test_a_list_that_a_killed_run_left_behind_shows_nobody(tmp_path: Path) -> None:
+def test_a_list_that_a_killed_run_left_behind_showsnobody(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     place = dict(
@@ -405,7 +362,7 @@ def test_a_reward_that_raises_opens_the_debugger_once_for_a_line(
     assert "'aaa'" in capsys.readouterr().out
 
 
-def test_a_breakpoint_that_nobody_could_find_is_passed_over(
+def test_a_breakpoint_thatnobody_could_find_is_passed_over(
     rewards: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(BOARD, "_run_dir", None)
@@ -471,9 +428,9 @@ def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
 def test_a_terminal_does_not_wait_for_a_reward_that_opens_no_prompt(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr("rollcall.reward.line.has_terminal", lambda: True)
-    monkeypatch.setattr("rollcall.reward.line.PROMPT_S", 0.1)
-    line = DebugLine(number=0)
+    monkeypatch.setattr("rollcall.debug.line.has_terminal", lambda: True)
+    monkeypatch.setattr("rollcall.debug.line.PROMPT_S", 0.1)
+    line = DebugLine(role="reward", number=0)
     line.theirs.send(said)
     assert not line.answer()
     assert line.theirs.recv(1) == b""  # what is stopped there goes on
@@ -566,28 +523,6 @@ def test_a_process_with_a_terminal_opens_plain_pdb_there_also_for_its_rewards(tm
     ):
         assert text in shown, shown
     assert shown.count("panel off") == shown.count("panel on") == 4
-
-
-def at_a_terminal(command: Sequence[str], *, cwd: Path, env: dict[str, str], typed: Sequence[str]) -> str:
-    """What the command shows on a terminal where each line is typed at the next prompt."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.execve(command[0], list(command), {**os.environ, **env, "TERM": "dumb"})
-    shown, seen, left = "", 0, list(typed)
-    until = time.monotonic() + WAIT_S
-    while time.monotonic() < until:
-        if select.select([terminal], [], [], 0.2)[0]:
-            try:
-                shown += os.read(terminal, 4096).decode(errors="replace")
-            except OSError:  # its other side is closed
-                break
-        if left and (prompt := re.compile(r"\(Pdb\) ").search(shown, seen)):
-            seen, text = prompt.end(), left.pop(0)
-            os.write(terminal, text.encode() if text == "\x03" else f"{text}\n".encode())
-    os.close(terminal)
-    os.waitpid(pid, 0)
-    return shown
 
 
 # In a worker

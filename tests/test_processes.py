@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
+from rollcall.debug.line import warn_passed_over
 from rollcall.environments import children
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
@@ -132,7 +133,10 @@ def test_what_cannot_be_used_is_refused_at_the_start_with_what_to_do() -> None:
         made(env=["ROLLCALL_NOT_SET"])
 
 
-def test_hostile_environments_fail_their_own_episode_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hostile_environments_fail_their_own_episode_alone(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_passed_over.cache_clear()
     failures = {
         "eat": r"(?s)MemoryError.*memory_mb=300",
         "die": "its process died .SIGKILL",
@@ -164,8 +168,7 @@ def test_hostile_environments_fail_their_own_episode_alone(capfd: pytest.Capture
         await environments.aclose()
 
     run(play())
-    shown = capfd.readouterr().err
-    assert "x" * 10_000 in shown and "is ignored: environments have no debugger" in shown
+    assert "x" * 10_000 in capfd.readouterr().err and "breakpoint() in an environment is passed over" in caplog.text
 
 
 def test_a_call_that_is_given_up_is_killed_with_all_that_its_episode_started() -> None:

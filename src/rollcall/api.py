@@ -56,8 +56,8 @@ def train(
     ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; None is the demo.
     Any other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``.
     ``fresh`` starts over and moves an old run directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where
-    a worker or a reward raises; ``local_debug`` runs all roles in this process, one reward process, and compiles nothing
-    (docs/debugging.md).
+    a worker, a reward or an environment raises; ``local_debug`` runs all roles in this process, one reward process, one episode at a time, and compiles
+    nothing (docs/debugging.md).
     """
     bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_save=on_save)

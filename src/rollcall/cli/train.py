@@ -70,7 +70,7 @@ def train(
         bool,
         typer.Option(
             "--post-mortem",
-            help="Where a worker or a reward raises, open pdb: in this terminal, or for `rollcall debug` to attach to.",
+            help="Where a worker, a reward or an environment raises, open pdb: in this terminal, or for `rollcall debug` to attach to.",
         ),
     ] = False,
     local_debug: Annotated[

@@ -15,14 +15,16 @@ _WHOLE = {
 
 
 def in_one_process(config: Config) -> Config:
-    """The same run without its cluster: nothing is divided over processes, nothing compiled, and the native engine samples. Model,
-    data, rewards, algorithm and sizes are the run file's."""
+    """The same run without its cluster: nothing is divided over processes, nothing compiled, and the native engine samples. One
+    episode of an environment goes on at a time, so that one stops. Model, data, rewards, algorithm and sizes are the run file's."""
+    environment = config.environment
     sections = {
         "cluster": None,
         "launch": None,
         "actor": config.actor.model_copy(update=_WHOLE),
         **({"critic": config.critic.model_copy(update=_WHOLE)} if config.algorithm.name == "ppo" else {}),
         "rollout": config.rollout.model_copy(update={"engine": "native", "compile": False}),
+        **({"environment": environment.model_copy(update={"max_running": 1})} if environment is not None else {}),
         "trainer": config.trainer.model_copy(update={"elastic": None}),
         "checkpoint": config.checkpoint.model_copy(update={"place": "shared"}),
     }

@@ -4,7 +4,7 @@
        |
     stopped.LinePdb  <--line-->  porter.Porter  <--door-->  attach.converse, `rollcall debug`
     the thread that stopped      in its process, or          a terminal, perhaps on another host
-                                 a reward's parent
+                                 the parent of a reward's or an environment's process (line.DebugLine, child.ChildLine)
                                         |
                                  board.Board: who waits where, as the controller knows it
 

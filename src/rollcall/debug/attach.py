@@ -1,4 +1,4 @@
-"""A terminal's part in a conversation with something that has stopped: `rollcall debug`, and the parent of a reward's process."""
+"""A terminal's part in a conversation with something that has stopped: `rollcall debug`, and the parent of a process of a reward or an environment."""
 
 from __future__ import annotations
 

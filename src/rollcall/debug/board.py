@@ -1,6 +1,6 @@
 """Who waits in a debugger, as the controller of a run knows it, and how `rollcall debug` learns of it.
 
-The controller has one board. Its watch over the workers, its reward pools and its own prompt post here. The board tells the
+The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post here. The board tells the
 user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner reads: it holds the secrets that open the doors. On
 Ray a copy is in the head's store (on_ray/waiting.py), for nodes that do not see the run directory.
 """
@@ -29,7 +29,7 @@ FILE = "debugger.json"
 class DebugSeat:
     """A process of a run."""
 
-    role: str  # "actor", "reward", "controller", ...
+    role: str  # "actor", "reward", "environment", "controller", ...
     rank: int
     node: int  # its rank
     title: str = ""  # its name in messages; empty: its role and rank

@@ -1,6 +1,6 @@
 """The time that this process has spent in a debugger's prompt. No limit of a run counts it.
 
-Standard library only: every process of a reward imports it.
+Standard library only: every process of a reward and of an environment imports it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _lock = threading.Lock()
 _total_s = 0.0
@@ -43,3 +44,12 @@ def paused() -> Iterator[None]:
         with _lock:
             _since.remove(began)
             _total_s += time.monotonic() - began
+
+
+def patient_loop() -> Any:
+    """An event loop whose clock does not run while a prompt is open, so that nothing in it is late afterwards."""
+    import asyncio  # few processes need it, and they have to start fast
+
+    loop = asyncio.new_event_loop()
+    loop.time = running_s  # type: ignore[method-assign]
+    return loop

@@ -4,7 +4,7 @@ A thread of its own. It reads the line of the process that stopped; at the first
 secret and tells ``told`` where that is. One terminal at a time gets through; a second one hears that the first is there. A
 terminal that is lost, or leaves, changes nothing for the thread that stopped. If nobody is attached for ``UNATTENDED_S``, the
 porter says `continue` in their place, and at once to all that stop in this process afterwards: a forgotten breakpoint, or one
-that a model has put into code that a reward runs, must not hold a cluster for ever.
+that a model has put into code that a reward or an environment runs, must not hold a cluster for ever.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _left_s() -> float:
 
 
 def _checked(place: Any) -> dict[str, Any]:
-    """Where it stopped, as its process says: a reward's may say anything."""
+    """Where it stopped, as its process says: a reward's or an environment's may say anything."""
     place = place if isinstance(place, dict) else {}
     found = {name: place.get(name) for name in ("file", "function", "why")}
     texts = {name: text[:1000] if isinstance(text, str) else "" for name, text in found.items()}

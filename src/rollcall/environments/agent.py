@@ -28,7 +28,7 @@ from rollcall.environments.callers import Caller, Callers, SampleTurn, Served, r
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, take_reward
-from rollcall.environments.episode import LONGEST_ERROR, row_of, turn_seed
+from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
 from rollcall.environments.histories import Histories, Row, Templates, joined
 from rollcall.environments.program import Program
 from rollcall.environments.protocol import EnvironmentFailed, Host
@@ -245,9 +245,9 @@ async def _ended_within(limit_s: float, program: Program, is_over: asyncio.Event
     """Whether the program ends by itself within the limit, or, once a limit of the episode is met, within a short time."""
     ending, over = asyncio.create_task(program.wait()), asyncio.create_task(is_over.wait())
     try:
-        await asyncio.wait((ending, over), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await one_ends_within(limit_s, ending, over)
         if over.done() and not ending.done():
-            await asyncio.wait((ending,), timeout=GRACE_S)
+            await one_ends_within(GRACE_S, ending)
         return ending.done()
     finally:
         ending.cancel()

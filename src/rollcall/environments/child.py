@@ -15,10 +15,13 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 
+from rollcall.debug.child import ChildLine
+from rollcall.debug.pause import patient_loop
 from rollcall.environments import class_env, stepwise
 from rollcall.environments.stepwise import WrongResult
 from rollcall.process import end_with
@@ -42,6 +45,7 @@ class Player(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     memory_mb: int
+    post_mortem: bool  # what user code raises opens the debugger
 
 
 def adopt_orphans() -> None:
@@ -52,16 +56,36 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def run_child(connection: socket.socket, player: Player, *, lifeline_fd: int, limits: Limits) -> None:
+Examine = Callable[[BaseException], None]
+"""Called with what user code has raised, before anything is made of it."""
+
+
+def run_child(
+    connection: socket.socket, make: Callable[[Examine], Player], *, line: ChildLine, lifeline_fd: int, limits: Limits
+) -> None:
     """The life of a child after its fork; returns when the parent has hung up."""
     # Its own session: killing its group ends what user code started.
     os.setsid()
     _end_with_parent(lifeline_fd)
     adopt_orphans()
-    sys.breakpointhook = _pass_over
+    sys.breakpointhook = line.stop
     _limit(limits)
     _reseed()
-    _Child(connection, player, limits=limits).serve()
+    examine = _examine_by(line) if limits.post_mortem else _let_be
+    _Child(connection, make(examine), limits=limits, examine=examine).serve()
+
+
+def _examine_by(line: ChildLine) -> Examine:
+    def examine(error: BaseException) -> None:
+        frames = _frames_of_user(error)
+        if frames is not None and not isinstance(error, WrongResult):
+            line.examine(error.with_traceback(frames))
+
+    return examine
+
+
+def _let_be(error: BaseException) -> None:
+    return None
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
@@ -92,17 +116,12 @@ def _reseed() -> None:
         torch.seed()
 
 
-def _pass_over(*args: Any, **kwargs: Any) -> None:
-    caller = sys._getframe().f_back
-    where = f"{caller.f_code.co_filename}:{caller.f_lineno}" if caller else "an environment"
-    print(f"breakpoint() at {where} is ignored: environments have no debugger", file=sys.stderr)
-
-
 class _Child:
-    def __init__(self, connection: socket.socket, player: Player, *, limits: Limits) -> None:
+    def __init__(self, connection: socket.socket, player: Player, *, limits: Limits, examine: Examine) -> None:
         self._connection = connection
         self._player = player
         self._limits = limits
+        self._examine = examine
         self._runner: Any = None
         self._pid = os.getpid()
 
@@ -133,6 +152,7 @@ class _Child:
         try:
             body = _encode(self._do(request))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            self._examine(error)
             return _encode({"failed": self._why(error)})
         if len(body) > MAX_ANSWER_BYTES:
             most = MAX_ANSWER_BYTES / _MB
@@ -161,15 +181,13 @@ class _Child:
             return returned
         import asyncio
 
-        self._runner = self._runner or asyncio.Runner()
+        self._runner = self._runner or asyncio.Runner(loop_factory=patient_loop)
         return self._runner.run(_await(returned))
 
     def _why(self, error: BaseException) -> str:
         if isinstance(error, WrongResult):
             return str(error)
-        frames = error.__traceback__
-        while frames is not None and _is_own(frames.tb_frame.f_code.co_filename):
-            frames = frames.tb_next
+        frames = _frames_of_user(error)
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error} (this process may use memory_mb={self._limits.memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
@@ -187,6 +205,13 @@ def flush() -> None:
 
 async def _await(returned: Any) -> Any:
     return await returned
+
+
+def _frames_of_user(error: BaseException) -> TracebackType | None:
+    frames = error.__traceback__
+    while frames is not None and _is_own(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return frames
 
 
 def _is_own(file: str) -> bool:

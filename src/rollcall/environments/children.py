@@ -11,22 +11,25 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollcall.debug.line import DebugLine
 from rollcall.environments.frames import Failed, read_answer, receive, request_bytes, send
 from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.errors import ConfigError
 from rollcall.process import descendants
 from rollcall.reward.confine import Confinement, environment
 from rollcall.reward.ending import how_it_ended
+from rollcall.wait import Wait
 from rollcall.words import visible
 
 _END_WAIT_S = 10.0
 _STATUS_WAIT_S = 5.0
 _GRACE_S = 0.5
+_LOOK_S = 1.0  # between two looks whether a debugger holds it
+FILES_OF_CHILD = 2  # that this process opens for it: its socket, and its line to the debugger
 _GONE = "the process that environments are forked from is gone"
 _RETRY_S = 0.005  # the zygote has more to do than its socket holds
 _MAX_READY_BYTES = 64 << 20
@@ -48,13 +51,16 @@ class Setup:
     env: list[str]  # names of variables
     memory_mb: int
     python: str | None  # that runs it; None: this one
+    post_mortem: bool  # what user code raises opens the debugger
 
 
 class Child:
-    """One process and its socket."""
+    """One process, its socket, and its line to the debugger."""
 
-    def __init__(self, number: int, *, kind: str, ended: asyncio.Future[str]) -> None:
+    def __init__(self, number: int, *, kind: str, ended: asyncio.Future[str], line: DebugLine) -> None:
         self.number = number
+        self._line = line
+        self._loop = ended.get_loop()
         self.kind = kind
         self.pid = 0  # until the zygote has said it
         self.ended = ended  # how, in words
@@ -68,7 +74,15 @@ class Child:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         except BaseException:
             connection.close()
+            self._line.close()
             raise
+        self._loop.add_reader(self._line.fd, self._debug)
+
+    def _debug(self) -> None:
+        """It has stopped in the debugger. A terminal of this process talks to it here and now, and the whole run waits."""
+        self._loop.remove_reader(self._line.fd)
+        if self._line.answer():
+            self._loop.add_reader(self._line.fd, self._debug)
 
     @property
     def is_usable(self) -> bool:
@@ -99,6 +113,9 @@ class Child:
 
     def hang_up(self) -> None:
         self._writer.close()
+        if self._line.fd >= 0:
+            self._loop.remove_reader(self._line.fd)
+            self._line.close()
 
 
 def find_python(given: str | None) -> str | None:
@@ -133,7 +150,8 @@ class Zygote:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ready_fd, ready_write_fd = os.pipe()
         lifeline_read_fd, self._lifeline_fd = os.pipe()
-        child_fds = (theirs.fileno(), ready_write_fd, lifeline_read_fd)
+        line = DebugLine(role="environment", number=0)
+        child_fds = (theirs.fileno(), ready_write_fd, lifeline_read_fd, line.theirs.fileno())
         confinement = Confinement(
             own_files=False, network=True, env=tuple(setup.env), processes=0, memory_mb=setup.memory_mb, file_mb=0
         )
@@ -153,12 +171,13 @@ class Zygote:
             )
         finally:
             theirs.close()
+            line.theirs.close()
             os.close(ready_write_fd)
             os.close(lifeline_read_fd)
         self._control.setblocking(False)
         try:
             self._send_setup(setup)
-            self.tools = self._read_ready(ready_fd, timeout_s=timeout_s)
+            self.tools = self._read_ready(ready_fd, line, timeout_s=timeout_s)
         except BaseException:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.hang_up()
@@ -166,6 +185,7 @@ class Zygote:
             raise
         finally:
             os.close(ready_fd)
+            line.close()
 
     def _send_setup(self, setup: Setup) -> None:
         assert self.process.stdin is not None
@@ -177,16 +197,25 @@ class Zygote:
         except BrokenPipeError:
             pass  # it has ended, which is noticed in a moment
 
-    def _read_ready(self, ready_fd: int, *, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
+    def _read_ready(self, ready_fd: int, line: DebugLine, *, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
         body = bytearray()
         poll = select.poll()
         poll.register(ready_fd, select.POLLIN)
-        end_s = time.monotonic() + timeout_s
+        poll.register(line.fd, select.POLLIN)
+        wait = Wait(timeout_s)
         while len(body) <= _MAX_READY_BYTES:
-            if not poll.poll(1000 * max(0.0, end_s - time.monotonic())):
+            ready = {fd for fd, _ in poll.poll(1000 * min(_LOOK_S, wait.left_s))}
+            if wait.is_over and not ready:
                 raise ConfigError(
                     f"the environment was not ready within {timeout_s:g} s; check what its module does when imported"
                 )
+            if ready == {line.fd}:
+                _debug_start(line, poll)
+                wait = Wait(timeout_s)
+            elif line.is_held:
+                wait = Wait(timeout_s)
+            if ready_fd not in ready:
+                continue
             if not (data := os.read(ready_fd, 1 << 16)):
                 break
             body += data
@@ -222,17 +251,18 @@ class Zygote:
         assert self._loop is not None
         try:
             ours, theirs = socket.socketpair()
+            line = DebugLine(role="environment", number=self._num_started + 1)
         except OSError as error:  # each child needs a file descriptor here
             raise EnvironmentFailed(
                 f"no process can be started ({error}); raise the limit of open files (ulimit -n)"
             ) from None
-        with theirs:
+        with theirs, line.theirs:
             self._num_started += 1
-            child = Child(self._num_started, kind=kind, ended=self._loop.create_future())
+            child = Child(self._num_started, kind=kind, ended=self._loop.create_future(), line=line)
             await child.open(ours)
             try:
                 async with self._sending:  # one of thousands tries again, not all of them
-                    while not self._send({"start": child.number, "kind": kind}, theirs.fileno()):
+                    while not self._send({"start": child.number, "kind": kind}, theirs.fileno(), line.theirs.fileno()):
                         await asyncio.sleep(_RETRY_S)
             except BaseException:
                 child.hang_up()
@@ -319,6 +349,13 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(_END_WAIT_S)
+
+
+def _debug_start(line: DebugLine, poll: select.poll) -> None:
+    """The user's module has stopped while it is imported."""
+    poll.unregister(line.fd)
+    if line.answer():
+        poll.register(line.fd, select.POLLIN)
 
 
 async def _has_settled(child: Child, limit_s: float) -> bool:

@@ -44,8 +44,8 @@ class ClassKind:
         is_told = self.is_chat and self.call_format == "text" and self.tools
         return f"\n\n{describe(self.tools)}" if is_told else ""
 
-    def make(self) -> ClassPlayer:
-        return ClassPlayer(self)
+    def make(self, examine: Callable[[BaseException], None]) -> ClassPlayer:
+        return ClassPlayer(self, examine=examine)
 
 
 def load_class(
@@ -94,10 +94,11 @@ def _check_class(cls: Any, *, kwargs: Mapping[str, Any], named: str) -> None:
 
 
 class ClassPlayer:
-    """Episodes of one process. ``run`` waits for what an async method returned."""
+    """Episodes of one process. ``run`` waits for what an async method returned. ``examine`` gets what a tool raised."""
 
-    def __init__(self, kind: ClassKind) -> None:
+    def __init__(self, kind: ClassKind, *, examine: Callable[[BaseException], None]) -> None:
         self._kind = kind
+        self._examine = examine
         self._instance: Any = None
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
@@ -143,6 +144,7 @@ class ClassPlayer:
             except WrongArguments as wrong:
                 error = str(wrong)
             except Exception as raised:  # noqa: BLE001 - a tool may raise anything
+                self._examine(raised)
                 error = _told(raised)
         if error:
             result = json.dumps({"error": error[:_MAX_SHOWN_CHARS]}, ensure_ascii=False)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollcall.config import EnvironmentBase
+from rollcall.debug.board import BOARD
+from rollcall.debug.pause import running_s
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations, Tools
 from rollcall.environments.protocol import (
@@ -110,27 +112,35 @@ class Player:
 
 
 async def within(work: Coroutine[Any, Any, T], limit_s: float, late: str) -> T:
-    """Its result, or ``TooLong`` with the text ``late``.
-
-    Only time in which this event loop runs counts: an update in this process stops the loop for minutes, and an answer that came
-    meanwhile is not late.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    left = limit_s
+    """Its result, or ``TooLong`` with the text ``late``."""
+    task = asyncio.ensure_future(work)
     try:
-        while not task.done():
-            if left <= 0:
-                raise TooLong(late)
-            look_s, began = min(left, LOOK_S), loop.time()
-            await asyncio.wait({task}, timeout=look_s)
-            left -= min(loop.time() - began, look_s)
-            if left <= 0:
-                await asyncio.wait({task}, timeout=GRACE_S)  # the loop may have stood still until now
+        if not await one_ends_within(limit_s, task):
+            raise TooLong(late)
         return task.result()
     finally:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
+    """Whether one of them ends in this time.
+
+    Only time counts in which this event loop runs: an update in this process stops the loop for minutes, and an answer that came
+    meanwhile is not late. Nor does time count in which a debugger holds a process of the run: what holds still may be this
+    environment, or an engine that it waits for.
+    """
+    left = limit_s
+    while left > 0:
+        look_s, began = min(left, LOOK_S), running_s()
+        done, _ = await asyncio.wait(tasks, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return True
+        if not BOARD.is_held:
+            left -= min(running_s() - began, look_s)
+    done, _ = await asyncio.wait(tasks, timeout=GRACE_S)  # the loop may have stood still until now
+    return bool(done)
 
 
 class _OneEpisode:

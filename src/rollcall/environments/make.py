@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from rollcall.config import EnvironmentSection
 from rollcall.config.environments import AgentEnvironment, ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.debug.here import POST_MORTEM
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
 from rollcall.environments.children import Setup
@@ -33,4 +36,5 @@ def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str 
         env=list(section.env),
         memory_mb=section.memory_mb,
         python=section.python,
+        post_mortem=bool(os.environ.get(POST_MORTEM)),
     )

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollcall.environments.children import Child, Setup, Zygote, find_python
+from rollcall.environments.children import FILES_OF_CHILD, Child, Setup, Zygote, find_python
 from rollcall.environments.frames import Opened, Worth
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.errors import ConfigError
@@ -38,7 +38,7 @@ class ProcessEnvironments:
                 f"environment.env names {', '.join(missing)}, which is not set where environments run (here); export it, or take "
                 f"it out of environment.env"
             )
-        _allow_files(max_processes + _SPARE_FILES)
+        _allow_files(FILES_OF_CHILD * max_processes + _SPARE_FILES)
         setup = replace(setup, python=find_python(setup.python))
         self._setup = setup
         self._max_processes = max_processes

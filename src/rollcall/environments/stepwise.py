@@ -137,7 +137,8 @@ class StepKind:
         """What the chat template gets: such a class has no tools that anybody but itself knows."""
         return []
 
-    def make(self) -> StepPlayer:
+    def make(self, examine: Callable[[BaseException], None]) -> StepPlayer:
+        """What it raises fails the episode, so it is looked at there."""
         return StepPlayer(self)
 
 

@@ -1,13 +1,13 @@
-"""The process that environments are forked from: ``python -m rollcall.environments.zygote CONTROL READY LIFELINE``.
+"""The process that environments are forked from: ``python -m rollcall.environments.zygote CONTROL READY LIFELINE LINE``.
 
 It imports the user's module once, so that a child starts in a millisecond and shares its memory. The setup comes as JSON on stdin, READY
 takes one JSON object: the tools of each kind, or why there are none. Then CONTROL, a socket that keeps messages apart, brings
-``{"start": number, "kind": ...}`` with the child's socket, and ``{"end": number}``; it takes ``{"started": number, "pid": ...}`` and
+``{"start": number, "kind": ...}`` with the child's socket and its line to the debugger (debug/child.py), and ``{"end": number}``; it takes ``{"started": number, "pid": ...}`` and
 ``{"ended": number, "status": ...}``, or ``"why"`` in place of a status where nothing could be started.
 
 Nothing that a child starts outlives it: its group is killed before its status is taken, and what left its group is adopted here and
 killed. When CONTROL closes, which it does when the parent dies, all of them end, and then this process does. LIFELINE, the read end of a
-pipe that only the parent holds, ends a child also when this process has been killed.
+pipe that only the parent holds, ends a child also when this process has been killed. LINE is for a breakpoint in a module that is imported here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncio  # noqa: F401 isort:skip - children share it
+from rollcall.debug.child import ChildLine, Examined
 from rollcall.environments.child import Limits, adopt_orphans, flush, run_child
 from rollcall.environments.class_env import ClassKind, load_class
 from rollcall.environments.stepwise import StepKind, load_stepwise
@@ -40,9 +41,9 @@ Kind = ClassKind | StepKind
 
 
 def main(arguments: list[str]) -> None:
-    control_fd, ready_fd, lifeline_fd = map(int, arguments)
+    control_fd, ready_fd, lifeline_fd, line_fd = map(int, arguments)
     end_with(lifeline_fd)  # while user code is imported, which may hang
-    for fd in (control_fd, ready_fd, lifeline_fd):
+    for fd in (control_fd, ready_fd, lifeline_fd, line_fd):
         os.set_inheritable(fd, False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a child is ended
@@ -56,6 +57,8 @@ def main(arguments: list[str]) -> None:
     remember(os.environ.get(name, "") for name in setup["env"])
     guard_streams()
     sys.path[:0] = [entry for entry in setup["sys_path"] if entry not in sys.path]
+    # Nobody reads this line once the module is imported: what stops here later goes on at once.
+    sys.breakpointhook = ChildLine(line_fd, of="environment").stop
     try:
         kinds = _load(setup)
     except ValueError as error:
@@ -66,7 +69,8 @@ def main(arguments: list[str]) -> None:
     _wait_for_control(lifeline_fd)
     _tell(ready_fd, {"tools": {name: kind.schemas for name, kind in kinds.items()}})
     control = socket.socket(fileno=control_fd)
-    _Zygote(control, kinds, lifeline_fd=lifeline_fd, limits=Limits(memory_mb=setup["memory_mb"])).serve()
+    limits = Limits(memory_mb=setup["memory_mb"], post_mortem=setup["post_mortem"])
+    _Zygote(control, kinds, lifeline_fd=lifeline_fd, limits=limits).serve()
 
 
 def _load(setup: dict[str, Any]) -> dict[str, Kind]:
@@ -110,6 +114,7 @@ class _Zygote:
         self._lifeline_fd = lifeline_fd
         self._limits = limits
         self._pids: dict[int, int] = {}  # number -> process
+        self._examined = Examined()
         adopt_orphans()
         self._not_ours = set(_children())  # that the user's module started when it was imported
         self._wake_fd, wake_write_fd = os.pipe()
@@ -136,20 +141,20 @@ class _Zygote:
     def _hear(self) -> bool:
         """A message of the parent's; False: it is gone."""
         try:
-            body, fds, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE_BYTES, 1)
+            body, fds, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE_BYTES, 2)
         except ConnectionError:
             return False
         if not body:
             return False
         message = json.loads(body)
         if "start" in message:
-            self._start(message["start"], message["kind"], socket.socket(fileno=fds[0]))
+            self._start(message["start"], message["kind"], *(socket.socket(fileno=fd) for fd in fds))
         elif (pid := self._pids.get(message["end"])) is not None:
             _kill(pid)
         return True
 
-    def _start(self, number: int, kind: str, connection: socket.socket) -> None:
-        with connection:
+    def _start(self, number: int, kind: str, connection: socket.socket, line: socket.socket) -> None:
+        with connection, line:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # threads of the user's module, which do not run in a child
@@ -158,11 +163,11 @@ class _Zygote:
                 self._say({"ended": number, "why": f"no process can be started ({error})"})
                 return
             if pid == 0:
-                self._become_child(connection, kind)
+                self._become_child(connection, line, kind)
         self._pids[number] = pid
         self._say({"started": number, "pid": pid})
 
-    def _become_child(self, connection: socket.socket, kind: str) -> None:
+    def _become_child(self, connection: socket.socket, line: socket.socket, kind: str) -> None:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -170,8 +175,13 @@ class _Zygote:
             self._control.close()
             for fd in self._fds:
                 os.close(fd)
-            player = self._kinds[kind].make()
-            run_child(connection, player, lifeline_fd=self._lifeline_fd, limits=self._limits)
+            run_child(
+                connection,
+                self._kinds[kind].make,
+                line=ChildLine(line.fileno(), of="environment", examined=self._examined),
+                lifeline_fd=self._lifeline_fd,
+                limits=self._limits,
+            )
             status = 0
         except ConnectionError:
             pass  # the parent hung up while this process answered, or user code closed the socket

@@ -10,7 +10,7 @@ may do the same (confine.py) share worker processes, a crew; each crew has its q
                             the process is killed and replaced
 
 The limit of an item runs from the worker's last sign of progress (a result read, bytes of a chunk taken), and never
-includes a worker's start, which has a limit of its own. It is paused while somebody debugs the worker (line.py).
+includes a worker's start, which has a limit of its own. It is paused while somebody debugs the worker (debug/line.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from rollcall.debug.here import POST_MORTEM
+from rollcall.debug.line import DebugLine
 from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import (
     Confinement,
@@ -42,7 +43,6 @@ from rollcall.reward.confine import (
 )
 from rollcall.reward.ending import how_it_ended, plain_stack
 from rollcall.reward.functions import check_score
-from rollcall.reward.line import DebugLine
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import (
     LENGTH,
@@ -285,7 +285,7 @@ class _Worker:
 
     def __init__(self, crew: _Crew, *, limit_s: float, output_fd: int, number: int) -> None:
         self.crew = crew
-        self.line = DebugLine(number=number)
+        self.line = DebugLine(role="reward", number=number)
         self._folder = make_folder()
         to_worker, from_worker, lifeline = os.pipe(), os.pipe(), os.pipe()
         self.read_fd, self._write_fd, self._lifeline_fd = from_worker[0], to_worker[1], lifeline[1]
@@ -308,7 +308,6 @@ class _Worker:
             for fd in child_fds[:3]:
                 os.close(fd)
             self.line.theirs.close()
-        self.line.pid = self.process.pid
         os.set_blocking(self.read_fd, False)
         os.set_blocking(self._write_fd, False)
         self.ready = False

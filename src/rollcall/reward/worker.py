@@ -22,14 +22,14 @@ import pickle
 import signal
 import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, Literal
 
-from rollcall.debug.pause import running_s
+from rollcall.debug.child import ChildLine
+from rollcall.debug.pause import patient_loop, running_s
 from rollcall.process import end_with
 from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
@@ -126,7 +126,8 @@ def main(arguments: list[str]) -> None:
     guard_streams()
     sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
     in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
-    line = _Line(line_fd)
+    cpu = _CpuLimit()
+    line = ChildLine(line_fd, of="reward", around=cpu.lifted)
     sys.breakpointhook = line.stop
     loaded: dict[int, RewardFunction | UserFunction] = {}
     for index, spec in setup.specs.items():
@@ -141,8 +142,7 @@ def main(arguments: list[str]) -> None:
     own_pid = os.getpid()
     while (items := _receive(source)) is not None:
         for item, timeout_s in items:
-            limit_cpu(timeout_s)
-            line.limit_s = timeout_s
+            cpu.begin(timeout_s)
             results = caller.score(loaded[item.reward], item, timeout_s=timeout_s)
             if os.getpid() != own_pid:
                 # The function forked and the child came back here: its results would be taken for another item's.
@@ -219,64 +219,28 @@ class _Caller:
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
 
-        self._runner = self._runner or asyncio.Runner(loop_factory=_patient_loop)
+        self._runner = self._runner or asyncio.Runner(loop_factory=patient_loop)
         return self._runner.run(work)
 
 
-class _Line:
-    """To the debugger. The parent brings a terminal to it; nothing here reaches one by itself."""
+class _CpuLimit:
+    """Of the item at hand, in CPU seconds. It does not hold while a debugger's prompt is open."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._pid = os.getpid()
-        self._own = threading.local()  # the debugger of a thread, which keeps the frames where that one stopped
-        self._examined: set[tuple[str, int, type]] = set()
-        self.limit_s = 0.0  # CPU seconds of the item at hand; 0: there is none yet
+    def __init__(self) -> None:
+        self._seconds = 0.0  # 0: there is no item yet
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """``breakpoint()``. Text that a reward runs as code stops nothing: it is the model's, and nobody asked to look at it."""
-        caller = sys._getframe().f_back
-        if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
-            print("a breakpoint() that is not in a file of this reward is ignored", file=sys.stderr)
-            return
-        self._open().stop(caller)  # the last thing here: what runs after it is traced
-
-    def examine(self, error: BaseException) -> None:
-        """Open the debugger where this was raised; once for a line and a kind of error."""
-        frames = error.__traceback__
-        assert frames is not None
-        while frames.tb_next is not None:
-            frames = frames.tb_next
-        place = (frames.tb_frame.f_code.co_filename, frames.tb_lineno, type(error))
-        if place not in self._examined and isinstance(error, Exception) and os.getpid() == self._pid:
-            self._examined.add(place)
-            self._open().post_mortem(error)
-
-    def _open(self) -> Any:
-        from rollcall.debug.stopped import LinePdb  # rarely needed, and a worker has to start fast
-
-        if not hasattr(self._own, "debugger"):
-            read, write = (lambda count: os.read(self._fd, count)), (lambda data: os.write(self._fd, data))
-            self._own.debugger = LinePdb(read, write, around=self._unlimited)
-        return self._own.debugger
+    def begin(self, seconds: float) -> None:
+        self._seconds = seconds
+        limit_cpu(seconds)
 
     @contextmanager
-    def _unlimited(self) -> Iterator[None]:
+    def lifted(self) -> Iterator[None]:
         unlimit_cpu()
         try:
             yield
         finally:
-            if self.limit_s:
-                limit_cpu(self.limit_s)
-
-
-def _patient_loop() -> Any:
-    """Its clock is paused while a debugger's prompt is open, and so are the limits of calls."""
-    import asyncio
-
-    loop = asyncio.new_event_loop()
-    loop.time = running_s  # type: ignore[method-assign]
-    return loop
+            if self._seconds:
+                limit_cpu(self._seconds)
 
 
 class _LateError(Exception):

@@ -1,7 +1,7 @@
-"""The parent's end of a reward process's line to a debugger (debug/stopped.py).
+"""The parent's end of the line of a child process that runs user code: a reward's, an environment's (debug/child.py has the other end).
 
-The process has no terminal and perhaps no network, so the parent brings one: its own, or those that come to a porter. The text
-that travels is only shown. While somebody debugs the process, its time limits are paused (``is_held``).
+The child has no terminal and perhaps no network, so the parent brings one: its own, or those that come to a porter. The text
+that travels is only shown. While somebody debugs the child, its time limits are paused (``is_held``, ``Board.is_held``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from functools import cache
+from itertools import count
 from typing import Any
 
 from rollcall.debug.attach import End, converse
@@ -21,15 +23,17 @@ from rollcall.stop import heeded
 from rollcall.wait import warn
 
 PROMPT_S = 10.0  # from the first byte of a process that has stopped to its prompt
+_serials = count()  # of the lines of this process
 
 
 class DebugLine:
-    """``theirs`` is for the process; ``pid`` is set once it has started."""
+    """``theirs`` is for the child. ``role`` and ``number`` say which one that is."""
 
-    def __init__(self, *, number: int) -> None:
+    def __init__(self, *, role: str, number: int) -> None:
         self._ours, self.theirs = socket.socketpair()
+        self._role = role
         self._number = number
-        self.pid = 0
+        self._key = f"{role} {os.getpid()} {next(_serials)}"
         self.is_held = False
         self._is_closed = False
 
@@ -47,7 +51,7 @@ class DebugLine:
         except OSError:
             return False  # the same, with something of ours unread
         if not has_terminal() and not BOARD.is_public:
-            warn("a breakpoint() in a reward is passed over: this command has neither a terminal nor a run directory")
+            warn_passed_over(self._role)
             self.close()
             return False
         if not has_terminal():
@@ -66,13 +70,9 @@ class DebugLine:
         if self._is_closed:
             place = None  # a process that is being ended holds nothing
         self.is_held = place is not None
-        seat = DebugSeat(
-            role="reward",
-            rank=self._number,
-            node=node_here(),
-            title=f"reward process {self._number} on node {node_here()}",
-        )
-        BOARD.post(f"reward {os.getpid()} {self.pid}", seat, place)
+        title = f"{self._role} process {self._number} on node {node_here()}"
+        seat = DebugSeat(role=self._role, rank=self._number, node=node_here(), title=title)
+        BOARD.post(self._key, seat, place)
 
     def close(self) -> None:
         self._is_closed = True
@@ -81,3 +81,10 @@ class DebugLine:
         except OSError:
             pass  # the process has ended, and its end with it
         self._ours.close()
+
+
+@cache
+def warn_passed_over(role: str) -> None:
+    """Once: hundreds of processes may come to the same line."""
+    article = "an" if role[0] in "aeiou" else "a"
+    warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")

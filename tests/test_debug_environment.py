@@ -1,0 +1,294 @@
+"""The debugger in environments: a child that stops is not late, and one that lies holds nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from debugged import WAIT_S, at_a_terminal, beside, run_dir, talk, wait_for
+
+from rollcall.config.environments import ClassEnvironment, StepEnvironment
+from rollcall.debug import here, porter
+from rollcall.debug.attach import End
+from rollcall.debug.board import BOARD, Waiting, read_board
+from rollcall.environments import episode
+from rollcall.environments.episode import TooLong, within
+from rollcall.environments.make import make_environments
+from rollcall.environments.protocol import Environment, EnvironmentFailed, Environments
+
+__all__ = ["run_dir"]  # a fixture
+
+MODULE = """
+import os
+
+class Game:
+    def reset(self, answer="", **row):
+        self.answer = answer
+        if answer == "stop":
+            breakpoint()
+        if answer == "raise":
+            raise KeyError(answer)
+        return self.answer
+
+    def look(self, what: str) -> str:
+        '''Look.
+
+        Args:
+            what: Anything.
+        '''
+        seen = what * 2
+        breakpoint()
+        return seen
+
+    def exec(self, code: str) -> str:
+        '''Run code.
+
+        Args:
+            code: Of the model.
+        '''
+        exec(code)
+        return "done"
+
+    def fail(self) -> str:
+        '''Fail.'''
+        table = {"a": 1}
+        return table["b"]
+
+class Walk:
+    async def reset(self, row):
+        return "go"
+
+    async def step(self, text, token_ids):
+        import asyncio
+        async with asyncio.timeout(0.5):
+            length = len(text)
+            breakpoint()
+            await asyncio.sleep(0)
+        return "", float(length), True
+
+def double(x: int) -> int:
+    '''Double.
+
+    Args:
+        x: A number.
+    '''
+    breakpoint()
+    return 2 * x
+"""
+
+FORGED = """
+import json, os, struct, time
+
+class Game:
+    def reset(self, answer="", **row):
+        if not answer:
+            return None
+        message = json.dumps({"stopped": {"file": [[]], "line": "one"}}).encode()
+        line = max(fd for fd in map(int, os.listdir("/proc/self/fd")) if is_socket(fd))
+        os.write(line, struct.pack("<I", len(message)) + message)
+        time.sleep(600)
+
+def is_socket(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    except OSError:
+        return False
+"""
+
+
+@pytest.fixture
+def module(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (run_dir / "stopping_games.py").write_text(MODULE)
+    monkeypatch.chdir(run_dir)
+    monkeypatch.setattr(episode, "LOOK_S", 0.02)
+    return run_dir
+
+
+def playing(section: Any, work: Callable[[Environments], Coroutine[Any, Any, Any]]) -> tuple[Any, list[Any]]:
+    """An event loop beside the test, as that of a run without a terminal."""
+
+    async def main() -> Any:
+        environments = make_environments(section, chat_template=None)
+        try:
+            return await work(environments)
+        finally:
+            await environments.aclose()
+
+    return beside(lambda: asyncio.run(main()))
+
+
+async def call(work: Coroutine[Any, Any, Any], *, limit_s: float = 0.5) -> Any:
+    return await within(work, limit_s, "late")
+
+
+def tool(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def a_game(**keys: Any) -> ClassEnvironment:
+    return ClassEnvironment(path="stopping_games:Game", call_format="hermes", **keys)
+
+
+def waiting(run_dir: Path, *, function: str) -> Waiting:
+    return wait_for(lambda: [one for one in read_board(run_dir) if one.function == function])[0]
+
+
+def test_a_class_that_stops_in_reset_or_a_tool_is_not_late_and_its_episode_ends_right(
+    module: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play(environments: Environments) -> list[Any]:
+        environment = await call(environments.start(""), limit_s=WAIT_S)
+        opened = await call(environment.reset({"answer": "stop"}))
+        result = await call(environment.step(tool("look", '{"what": "ab"}'), []))
+        code = await call(environment.step(tool("exec", '{"code": "breakpoint()"}'), []), limit_s=WAIT_S)
+        await environment.close(broken=False)
+        return [opened.text, result.calls[0].result, code.calls[0].result]
+
+    thread, results = playing(a_game(), play)
+    waits = waiting(module, function="reset")
+    assert (waits.role, waits.rank, waits.why) == ("environment", 1, "breakpoint")
+    assert waits.who == "environment process 1 on node 0" and BOARD.is_held
+    time.sleep(0.8)
+    assert talk(waits, "p 'row', self.answer", "quit") is End.LEFT
+    assert talk(waits, "self.answer = 'changed'", "continue") is End.GOES
+    waits = waiting(module, function="look")
+    time.sleep(0.8)
+    assert talk(waits, "seen = 'cd'", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == [["changed", "cd", "done"]]
+    assert "('row', 'stop')" in capsys.readouterr().out
+    wait_for(lambda: not BOARD.is_held and not read_board(module))
+
+
+def test_a_step_by_step_class_stops_and_its_own_time_limits_stand_still(module: Path) -> None:
+    async def play(environments: Environments) -> Any:
+        environment = await call(environments.start(""), limit_s=WAIT_S)
+        await call(environment.reset({}))
+        return (await call(environment.step("four", []))).reward
+
+    thread, results = playing(StepEnvironment(type="step", path="stopping_games:Walk"), play)
+    waits = waiting(module, function="step")
+    time.sleep(0.8)
+    assert talk(waits, "length = 7", "next", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == [7.0]
+
+
+def test_functions_and_modules_that_are_imported_stop_too(module: Path) -> None:
+    path = module / "stopping_games.py"
+    path.write_text(MODULE + "\nbreakpoint()\n")
+
+    async def play(environments: Environments) -> Any:
+        environment = await call(environments.start(""), limit_s=WAIT_S)
+        await call(environment.reset({}))
+        return (await call(environment.step(tool("double", '{"x": 4}'), []))).calls[0].result
+
+    section = ClassEnvironment(tools=["stopping_games:double"], call_format="hermes")
+    thread, results = playing(section, play)
+    waits = waiting(module, function="<module>")
+    assert talk(waits, "continue") is End.GOES
+    waits = waiting(module, function="double")
+    assert talk(waits, "x = 21", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == ["42"]
+
+
+def test_what_an_environment_raises_opens_the_debugger_once_in_all_its_processes(
+    module: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(here.POST_MORTEM, "1")
+
+    async def reset(environments: Environments, answer: str) -> Environment:
+        environment = await call(environments.start(""), limit_s=WAIT_S)
+        try:
+            await call(environment.reset({"answer": answer}))
+        except BaseException:
+            await environment.close(broken=True)
+            raise
+        return environment
+
+    async def play(environments: Environments) -> Any:
+        for _ in range(3):
+            with pytest.raises(EnvironmentFailed, match="KeyError: 'raise'"):
+                await reset(environments, "raise")
+        made = [await reset(environments, "") for _ in range(2)]
+        found = [await call(each.step(tool("fail", "{}"), [])) for each in made]
+        return [result.calls[0].failed for result in found]
+
+    thread, results = playing(a_game(), play)
+    waits = waiting(module, function="reset")
+    assert waits.why == "KeyError: 'raise'"
+    time.sleep(0.8)
+    assert talk(waits, "p answer * 2", "continue") is End.GOES
+    waits = waiting(module, function="fail")
+    assert talk(waits, "p table", "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == [[True, True]]
+    shown = capsys.readouterr().out
+    assert "'raiseraise'" in shown and "{'a': 1}" in shown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the forger looks for its line in /proc")
+def test_an_environment_that_forges_a_stop_ends_by_its_limit_once_nobody_has_come(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(porter, "UNATTENDED_S", 0.3)
+    (module / "stopping_games.py").write_text(FORGED)
+
+    async def play(environments: Environments) -> Any:
+        ends = []
+        for answer in ("forge", "forge", ""):
+            environment = await call(environments.start(""), limit_s=WAIT_S)
+            try:
+                await call(environment.reset({"answer": answer}))
+                ends.append("done")
+            except TooLong:
+                ends.append("late")
+            await environment.close(broken=True)
+        return ends
+
+    thread, results = playing(a_game(), play)
+    thread.join(WAIT_S)
+    assert results == [["late", "late", "done"]] and porter._has_given_up
+    wait_for(lambda: not BOARD.is_held and not read_board(module))
+
+
+AT_A_TERMINAL = """
+import asyncio
+from rollcall.config.environments import ClassEnvironment
+from rollcall.debug import here
+from rollcall.environments.episode import within
+from rollcall.environments.make import make_environments
+
+async def main():
+    environments = make_environments(ClassEnvironment(path="stopping_games:Game", call_format="hermes"), chat_template=None)
+    environment = await environments.start("")
+    for _ in range(2):
+        opened = await within(environment.reset({"answer": "stop"}), 1.0, "late")
+        print("opened", opened.text)
+    await environments.aclose()
+
+here.serve()
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+def test_a_run_with_a_terminal_opens_pdb_there_and_quit_stops_it(tmp_path: Path) -> None:
+    (tmp_path / "stopping_games.py").write_text(MODULE)
+    shown = at_a_terminal(
+        [sys.executable, "-c", AT_A_TERMINAL],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(here.__file__).parents[2])},
+        typed=["p self.answer * 2", "import time; time.sleep(1.5)", "self.answer = 'new'", "c", "q"],
+    )
+    for text in ("'stopstop'", "opened new", "stopped"):
+        assert text in shown, shown
+    assert "Traceback" not in shown and "late" not in shown, shown
