@@ -21,7 +21,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
     key = "environment.path"
     return load_class(
         path, key=key, kwargs={}, functions=list(functions), call_format=call_format, is_chat=is_chat
-    ).make()
+    ).make(lambda error: None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from runs import finish, make_run, num_records, weights
@@ -324,3 +325,16 @@ def test_a_controller_that_goes_on_with_a_run_waits_for_a_full_disk_and_a_first_
     fill(disk)
     with pytest.raises(ConfigError, match="No space left"), hold(disk / "another"):
         pass
+
+
+def test_token_scores_that_the_disk_does_not_take_are_left_out_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rollcall.loop.record.write_token_scores", refuse)
+    workers = SimpleNamespace(learner=SimpleNamespace(score=lambda samples: []))
+    record: Any = SimpleNamespace(workers=workers, _run_dir=tmp_path)
+    Record.write_token_scores(record, cast(Any, SimpleNamespace(step=3, groups=[])))
+    assert "the token scores of step 3 are left out (No space left on device)" in caplog.text

@@ -22,7 +22,7 @@ from rollcall.groups.logs import LogTail
 from rollcall.groups.pulse import NUM_CALLS, DoneCall, Pulse, Reader, Seen
 from rollcall.groups.sightings import HostClock, Lookout
 from rollcall.observe.calls import CALLS, BusySpans, CallFile, RecordedCall, read_calls
-from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, read_marks, read_phases
+from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, last_phase, read_marks, read_phases
 from rollcall.observe.live import LIVE, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import MOST_BYTES, keep_logs, read_log
 from rollcall.observe.recorder import Recorder
@@ -384,6 +384,27 @@ def test_a_lost_worker_is_a_mark_and_an_empty_seat_until_it_is_back(tmp_path: Pa
     assert [(one.name, one.kind, one.lane) for one in found.marks] == [(WORKER_LOST, "fault", ROLLOUT)]
     empty = next(span for span in found.spans if span.name == "lost")
     assert (empty.lane, empty.start_s, empty.end_s) == (ROLLOUT, 101.0, 102.0)
+
+
+def test_of_files_of_any_length_the_end_is_read_and_what_was_left_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.observe.events.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("rollcall.observe.events.LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr("rollcall.observe.calls.LONGEST_LINE", 1 << 16)
+    monkeypatch.setattr("rollcall.observe.calls.MOST_RUBBISH", 1 << 20)
+    for name in ("events.jsonl", CALLS):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(20 << 30)  # a hole, which takes no room on the disk
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b"\n")
+    write_events(tmp_path, phase(StepPhase.ROLLOUT, 7, 100.0, 101.0), phase(StepPhase.UPDATE, 7, 101.0, 102.0))
+    size = (tmp_path / "events.jsonl").stat().st_size
+    for first_step in (None, 7):
+        found = read_timeline(tmp_path, first_step=first_step)
+        assert [(span.name, span.step) for span in found.spans] == [("rollout", 7), ("update", 7)]
+        assert found.num_bytes_left_out == size - (1 << 20)
+    assert last_phase(tmp_path) == read_phases(tmp_path)[-1]
 
 
 def test_a_directory_without_calls_has_the_controllers_lane_and_shows_a_kill(tmp_path: Path) -> None:

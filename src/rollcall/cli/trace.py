@@ -32,6 +32,7 @@ def trace(
     """
     from rollcall.checkpoint.run_dir import is_run
     from rollcall.observe.calls import CALLS
+    from rollcall.observe.events import EVENTS
     from rollcall.observe.timeline import idle_shares, read_timeline
     from rollcall.observe.trace import write_trace
 
@@ -47,6 +48,10 @@ def trace(
     if not found.spans:
         raise ValueError(
             f"{run_dir} has no phase of these steps in events.jsonl; `rollcall status {run_dir}` shows what it has"
+        )
+    if found.num_bytes_left_out:
+        say(
+            f"{run_dir / EVENTS} is too long to be read as a whole: its first {found.num_bytes_left_out:,} bytes are left out"
         )
     write_trace(out, found, name=run_dir.resolve().name)
     shown = {

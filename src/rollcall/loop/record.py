@@ -13,7 +13,7 @@ from typing import Any
 
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
-from rollcall.durable.patience import persist
+from rollcall.durable.patience import disk_fault, persist
 from rollcall.errors import CheckpointError, NonFiniteError
 from rollcall.loop.attempts import RunError, causes
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
@@ -30,6 +30,7 @@ from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.summary import peak_memory_gib, write_samples
 from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
 from rollcall.types import Group, Prompt, Sample
+from rollcall.wait import warn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ class Record:
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def write_token_scores(self, batch: StepBatch) -> None:
-        """What the learner says of the tokens of the first groups, before the step's update."""
+        """What the learner says of the tokens of the first groups, before the step's update. They are for people to look at, so
+        a disk that does not take them keeps no run waiting."""
         groups = batch.groups[:GROUPS]
         rows = self.workers.learner.score(
             [
@@ -112,15 +114,16 @@ class Record:
             ]
         )
         directory = self._run_dir / FOLDER
-        write = partial(
-            write_token_scores,
-            directory,
-            step=batch.step,
-            groups=groups,
-            logprobs=[row.logprobs for row in rows],
-            entropy=[row.entropy for row in rows],
-        )
-        persist(write, path=directory, what=f"the token scores of step {batch.step}")
+        logprobs, entropy = [row.logprobs for row in rows], [row.entropy for row in rows]
+        try:
+            write_token_scores(directory, step=batch.step, groups=groups, logprobs=logprobs, entropy=entropy)
+        except OSError as error:
+            if (fault := disk_fault(error, near=directory)) is None:
+                raise
+            warn(
+                f"{directory}: the token scores of step {batch.step} are left out ({fault.strerror}); the page shows its tokens "
+                "without the learner's numbers"
+            )
 
     def save(self, batch: StepBatch) -> None:
         """Write the checkpoint of a step, or only begin to where the bytes can be written while the run goes on (``settle``

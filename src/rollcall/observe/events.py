@@ -25,6 +25,9 @@ from rollcall.wait import warn
 from rollcall.words import are, counted
 
 EVENTS = "events.jsonl"
+MOST_BYTES = 128 << 20  # of the file that are read: its end, with about 40,000 steps
+END_BYTES = 1 << 20  # that hold the last phase
+LONGEST_LINE = 1 << 20  # bytes; a longer one is not ours
 LATEST_S = 1e11  # unix time; no clock shows a later one
 _STEP = re.compile(rb'"step": (\d{1,15})\b')
 
@@ -184,7 +187,7 @@ def marks_in(lines: Iterable[bytes]) -> list[Mark]:
 
 
 def last_phase(run_dir: Path) -> PhaseEvent | None:
-    return last_phase_in(_lines(run_dir))
+    return last_phase_in(list(_lines(run_dir, most=END_BYTES)))
 
 
 def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
@@ -227,8 +230,26 @@ def _rows(run_dir: Path, *, first_step: int | None = None, last_step: int | None
             yield row
 
 
-def _lines(run_dir: Path) -> list[bytes]:
+def num_bytes_left_out(run_dir: Path) -> int:
+    """At the beginning of a file that is too long to be read as a whole."""
     try:
-        return (Path(run_dir) / EVENTS).read_bytes().splitlines()
+        return max((Path(run_dir) / EVENTS).stat().st_size - MOST_BYTES, 0)
     except FileNotFoundError:
-        return []
+        return 0
+
+
+def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
+    """Those in the last ``most`` bytes, by default MOST_BYTES. Whatever the file holds, no more than a line is in memory."""
+    try:
+        file = (Path(run_dir) / EVENTS).open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        begin = max(file.seek(0, 2) - (MOST_BYTES if most is None else most), 0)
+        file.seek(begin)
+        is_whole = begin == 0  # the first may be the end of a line
+        while line := file.readline(LONGEST_LINE):
+            ends = line.endswith(b"\n")
+            if is_whole and (ends or len(line) < LONGEST_LINE):
+                yield line
+            is_whole = ends
