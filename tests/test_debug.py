@@ -27,6 +27,7 @@ from rollcall.debug.attach import End, converse, is_there, reach
 from rollcall.debug.board import BOARD, FILE, DebugSeat, read_board
 from rollcall.debug.inbox import readable
 from rollcall.debug.line import DebugLine
+from rollcall.debug.stopped import LinePdb
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.host import DEBUG_HOST, Host
@@ -36,7 +37,7 @@ from rollcall.net.frames import frame
 from rollcall.redact import remember
 from rollcall.reward.pool import RewardPool, Task
 from rollcall.reward.worker import Item, RewardResult
-from rollcall.stop import Stopped
+from rollcall.stop import Stop, Stopped
 from rollcall.wait import Wait
 
 __all__ = ["run_dir"]  # a fixture
@@ -284,6 +285,24 @@ def test_what_stops_before_a_run_has_a_directory_can_be_found(run_dir: Path) -> 
         thread.join(WAIT_S)
         wait_for(lambda: not BOARD.is_held)
     assert not early.exists()
+
+
+def test_a_signal_ends_a_prompt_inside_a_checkpoint_which_is_finished_before_the_run_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, done = Stop(), []
+    stop.asked = "SIGTERM"
+    monkeypatch.setattr("rollcall.stop._heeded", stop)
+
+    def read(count: int) -> bytes:
+        stop._end_grace(0, None)  # the handler, while the prompt waits
+        raise AssertionError("the signal ends the prompt")
+
+    debugger = LinePdb(read, len)
+    with pytest.raises(Stopped), stop.shielded():
+        debugger.stop(sys._getframe())
+        done.append("saved")
+    assert done == ["saved"]
 
 
 # Rewards, in their confined processes

@@ -54,6 +54,7 @@ class Stop:
         self._asked_s = 0.0
         self._grace_s: float | None = None  # None: no run trains
         self._num_shields = 0
+        self._num_prompts = 0  # of a debugger, open in the main thread
         self._is_over = False
         self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
         self._cancel: Callable[[], object] | None = None  # of a run in another thread than the main one
@@ -95,6 +96,21 @@ class Stop:
             self._num_shields -= 1
         if self._is_over and self._num_shields == 0:
             self.check()
+
+    @property
+    def is_shielded(self) -> bool:
+        return self._num_shields > 0
+
+    @contextmanager
+    def at_prompt(self) -> Iterator[None]:
+        """A debugger asks a person. When the grace ends, ``Stopped`` is raised at the prompt, also within ``shielded``; the prompt
+        then lets the block go on, since nothing else would end it."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self._num_prompts += is_main
+        try:
+            yield
+        finally:
+            self._num_prompts -= is_main
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
@@ -162,7 +178,7 @@ class Stop:
         self._is_over = True
         # It may be raised after a coroutine is made and before it starts, which is not a mistake.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
-        if self._num_shields == 0:
+        if self._num_shields == 0 or self._num_prompts:
             self.check()
 
 

@@ -89,7 +89,8 @@ def train(
                 callbacks=callbacks or Callbacks(),
                 is_bare=is_bare,
             )
-            return training.run(quiet=quiet)
+            with _examining():  # what comes before and after the attempts, too
+                return training.run(quiet=quiet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +151,8 @@ class _Training:
         return summary
 
     def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
-        """An attempt. What this process raised is looked at in the debugger, where that was asked for; what another process
-        raised has been looked at there."""
-        try:
+        with _examining():
             return self._attempt(store, console, number=number)
-        except Exception as error:
-            if loss_of(error) is None and not any(isinstance(one, WorkerError) for one in causes(error)):
-                post_mortem(error)
-            raise
 
     def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         """Build the workers and train from where the run directory stands to the end."""
@@ -209,6 +204,18 @@ class _Training:
             )
             _drive(controller, grace_s=config.trainer.stop_grace_s)
         return controller
+
+
+@contextmanager
+def _examining() -> Iterator[None]:
+    """What this process raises is looked at in the debugger, where that was asked for; what another process raised has been looked
+    at there. One line opens it once, so blocks may lie in each other."""
+    try:
+        yield
+    except Exception as error:
+        if loss_of(error) is None and not any(isinstance(one, WorkerError) for one in causes(error)):
+            post_mortem(error)
+        raise
 
 
 def _about(config: Config) -> About:

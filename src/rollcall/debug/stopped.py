@@ -89,7 +89,8 @@ class _Debugger(pdb.Pdb):
 
     def cmdloop(self, intro: Any = None) -> None:
         try:
-            super().cmdloop(intro)
+            with heeded().at_prompt():
+                super().cmdloop(intro)
         except self._ends_prompt as heard:
             self._heard = heard
 
@@ -108,9 +109,12 @@ class _Debugger(pdb.Pdb):
 
     def _raise_heard(self) -> None:
         heard, self._heard = self._heard, None
-        if heard is not None:
-            self.set_continue()
-            raise heard
+        if heard is None:
+            return
+        self.set_continue()
+        if isinstance(heard, Stopped) and heeded().is_shielded:
+            return  # a checkpoint is half done: it goes on, and the run stops after it
+        raise heard
 
     def _refuse(self, arg: str) -> None:
         """Not here: the run starts this process again by itself, if it has to."""
