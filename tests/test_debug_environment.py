@@ -20,7 +20,8 @@ from rollcall.debug.pause import paused
 from rollcall.environments import episode
 from rollcall.environments.episode import TooLong, one_ends_within, within
 from rollcall.environments.make import make_environments
-from rollcall.environments.protocol import Environment, EnvironmentFailed, Environments
+from rollcall.environments.processes import ProcessEnvironments
+from rollcall.environments.protocol import Environment, EnvironmentFailed
 
 __all__ = ["run_dir"]  # a fixture
 
@@ -103,11 +104,12 @@ def module(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir
 
 
-def playing(section: Any, work: Callable[[Environments], Coroutine[Any, Any, Any]]) -> tuple[Any, list[Any]]:
+def playing(section: Any, work: Callable[[ProcessEnvironments], Coroutine[Any, Any, Any]]) -> tuple[Any, list[Any]]:
     """An event loop beside the test, as that of a run without a terminal."""
 
     async def main() -> Any:
         environments = make_environments(section, chat_template=None)
+        assert isinstance(environments, ProcessEnvironments)
         try:
             return await work(environments)
         finally:
@@ -135,7 +137,7 @@ def waiting(run_dir: Path, *, function: str) -> Waiting:
 def test_a_class_that_stops_in_reset_or_a_tool_is_not_late_and_its_episode_ends_right(
     module: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def play(environments: Environments) -> list[Any]:
+    async def play(environments: ProcessEnvironments) -> list[Any]:
         environment = await call(environments.start(""))
         opened = await call(environment.reset({"answer": "stop"}))
         result = await call(environment.step(tool("look", '{"what": "ab"}'), []))
@@ -158,7 +160,7 @@ def test_a_class_that_stops_in_reset_or_a_tool_is_not_late_and_its_episode_ends_
 
 
 def test_a_step_by_step_class_stops_and_its_own_time_limits_stand_still(module: Path) -> None:
-    async def play(environments: Environments) -> Any:
+    async def play(environments: ProcessEnvironments) -> Any:
         environment = await call(environments.start(""))
         await call(environment.reset({}))
         return (await call(environment.step("four", []))).reward
@@ -175,7 +177,7 @@ def test_functions_and_modules_that_are_imported_stop_too(module: Path) -> None:
     path = module / "stopping_games.py"
     path.write_text(MODULE + "\nbreakpoint()\n")
 
-    async def play(environments: Environments) -> Any:
+    async def play(environments: ProcessEnvironments) -> Any:
         environment = await call(environments.start(""))
         await call(environment.reset({}))
         return (await call(environment.step(tool("double", '{"x": 4}'), []))).calls[0].result
@@ -195,7 +197,7 @@ def test_what_an_environment_raises_opens_the_debugger_once_in_all_its_processes
 ) -> None:
     monkeypatch.setenv(here.POST_MORTEM, "1")
 
-    async def reset(environments: Environments, answer: str) -> Environment:
+    async def reset(environments: ProcessEnvironments, answer: str) -> Environment:
         environment = await call(environments.start(""))
         try:
             await call(environment.reset({"answer": answer}))
@@ -204,7 +206,7 @@ def test_what_an_environment_raises_opens_the_debugger_once_in_all_its_processes
             raise
         return environment
 
-    async def play(environments: Environments) -> Any:
+    async def play(environments: ProcessEnvironments) -> Any:
         for _ in range(3):
             with pytest.raises(EnvironmentFailed, match="KeyError: 'raise'"):
                 await reset(environments, "raise")
@@ -230,7 +232,7 @@ def test_an_environment_that_forges_a_stop_ends_by_its_limit_once_nobody_has_com
     monkeypatch.setattr(porter, "UNATTENDED_S", 0.3)
     (module / "stopping_games.py").write_text(FORGED)
 
-    async def play(environments: Environments) -> Any:
+    async def play(environments: ProcessEnvironments) -> Any:
         ends = []
         for answer in ("forge", "forge", ""):
             environment = await call(environments.start(""))
