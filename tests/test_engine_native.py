@@ -133,6 +133,15 @@ def test_a_turn_of_a_session_fills_only_what_is_new(kind: EngineKind, model: Any
     assert engine.runner.num_filled_tokens == before + ends[0]  # type: ignore[attr-defined]
 
 
+def test_conversations_that_have_begun_go_on_before_others_begin(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = make_engine(model, tokenizer, max_running=3)
+    talked = talk(engine, random_prompts(12, lengths=(20, 40)), turns=3)
+    ends = [len(talked.requests[f"e{episode}/2"].prompt_ids) - 1 for episode in range(12)]
+    sampled = [len(completion.token_ids) for name, (completion,) in talked.results.items() if name[-1] != "2"]
+    assert engine.runner.num_filled_tokens == sum(ends) - sum(sampled), "no KV was lost"  # type: ignore[attr-defined]
+    assert talked.off_by(model) < TOLERANCE
+
+
 def test_kept_kv_takes_no_more_than_its_bound() -> None:
     model, tokenizer = make_model(), make_tokenizer()
     for kv_tokens in (None, 150):

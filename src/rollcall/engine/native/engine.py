@@ -4,11 +4,14 @@ One ``poll`` is: admit what fits, make room for the next chunk of tokens (preemp
 decode the chunk, take out what finished. A sequence's KV always covers all its tokens but the last; the last is fed
 next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
+
+The oldest request comes first. A request of a session whose KV is kept is as old as the session: with more conversations than rows,
+those that have begun go on before others begin, and their KV is used while it is there.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from typing import Any
 
 from torch import nn
@@ -54,7 +57,7 @@ class NativeEngine:
         self.max_positions = decoder.max_positions
         self.version = 0
         self.num_preemptions = 0
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []  # by their order
         self._running: list[Sequence] = []
         self._requests: dict[str, list[Sequence]] = {}
         self._num_submitted = 0
@@ -65,13 +68,13 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.runner.room)
-        sequences = [
-            Sequence(request=request, index=index, order=self._num_submitted + index)
-            for index in range(len(request.seeds))
-        ]
+        began = self.runner.began(request.session)
+        first = self._num_submitted if began is None else began
+        sequences = [Sequence(request=request, index=index, order=first + index) for index in range(len(request.seeds))]
         self._num_submitted += len(sequences)
         self._requests[request.id] = sequences
-        self._waiting.extend(sequences)
+        for sequence in sequences:
+            self._wait(sequence)
 
     def poll(self) -> list[Finished]:
         self._admit()
@@ -89,7 +92,7 @@ class NativeEngine:
                 sequence.finish = FinishReason.ABORT
                 if sequence.request.session is not None:
                     self.end_session(sequence.request.session)
-        self._waiting = deque(sequence for sequence in self._waiting if sequence.request.id != request_id)
+        self._waiting = [sequence for sequence in self._waiting if sequence.request.id != request_id]
         self._remove_finished()
 
     def update_weights(self, version: int) -> None:
@@ -97,8 +100,7 @@ class NativeEngine:
         self.version = version
         self.runner.forget(None)
         for row in reversed(range(len(self._running))):
-            self._waiting.appendleft(self._drop(row))
-        self._waiting = deque(sorted(self._waiting, key=lambda sequence: sequence.order))
+            self._wait(self._drop(row))
 
     def end_session(self, session: str) -> None:
         self.runner.forget(session)
@@ -106,12 +108,15 @@ class NativeEngine:
     def close(self) -> None:
         """Nothing outlives the object."""
 
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=lambda each: each.order)
+
     def _admit(self) -> None:
         if not self._waiting:
             return
-        count = self.runner.admit(list(self._waiting))
-        for _ in range(count):
-            self._running.append(self._waiting.popleft())
+        count = self.runner.admit(self._waiting)
+        self._running += self._waiting[:count]
+        del self._waiting[:count]
         assert self._running, "a lone sequence always fits: submit checked it"
 
     def _make_room(self) -> int:
@@ -119,7 +124,7 @@ class NativeEngine:
         while not self.runner.reserve(steps):
             youngest = max(range(len(self._running)), key=lambda row: self._running[row].order)
             self.num_preemptions += 1
-            self._waiting.appendleft(self._drop(youngest))
+            self._wait(self._drop(youngest))
             assert self._running, "a lone sequence always fits: submit checked it"
         return steps
 

@@ -56,6 +56,7 @@ class Leaving:
     """A row whose KV is kept."""
 
     session: str
+    order: int  # of its sequence
     ids: Ints  # the tokens that are kept
     row: int
     past: int  # columns from its first to the end of all rows
@@ -90,11 +91,14 @@ class KeptRows:
         for index, row in enumerate(rows):
             kv = KeptRow(bundle=bundle, index=index, start=width - row.past)
             bundle.rows.add(kv)
-            self._add(Kept(session=row.session, ids=row.ids, kv=kv))
+            self._add(Kept(session=row.session, order=row.order, ids=row.ids, kv=kv))
 
     def _add(self, kept: Kept[KeptRow]) -> None:
         self.num_tokens += kept.kv.num_tokens
         self._leave(self._sessions.put(kept))
+
+    def began(self, session: str | None) -> int | None:
+        return self._sessions.began(session)
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
         """What the sequence's session left, and how many tokens of it serve; it no longer counts here."""

@@ -138,7 +138,8 @@ class RowRunner:
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
             assert session is not None
             self._kept.forget(session)
-            leaving.append(Leaving(session=session, ids=ids, row=row, past=int(self._rows.position[row])))
+            past = int(self._rows.position[row])
+            leaving.append(Leaving(session=session, order=sequence.order, ids=ids, row=row, past=past))
         longest = max(row.past for row in leaving)
         if self.kv_tokens is None:
             room = self.max_running * max(longest, self._kept.longest)
@@ -147,6 +148,9 @@ class RowRunner:
         while self._kept.num_tokens + len(leaving) * longest > room and self._kept.forget_oldest():
             pass
         self._kept.put(leaving, self._planes(), end=self._column)
+
+    def began(self, session: str | None) -> int | None:
+        return self._kept.began(session)
 
     def forget(self, session: str | None) -> None:
         if session is None:
