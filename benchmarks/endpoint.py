@@ -8,30 +8,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from rollcall.engine.protocol import Engine, Sampling
+from benchmarks.sides import Lengths
+from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.driver import EngineDriver
 from rollcall.environments.endpoint import Endpoint
 from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
-from rollcall.types import Ints
 
 KEPT_TOKENS = 4_000_000
 PATH = "/inference/v1/generate"
-
-
-class Lengths(Protocol):
-    """An episode: its prompt, tokens sampled in each turn, observations behind all but the last."""
-
-    @property
-    def prompt(self) -> Ints: ...
-    @property
-    def sampled(self) -> tuple[int, ...]: ...
-    @property
-    def observed(self) -> tuple[Ints, ...]: ...
 
 
 class EndpointSide:
@@ -52,7 +41,11 @@ class EndpointSide:
             [sys.executable, "-m", "benchmarks.endpoint_clients"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def round(self, episodes: Sequence[Lengths], *, tag: str) -> int:
+    @property
+    def pids(self) -> list[int]:
+        return [self._clients.pid]
+
+    def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
         """How many tokens were sampled."""
         histories = Histories(
             Templates(Conversations(self._tokenizer)), self._tokenizer, name=tag, max_kept=KEPT_TOKENS
@@ -65,7 +58,7 @@ class EndpointSide:
                 "sampled": one.sampled,
                 "observed": [ids.tolist() for ids in one.observed],
             }
-            for one in episodes
+            for one in plans
         ]
         where = {"host": self._server.host, "port": self._server.port, "key": key, "path": PATH}
         count = self._loop.run_until_complete(self._play(json.dumps({**where, "episodes": lengths}).encode() + b"\n"))
@@ -87,12 +80,3 @@ class EndpointSide:
         self._clients.stdin.close()
         self._clients.wait(60)
         self._server.close()
-
-
-_sides: dict[int, EndpointSide] = {}
-
-
-def through_endpoint(engine: Engine, plans: Sequence[Lengths], *, tag: str) -> int:
-    """The side of this engine is made once."""
-    side = _sides.get(id(engine)) or _sides.setdefault(id(engine), EndpointSide(engine))
-    return side.round(plans, tag=tag)

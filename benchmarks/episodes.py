@@ -2,12 +2,14 @@
 
 python -m benchmarks.episodes                    64 episodes of 8 turns on the 0.8M model, in the engine's sessions
 python -m benchmarks.episodes --spread 0.5       turns and observations of different lengths
+python -m benchmarks.episodes --way class --observed 32       a class with a tool, in processes of its own, a call in each turn
 python -m benchmarks.episodes --way endpoint --episodes 512   over HTTP, the clients in a process of their own
 python -m benchmarks.episodes --without-sessions each turn fills everything again
 
 An episode is a prompt, then turns: sampled tokens, and observation tokens behind all but the last. The single-turn side has the
 same number of sampled tokens behind a prompt that holds the observations, so both end with the same length. A way is how the turns reach the
-engine; both sides are measured in turn, in one process.
+engine; both sides are measured in turn, in one process. With `--way class` the prompt is what the chat template writes. `cpu_s` counts the
+processes of clients and environments too.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.class_side import ClassSide
 from benchmarks.common import WORKLOADS, build_model_dir, print_result
-from benchmarks.endpoint import through_endpoint
+from benchmarks.endpoint import EndpointSide
 from benchmarks.ours import make_config, make_workers
+from benchmarks.sides import Lengths, Side, cpu_s
 from rollcall.engine.protocol import Engine, Request, Sampling
 from rollcall.types import Ints
 
@@ -64,7 +69,7 @@ def sampling(max_tokens: int) -> Sampling:
     return Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=(), stop_strings=())
 
 
-def single_turn(engine: Engine, plans: list[Plan], *, tag: str) -> int:
+def single_turn(engine: Engine, plans: Sequence[Lengths], *, tag: str) -> int:
     """All sampled tokens in one request of each episode; how many there were."""
     for number, plan in enumerate(plans):
         prompt = np.concatenate((plan.prompt, *plan.observed))
@@ -78,7 +83,7 @@ def single_turn(engine: Engine, plans: list[Plan], *, tag: str) -> int:
     return count
 
 
-def through_engine(engine: Engine, plans: list[Plan], *, tag: str, sessions: bool = True) -> int:
+def through_engine(engine: Engine, plans: Sequence[Lengths], *, tag: str, sessions: bool = True) -> int:
     """An environment that answers at once: each turn's request goes out when the one before is back."""
     ids = [plan.prompt for plan in plans]
 
@@ -109,12 +114,41 @@ def through_engine(engine: Engine, plans: list[Plan], *, tag: str, sessions: boo
     return count
 
 
-WAYS: dict[str, Callable[..., int]] = {"engine": through_engine, "endpoint": through_endpoint}
+class EngineSide:
+    def __init__(self, engine: Engine, *, sessions: bool) -> None:
+        self._engine, self._sessions = engine, sessions
+        self.pids: list[int] = []
+
+    def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
+        return through_engine(self._engine, plans, tag=tag, sessions=self._sessions)
+
+    def close(self) -> None:
+        """It has nothing of its own."""
+
+
+def make_side(engine: Any, args: argparse.Namespace) -> Side:
+    if args.way == "endpoint":
+        return EndpointSide(engine)
+    if args.way == "class":
+        return ClassSide(engine, max_turns=args.turns, max_running=args.episodes)
+    return EngineSide(engine, sessions=not args.without_sessions)
+
+
+def prompt_tokens_of(side: Side, args: argparse.Namespace, *, usual: int) -> int:
+    if not isinstance(side, ClassSide):
+        return usual
+    shortest = args.observed - round(args.observed * args.spread)
+    if shortest < side.least_observed:
+        raise SystemExit(
+            f"--observed {args.observed} with --spread {args.spread}: with the chat template an observation has at least "
+            f"{side.least_observed} tokens; give more"
+        )
+    return side.prompt_tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=sorted(WAYS), default="engine")
+    parser.add_argument("--way", choices=("class", "endpoint", "engine"), default="engine")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="rollout-0.8m", help="whose model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--episodes", type=int, default=64)
@@ -122,46 +156,56 @@ def main() -> None:
     parser.add_argument("--sampled", type=int, default=16, help="tokens of a turn")
     parser.add_argument("--observed", type=int, default=8, help="tokens behind a turn")
     parser.add_argument("--spread", type=float, default=0.0, help="lengths differ by up to this share")
+    parser.add_argument("--running", type=int, default=512, help="rollout.max_running, of both sides")
+    parser.add_argument("--threads", type=int, help="of the engine; absent: the workload's")
     parser.add_argument("--without-sessions", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
-    plans = make_plans(args, prompt_tokens=workload.prompt_tokens, vocabulary=workload.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_model_dir(workload, Path(folder) / "model")
-        workers = make_workers(make_config(workload, model_dir, Path(folder) / "run", device=args.device, steps=1))
+        config = make_config(
+            workload, model_dir, Path(folder) / "run", device=args.device, steps=1, max_running=args.running
+        )
+        workers = make_workers(config)
+        torch.set_num_threads(args.threads or workload.threads)
+        side = make_side(workers.engine, args)
         try:
-            episodes, single = measure_pair(workers.engine, plans, args)
+            prompt_tokens = prompt_tokens_of(side, args, usual=workload.prompt_tokens)
+            plans = make_plans(args, prompt_tokens=prompt_tokens, vocabulary=workload.vocab_size)
+            episodes, single = measure_pair(workers.engine, side, plans, repeats=args.repeats)
         finally:
+            side.close()
             workers.close()
     ratio = statistics.median(one / other for one, other in zip(single["seconds"], episodes["seconds"], strict=True))
     print_result("episodes", workload=args.workload, device=args.device, ours=episodes, peer=single, ratio=ratio)
 
 
-def measure_pair(engine: Engine, plans: list[Plan], args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_pair(
+    engine: Engine, side: Side, plans: list[Plan], *, repeats: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both sides in turn, so that a change of the machine's speed meets both; the first of each is not counted."""
-    options = {"sessions": False} if args.without_sessions else {}
     sides: tuple[Callable[[str], int], ...] = (
-        lambda tag: WAYS[args.way](engine, plans, tag=tag, **options),
+        lambda tag: side.round(plans, tag=tag),
         lambda tag: single_turn(engine, plans, tag=tag),
     )
     wanted = sum(sum(plan.sampled) for plan in plans)
     seconds: tuple[list[float], list[float]] = ([], [])
-    cpu_s: tuple[list[float], list[float]] = ([], [])  # tells more than the clock on a machine with other work
-    for repeat in range(args.repeats + 1):
-        for side, run in enumerate(sides):
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
-            count = run(f"{repeat}-{side}")
-            seconds[side].append(time.perf_counter() - start_s)
-            cpu_s[side].append(time.process_time() - start_cpu_s)
+    spent_s: tuple[list[float], list[float]] = ([], [])  # tells more than the clock on a machine with other work
+    for repeat in range(repeats + 1):
+        for which, run in enumerate(sides):
+            start_s, start_cpu_s = time.perf_counter(), cpu_s(side.pids)
+            count = run(f"{repeat}-{which}")
+            seconds[which].append(time.perf_counter() - start_s)
+            spent_s[which].append(cpu_s(side.pids) - start_cpu_s)
             assert count == wanted, f"{count} tokens instead of {wanted}"
     episodes, single = (
         {
             "tokens_per_s": round(wanted / statistics.median(found[1:]), 1),
             "seconds": [round(second, 4) for second in found[1:]],
-            "cpu_s": round(statistics.median(spent[1:]), 4),
+            "cpu_s": [round(second, 4) for second in spent[1:]],
         }
-        for found, spent in zip(seconds, cpu_s, strict=True)
+        for found, spent in zip(seconds, spent_s, strict=True)
     )
     return episodes, single
 

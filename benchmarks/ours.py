@@ -57,9 +57,10 @@ def make_config(
     steps: int,
     engine: str = "native",
     compile: bool = False,
+    max_running: int | None = None,
     **actor: Any,
 ) -> Config:
-    """The workload as a run file; prompts of all steps in one data file."""
+    """The workload as a run file, all its completions at once unless ``max_running`` is given; prompts of all steps in one data file."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -82,7 +83,7 @@ def make_config(
                 "compile": compile,
                 "samples_per_prompt": workload.samples_per_prompt,
                 "max_response_tokens": max(workload.new_tokens),
-                "max_running": workload.num_completions,
+                "max_running": max_running or workload.num_completions,
             },
             "reward": [{"type": "function", "path": "benchmarks.rewards:noise"}],
             "actor": {"lr": 1e-6, "compile": compile or None, **actor},

@@ -192,6 +192,8 @@ def test_what_has_ended_is_kept_while_the_group_goes_on(monkeypatch: pytest.Monk
         assert place not in kept
         kept[place] = group
 
+    scorer: Any = FakeScorer()
+
     async def work(rollouts: Rollouts, seeds: tuple[int, ...], earlier: dict[int, Completion]) -> Group:
         return await rollouts.attempt(
             make_prompt("p"),
@@ -199,10 +201,10 @@ def test_what_has_ended_is_kept_while_the_group_goes_on(monkeypatch: pytest.Monk
             draw=7,
             seeds=seeds,
             sampling=SAMPLING,
-            scorer=FakeScorer(),
+            scorer=scorer,
             earlier=earlier,
             keep=keep,
-        )  # type: ignore[arg-type]
+        )
 
     engine = OneByOne()
     earlier = {1: make_completion(5)}
@@ -267,6 +269,18 @@ def test_a_refused_request_fails_its_attempt_alone() -> None:
     bad, good = drive(work, FakeEngine())
     assert isinstance(bad, ValueError) and "too many seeds" in str(bad)
     assert good.scores[0].value == 1.0
+
+
+def test_a_refused_turn_fails_its_episode_with_the_engines_words() -> None:
+    class Small(FakeEngine):
+        def submit(self, request: Request) -> None:
+            raise ValueError("needs 1028 positions; the model has 1024")
+
+    async def work(rollouts: Rollouts) -> None:
+        await rollouts.sample(make_prompt("p").token_ids, seed=1, sampling=SAMPLING, session="one")
+
+    with pytest.raises(ValueError, match="1028 positions"):
+        drive(work, Small())
 
 
 def test_a_cancelled_attempt_does_not_stop_the_others() -> None:

@@ -197,7 +197,7 @@ class RolloutSection(Section):
     kv_tokens: int | None = field(
         None,
         "Size of the KV cache, in tokens: at least the longest prompt plus the longest completion. `null`: by "
-        "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running` (vLLM: at most 1 GiB).",
+        "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running`, and for twice as many conversations between their turns (vLLM: at most 1 GiB).",
         ge=1,
     )
     kv_memory_fraction: float = field(0.3, "Share of GPU memory for the KV cache.", gt=0, lt=1)

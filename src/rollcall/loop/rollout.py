@@ -25,6 +25,9 @@ from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Ints, Prompt, Score
 
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
+# Environments that are quick bring the next turns within moments. Filled together, those cost far less than one by one, so the
+# engine waits while they keep coming, at most for this share of the time that it decoded.
+QUIET_S, GATHER_SHARE = 0.002, 0.5
 KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
@@ -148,10 +151,10 @@ class Rollouts:
     async def sample(self, prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> tuple[Completion, str]:
         """One turn, and the worker that made it. Turns of one ``session`` extend each other."""
         key, self._num_attempts = self._num_attempts, self._num_attempts + 1
-        self._turns[key] = asyncio.get_running_loop().create_future()
+        turn = self._turns[key] = asyncio.get_running_loop().create_future()
         self._request(Request(id=str(key), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling, session=session))
         try:
-            return await self._turns[key]
+            return await turn
         except asyncio.CancelledError:
             self._give_up(key)
             raise
@@ -214,7 +217,8 @@ class Rollouts:
                 await self._work.wait()
                 self._work.clear()
                 worked = bool(self.engine.num_unfinished)
-                self._poll_engine()
+                num_turns = len(self._turns)
+                decoded_s = self._poll_engine()
                 self._poll_rewards()
                 if worked and not self.engine.num_unfinished:
                     async with self._idle:
@@ -222,6 +226,8 @@ class Rollouts:
                 if self._waiting or self._turns:
                     if self._elsewhere is not None:
                         await self._rest(self._elsewhere)
+                    else:
+                        await self._gather(num_turns - len(self._turns), most_s=GATHER_SHARE * decoded_s)
                     self._work.set()
                 await asyncio.sleep(0)
         finally:
@@ -229,6 +235,16 @@ class Rollouts:
             for task in (self._change, *self._asking):
                 if task is not None:
                     task.cancel()
+
+    async def _gather(self, num_ended: int, *, most_s: float) -> None:
+        """Wait for the next turns of this many episodes."""
+        wanted, until = self.engine.num_unfinished + num_ended, time.perf_counter() + most_s
+        while self.engine.num_unfinished < wanted and time.perf_counter() < until:
+            self._work.clear()
+            try:
+                await asyncio.wait_for(self._work.wait(), QUIET_S)
+            except TimeoutError:
+                return
 
     def _submit(self, request: Request) -> None:
         if not self.engine.num_unfinished:
@@ -262,7 +278,8 @@ class Rollouts:
         for task in done:
             task.result()
 
-    def _poll_engine(self) -> None:
+    def _poll_engine(self) -> float:
+        """Returns the seconds it took."""
         started = time.perf_counter()
         unfinished = self.engine.num_unfinished
         finished = self.engine.poll() if unfinished else []
@@ -288,6 +305,7 @@ class Rollouts:
             waiting.worker = worker
             waiting.receive(result.completions)
             self._hand_to_rewards(key, waiting)
+        return now - started
 
     def _hand_to_rewards(self, key: int, waiting: _Waiting) -> None:
         if self._elsewhere is not None and waiting.scorer.asks_models:

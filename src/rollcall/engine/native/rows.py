@@ -31,6 +31,7 @@ from rollcall.engine.uniform import uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
+KEPT_PER_ROW = 2  # conversations whose KV is kept for each row: one that waits to go on, one whose turn has just ended
 CHUNK = 8  # steps between two looks at the results
 COLUMN_STEP = 32  # rows grow by this many columns
 
@@ -142,7 +143,7 @@ class RowRunner:
             leaving.append(Leaving(session=session, order=sequence.order, ids=ids, row=row, past=past))
         longest = max(row.past for row in leaving)
         if self.kv_tokens is None:
-            room = self.max_running * max(longest, self._kept.longest)
+            room = KEPT_PER_ROW * self.max_running * max(longest, self._kept.longest)
         else:
             room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
         while self._kept.num_tokens + len(leaving) * longest > room and self._kept.forget_oldest():

@@ -1,0 +1,155 @@
+"""Episodes of a class with a tool, for `benchmarks.episodes --way class`: the path of a run from `loop/episodes.py` down, with the
+environments' processes, the chat template, a tool call in each turn and the environment's reward.
+
+The model's weights are random, so its text holds no calls. The engine samples every token of a turn; then `Calling` puts the text of a
+call in place of the turn's text, and only there. It also gives each turn its planned length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.sides import Lengths
+from rollcall.config.environments import ClassEnvironment
+from rollcall.config.rewards import EnvironmentReward
+from rollcall.engine.protocol import Engine, Finished, Request, Sampling
+from rollcall.environments.conversation import MESSAGES, Conversations
+from rollcall.environments.episode import Player
+from rollcall.environments.make import make_environments
+from rollcall.environments.protocol import Message
+from rollcall.loop.episodes import Episodes
+from rollcall.loop.rollout import Rollouts
+from rollcall.reward.scorer import Scorer
+from rollcall.types import EndReason, Prompt
+
+GROUP = 8  # episodes of one prompt
+BEGIN, END = "<unused0>", "<unused1>"  # of a message: one token each
+TEMPLATE = (
+    "{%- if tools %}{{ '" + BEGIN + "system\n<tools>' }}"
+    "{%- for tool in tools %}{{ '\n' + (tool | tojson) }}{%- endfor %}"
+    "{{ '\n</tools> Call one as <tool_call>{\"name\": NAME, \"arguments\": {...}}</tool_call>" + END + "\n' }}{%- endif %}"
+    "{%- for message in messages %}{{ '" + BEGIN + "' + message.role + '\n' + message.content + '" + END + "\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '" + BEGIN + "assistant\n' }}{%- endif %}"
+)  # fmt: skip
+
+
+class Calling:
+    """An engine whose turns are as long as planned and read as tool calls that ask for the planned observations."""
+
+    def __init__(self, engine: Engine, *, num_around: int) -> None:
+        self._engine, self._num_around = engine, num_around
+        self.plans: Sequence[Lengths] = ()
+        self._sessions: dict[str, tuple[int, int]] = {}  # the plan and the next turn
+        self._texts: dict[str, str] = {}  # by request
+
+    def submit(self, request: Request) -> None:
+        assert request.session is not None
+        number, turn = self._sessions.get(request.session, (len(self._sessions), 0))
+        self._sessions[request.session] = number, turn + 1
+        plan = self.plans[number]
+        observed = len(plan.observed[turn]) if turn < len(plan.observed) else self._num_around + 1
+        arguments = {"count": observed - self._num_around}
+        call = json.dumps({"name": "look", "arguments": arguments})
+        self._texts[request.id] = f"<tool_call>\n{call}\n</tool_call>"
+        self._engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=plan.sampled[turn])))
+
+    def poll(self) -> list[Finished]:
+        return [self._called(finished) for finished in self._engine.poll()]
+
+    def _called(self, finished: Finished) -> Finished:
+        (turn,) = finished.completions
+        return replace(finished, completions=(replace(turn, text=self._texts.pop(finished.request_id)),))
+
+    def begin(self, plans: Sequence[Lengths]) -> None:
+        self.plans = plans
+        self._sessions.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class ClassSide:
+    def __init__(self, engine: Any, *, max_turns: int, max_running: int) -> None:
+        self.tokenizer = engine.tokenizer
+        self.tokenizer.add_tokens([BEGIN, END], special_tokens=True)
+        self.tokenizer.chat_template = TEMPLATE
+        section = ClassEnvironment(
+            path="benchmarks.class_environment:Looking", max_turns=max_turns, max_running=max_running
+        )
+        self._environments = make_environments(section, chat_template=TEMPLATE)
+        self._tools = self._environments.tools_of("")
+        self._conversations = Conversations(self.tokenizer)
+        self._scorer = Scorer([EnvironmentReward()], num_workers=1, model_rewards={})
+        self._max_positions: int = engine.max_positions
+        self._loop = asyncio.new_event_loop()
+        player = Player(
+            section=section,
+            environments=self._environments,
+            conversations=self._conversations,
+            max_prompt_tokens=self._max_positions,
+        )
+        self._engine = Calling(engine, num_around=self._extended(1) - 1)
+        self._rollouts = Rollouts(self._engine)  # type: ignore[arg-type]
+        self._episodes = Episodes(rollouts=self._rollouts, player=player)
+        self._prompt = self._make_prompt()
+
+    @property
+    def least_observed(self) -> int:
+        """Tokens of the shortest observation, most of them the template's."""
+        return self._extended(1)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._prompt.token_ids)
+
+    @property
+    def pids(self) -> list[int]:
+        return self._environments.pids  # type: ignore[attr-defined]
+
+    def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
+        """How many tokens were sampled."""
+        self._engine.begin(plans)
+        return self._loop.run_until_complete(self._play(len(plans)))
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._environments.aclose())
+        self._scorer.close()
+
+    async def _play(self, num_episodes: int) -> int:
+        longest = self._max_positions - self.prompt_tokens
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=longest, stop_token_ids=(), stop_strings=())
+        pump = asyncio.create_task(self._rollouts.pump())
+        try:
+            groups = await asyncio.gather(
+                *(
+                    self._episodes.attempt(
+                        self._prompt,
+                        step=0,
+                        draw=first,
+                        seeds=tuple(range(first, min(first + GROUP, num_episodes))),
+                        sampling=sampling,
+                        scorer=self._scorer,
+                    )
+                    for first in range(0, num_episodes, GROUP)
+                )
+            )
+        finally:
+            pump.cancel()
+        for completion in (each for group in groups for each in group.completions):
+            episode = completion.episode
+            assert episode is not None and episode.ended is EndReason.TURNS, episode
+            assert episode.reward == len(episode.turns), "each turn has called the tool"
+        return sum(int(each.mask.sum()) for group in groups for each in group.completions)
+
+    def _extended(self, count: int) -> int:
+        said = (Message(role="tool", content="." * count, name="look"),)
+        return len(self._conversations.extend(said, is_chat=True, tools=self._tools, last_id=-1))
+
+    def _make_prompt(self) -> Prompt:
+        messages = [{"role": "user", "content": "Look around you."}]
+        opened = self._conversations.open_chat(messages, tools=self._tools)
+        return Prompt(id="p", token_ids=opened.token_ids, text=opened.text, answer="", metadata={MESSAGES: messages})
