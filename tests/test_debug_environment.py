@@ -15,7 +15,7 @@ from debugged import WAIT_S, at_a_terminal, beside, run_dir, talk, wait_for
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.debug import here, porter
 from rollcall.debug.attach import End
-from rollcall.debug.board import BOARD, Waiting, read_board
+from rollcall.debug.board import BOARD, Board, Waiting, read_board
 from rollcall.debug.pause import paused
 from rollcall.environments import episode
 from rollcall.environments.episode import TooLong, one_ends_within, within
@@ -157,6 +157,33 @@ def test_a_class_that_stops_in_reset_or_a_tool_is_not_late_and_its_episode_ends_
     assert results == [["changed", "cd", "done"]]
     assert "('row', 'stop')" in capsys.readouterr().out
     wait_for(lambda: not BOARD.is_held and not read_board(module))
+
+
+def test_on_another_node_the_worker_that_hosts_environments_shows_one_stop_after_the_other(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has no board. What it is told reaches the controller by the worker's pulse."""
+    shown: list[Any] = []
+    monkeypatch.setattr(here, "_served", here._Served(host=here.LOOPBACK, node=1, told=shown.append, is_on=True))
+    monkeypatch.setattr("rollcall.debug.line.BOARD", Board())
+
+    async def play(environments: ProcessEnvironments) -> list[Any]:
+        two = [await call(environments.start("")) for _ in range(2)]
+        opened = await asyncio.gather(*(call(one.reset({"answer": "stop"})) for one in two))
+        return [one.text for one in opened]
+
+    def latest() -> Waiting:
+        place = wait_for(lambda: shown and shown[-1])
+        return Waiting(number=1, run="", role="environment", rank=0, node=1, who="", since=0.0, **place)
+
+    thread, results = playing(a_game(), play)
+    for answer in ("one", "two"):
+        waits = latest()
+        assert waits.function == "reset" and talk(waits, f"self.answer = {answer!r}", "continue") is End.GOES
+        wait_for(lambda before=waits: shown[-1] is None or shown[-1]["port"] != before.port)
+    thread.join(WAIT_S)
+    assert sorted(results[0]) == ["one", "two"]
+    wait_for(lambda: shown[-1] is None)
 
 
 def test_a_step_by_step_class_stops_and_its_own_time_limits_stand_still(module: Path) -> None:

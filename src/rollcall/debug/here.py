@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollcall.debug.board import BOARD, DebugSeat
@@ -41,6 +42,8 @@ def _tell_board(place: Mapping[str, Any] | None) -> None:
 
 
 _served = _Served(host=LOOPBACK, node=0, told=_tell_board)
+_stops: dict[str, Mapping[str, Any]] = {}  # of this process and its children: who, and where
+_telling = threading.Lock()
 _making = threading.Lock()
 _own = threading.local()  # the debuggers of a thread: each keeps the frames where that one stopped
 _opened: set[tuple[str, int, type]] = set()  # where exceptions have opened the debugger
@@ -82,6 +85,21 @@ def node_here() -> int:
     return _served.node
 
 
+def is_watched() -> bool:
+    """Whether somebody else than the board of this process hears of its stops: this is a worker of a run."""
+    return _served.is_on and _served.told is not _tell_board
+
+
+def tell(who: str, place: Mapping[str, Any] | None) -> None:
+    """``who`` has stopped there; None: it goes on. A worker can show one stop at a time, so the others come when it goes on."""
+    with _telling:
+        if place is None:
+            _stops.pop(who, None)
+        else:
+            _stops[who] = place
+        _served.told(next(iter(_stops.values()), None))
+
+
 def debugger() -> TerminalPdb | LinePdb:
     """That of this thread: at the terminal of this process if it has one; else over a line, with a porter that waits for
     terminals."""
@@ -93,7 +111,7 @@ def debugger() -> TerminalPdb | LinePdb:
         if _served.line is None or _served.pid != os.getpid():
             _served.line, porters = socket.socketpair()
             _served.pid = os.getpid()
-            Porter(porters, host=_served.host, told=_served.told)
+            Porter(porters, host=_served.host, told=partial(tell, f"process {os.getpid()}"))
         line = _served.line
     if getattr(_own, "line", None) is not line:
         _own.line, _own.over_line = line, LinePdb(line.recv, line.send)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollcall.debug.attach import End, converse
 from rollcall.debug.board import BOARD, DebugSeat
-from rollcall.debug.here import host_here, node_here
+from rollcall.debug.here import host_here, is_watched, node_here, tell
 from rollcall.debug.pause import paused
 from rollcall.debug.porter import Porter
 from rollcall.debug.stopped import borrowed_terminal, has_terminal
@@ -50,7 +50,7 @@ class DebugLine:
                 return False  # it has ended, which others notice
         except OSError:
             return False  # the same, with something of ours unread
-        if not has_terminal() and not BOARD.is_public:
+        if not (has_terminal() or BOARD.is_public or is_watched()):
             warn_passed_over(self._role)
             self.close()
             return False
@@ -70,6 +70,9 @@ class DebugLine:
         if self._is_closed:
             place = None  # a process that is being ended holds nothing
         self.is_held = place is not None
+        if not BOARD.is_public and is_watched():
+            tell(self._key, place)
+            return
         title = f"{self._role} process {self._number} on node {node_here()}"
         seat = DebugSeat(role=self._role, rank=self._number, node=node_here(), title=title)
         BOARD.post(self._key, seat, place)
