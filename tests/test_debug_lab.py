@@ -156,3 +156,54 @@ def test_rays_own_debugger_reaches_a_worker_with_the_clusters_token(cluster: Clu
     assert run.wait(timeout_s=WAIT_S) == 0, run.output
     assert steps_trained(run_dir) == list(range(1, NUM_STEPS + 1))
     assert "attempt" not in run.output and "is dead" not in run.output, run.output
+
+
+GAME = """
+import os
+
+class Game:
+    def reset(self, row):
+        return "="
+
+    def step(self, text, token_ids):
+        try:
+            os.close(os.open({once!r}, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            breakpoint()
+        return "", float(len(text)), True
+"""
+
+
+def test_an_environment_on_another_node_waits_longer_than_its_limits_and_goes_on(cluster: Cluster) -> None:
+    head, node = cluster.hosts[:2]
+    (cluster.shared / "lab_game.py").write_text(GAME.format(once=str(cluster.shared / "once")))
+    run_dir, path = cluster.shared / "game", cluster.shared / "game.yaml"
+    run = {
+        "run": {"name": "game", "dir": str(run_dir)},
+        "cluster": {
+            "num_nodes": 2, "num_gpus_per_node": 1, "accelerator": "cpu",
+            "component_placement": {"actor,rollout": "0", "environment": "1"},
+        },
+        "model": {"path": "builtin:arithmetic", "device": "cpu"},
+        "data": {"train": "builtin:environment", "val": None, "prompts_per_step": 4, "max_prompt_tokens": 16},
+        "environment": {
+            "type": "step", "path": "lab_game:Game", "max_turns": 2, "call_timeout_s": 5, "episode_timeout_s": 10,
+        },
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 4},
+        "reward": [{"type": "environment"}],
+        "trainer": {"steps": 2, "save_every": 0, "eval_every": 0, "num_threads": 1, "loggers": []},
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(run))
+    env = {**ENV, **NO_GPU, "PYTHONPATH": str(cluster.shared)}
+    command = head.start([sys.executable, "-m", "rollcall", "train", str(path)], env=env, cwd=cluster.shared)
+    stop = wait_for_stop(command, run_dir)
+    assert "environment" in stop["role"] and (stop["node"], stop["address"]) == (1, node.ip)
+    time.sleep(12)  # longer than both limits
+    shown = typed(head, f"{run_dir} 1", "p token_ids and 6 * 7", "continue")
+    assert "42" in shown and "goes on" in shown
+    assert command.wait(timeout_s=WAIT_S) == 0, command.output
+    assert steps_trained(run_dir) == [1, 2]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["episode/timed_out_fraction"] for row in rows if "episode/timed_out_fraction" in row] == [0.0, 0.0]
