@@ -5,9 +5,9 @@
 #   DIR/skypilot   SkyPilot               DIR/dstack   dstack
 #   DIR/skypilot-runtime   with skypilot, if there is a python3.10: what SkyPilot installs on nodes, for a lab without network
 # and of packages whose environments can be trained on:
-#   DIR/textarena   DIR/gymnasium   DIR/openenv
+#   DIR/textarena   DIR/gymnasium   DIR/openenv   DIR/verifiers
 #
-#   scripts/setup_peers.sh [DIR] [trl|vllm|verl|skypilot|dstack|textarena|gymnasium|openenv ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
+#   scripts/setup_peers.sh [DIR] [trl|vllm|verl|skypilot|dstack|textarena|gymnasium|openenv|verifiers ...]   DIR: $ROLLCALL_PEERS, else .peers; without names, trl and vllm
 #
 # PYTHON names the interpreter (default python3). An environment that is already complete is left as it is.
 # torch is the CPU build: on x86_64 pip must know an index that carries `torch==2.13.0+cpu` (PIP_EXTRA_INDEX_URL).
@@ -23,6 +23,7 @@ dstack_version=0.22.5
 textarena_version=0.7.4
 gymnasium_version=1.4.0
 openenv_version=0.10.0
+verifiers_version=0.4.0
 
 peers=${1:-${ROLLCALL_PEERS:-.peers}}
 names=("${@:2}")
@@ -99,8 +100,10 @@ for name in "${names[@]}"; do
   textarena) tool textarena "import textarena" "textarena==$textarena_version" ;;
   gymnasium) tool gymnasium "import gymnasium" "gymnasium[toy-text]==$gymnasium_version" ;;
   openenv) tool openenv "import openenv.core" "openenv==$openenv_version" ;;
+  # With its games, and with the program that starts its harnesses.
+  verifiers) tool verifiers "import verifiers.v1, textarena" "verifiers[ta]==$verifiers_version" uv ;;
   *)
-    echo "no peer named $name; the peers are trl, vllm, verl, skypilot, dstack, textarena, gymnasium and openenv" >&2
+    echo "no peer named $name; the peers are trl, vllm, verl, skypilot, dstack, textarena, gymnasium, openenv and verifiers" >&2
     exit 2
     ;;
   esac

@@ -112,7 +112,29 @@ class AgentEnvironment(EnvironmentBase):
     )
 
 
-EnvironmentSection = Annotated[Union[ClassEnvironment, StepEnvironment, AgentEnvironment], Field(discriminator="type")]
+class VerifiersEnvironment(EnvironmentBase):
+    """A taskset of verifiers v1. Its environment server plays the episodes and asks the run's model over the OpenAI API."""
+
+    type: Literal["verifiers"] = "verifiers"
+    config: dict[str, Any] = Field(
+        description="The `[env]` block of verifiers, such as `{taskset: {id: textarena, game: Hangman-v0}}`. A role that does not say "
+        "otherwise is played in a plain chat (harness `null`) on this machine, with `max_turns` turns."
+    )
+    python: str = Field(description="The Python that has verifiers and the taskset.")
+
+    @model_validator(mode="after")
+    def _names_a_taskset(self) -> VerifiersEnvironment:
+        taskset = self.config.get("taskset")
+        if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str):
+            raise KeyProblem(
+                "config", " names no taskset; write for example {taskset: {id: textarena, game: Hangman-v0}}"
+            )
+        return self
+
+
+EnvironmentSection = Annotated[
+    Union[ClassEnvironment, StepEnvironment, AgentEnvironment, VerifiersEnvironment], Field(discriminator="type")
+]
 
 
 def kinds_of(path: Any) -> dict[str, str]:

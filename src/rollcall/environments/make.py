@@ -5,19 +5,28 @@ from __future__ import annotations
 import os
 
 from rollcall.config import EnvironmentSection
-from rollcall.config.environments import AgentEnvironment, ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.config.environments import (
+    AgentEnvironment,
+    ClassEnvironment,
+    StepEnvironment,
+    VerifiersEnvironment,
+    kinds_of,
+)
 from rollcall.debug.here import POST_MORTEM
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
 from rollcall.environments.children import Setup
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environments
+from rollcall.environments.taskset import TasksetEnvironments
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
     """Waits until episodes can begin; ConfigError: the user's class cannot be used, and why."""
     if isinstance(section, AgentEnvironment):
         return AgentEnvironments(section, chat_template=chat_template)
+    if isinstance(section, VerifiersEnvironment):
+        return TasksetEnvironments(section, chat_template=chat_template)
     return ProcessEnvironments(setup_of(section, chat_template=chat_template), max_processes=section.max_running)
 
 

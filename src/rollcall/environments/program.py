@@ -67,13 +67,7 @@ class Program:
         """Kill what is left of it, and take in what it has printed."""
         if self._process.returncode is not None:
             _kill_group(self._process.pid)  # its watcher is still in it, so no other group has this number
-        for _ in range(KILL_ROUNDS):
-            victims = _leftovers(self._process.pid)
-            for victim in victims:
-                _kill(victim)
-            if not victims:
-                break
-            await asyncio.sleep(0)
+        kill_leftovers(self._process.pid)
         await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -86,6 +80,16 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
     while data := await stream.read(MAX_TAIL_BYTES):
         tail += data
         del tail[:-MAX_TAIL_BYTES]
+
+
+def kill_leftovers(leader: int) -> None:
+    """All that is left of the session that this process leads."""
+    for _ in range(KILL_ROUNDS):
+        victims = _leftovers(leader)
+        for victim in victims:
+            _kill(victim)
+        if not victims:
+            break
 
 
 def _leftovers(leader: int) -> list[Process]:

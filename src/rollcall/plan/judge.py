@@ -10,7 +10,7 @@ from typing import Any
 
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
-from rollcall.config.environments import AgentEnvironment
+from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
 from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
 from rollcall.plan.mesh import split_problems
@@ -135,10 +135,11 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
-    if plan.environments and isinstance(config.environment, AgentEnvironment):
+    environment = config.environment
+    if plan.environments and isinstance(environment, AgentEnvironment | VerifiersEnvironment):
         problems.append(
-            "environment is placed, and the programs of environment.type=agent run on the controller's node, where the endpoint is "
-            "that they ask; take environment out of cluster.component_placement"
+            f"environment is placed, and the programs of environment.type={environment.type} run on the controller's node, where "
+            "the endpoint is that they ask; take environment out of cluster.component_placement"
         )
     return problems + _unreachable(config, plan) + _weightless(cluster.node_weights if cluster else None, plan)
 
@@ -260,8 +261,9 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
 def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
     if config.environment is None or plan.environments or plan.num_nodes == 1:
         return
-    if isinstance(config.environment, AgentEnvironment):
-        yield "the programs of environment.type=agent run on the controller's node, where the endpoint is that they ask"
+    if isinstance(config.environment, AgentEnvironment | VerifiersEnvironment):
+        kind = config.environment.type
+        yield f"the programs of environment.type={kind} run on the controller's node, where the endpoint is that they ask"
     else:
         yield (
             "environment is not placed, so it runs on the controller's node; cluster.component_placement.environment=all spreads it "

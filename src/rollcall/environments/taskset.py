@@ -1,0 +1,132 @@
+"""Episodes of a verifiers taskset: its environment server, in a Python of its own, plays them and asks the run's model over the OpenAI
+API. To the run each is a program that drives itself: one that asks the server and prints the reward.
+
+The server begins before the run does and ends with it, also when this process is killed: its stdin ends then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from rollcall.config.environments import AgentEnvironment, EnvironmentBase, VerifiersEnvironment
+from rollcall.environments.agent import AgentEnvironments
+from rollcall.environments.children import find_python
+from rollcall.environments.program import kill_leftovers
+from rollcall.errors import ConfigError
+from rollcall.observe.prints import ChildPrints
+from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
+from rollcall.reward.ending import how_it_ended
+
+START_TIMEOUT_S = 300.0  # a taskset may download its data
+END_TIMEOUT_S = 10.0
+_FILE = Path(__file__).parent / "packages" / "verifiers.py"
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class TasksetEnvironments(AgentEnvironments):
+    """Making it waits for the server, so a taskset that cannot be used is refused here."""
+
+    def __init__(self, section: VerifiersEnvironment, *, chat_template: str | None) -> None:
+        limits = {name: getattr(section, name) for name in EnvironmentBase.model_fields}
+        self._server = TasksetServer(section)
+        asks = [sys.executable, "-S", "-E", "-P", str(_FILE), "ask", self._server.address]
+        try:
+            super().__init__(AgentEnvironment(run=shlex.join(asks), **limits), chat_template=chat_template)
+        except BaseException:
+            self._server.close()
+            raise
+
+    async def aclose(self) -> None:
+        try:
+            await super().aclose()
+        finally:
+            await asyncio.to_thread(self._server.close)
+
+
+class TasksetServer:
+    """The process of ``packages/verifiers.py``."""
+
+    def __init__(self, section: VerifiersEnvironment) -> None:
+        python = find_python(section.python)
+        assert python is not None, "the key has no default"
+        self._folder = make_folder()
+        self._prints = ChildPrints()
+        self.address = str(Path(self._folder) / "asks")
+        self.process = subprocess.Popen(
+            [python, "-P", str(_FILE), "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._prints.fd,
+            env=_variables(section, python, folder=self._folder),
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        try:
+            self._send(section)
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """It ends its episodes; what is left of it is killed."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_TIMEOUT_S)
+        kill_leftovers(self.process.pid)
+        self.process.wait()
+        self.process.stdout.close()
+        self._prints.close()
+        remove_folder(self._folder)
+
+    def _send(self, section: VerifiersEnvironment) -> None:
+        assert self.process.stdin is not None
+        told = {
+            "config": section.config,
+            "max_turns": section.max_turns,
+            "memory_mb": section.memory_mb,
+            "address": self.address,
+        }
+        with suppress(BrokenPipeError):  # it has ended, which is noticed in a moment
+            self.process.stdin.write(json.dumps(told).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        end_s, told = time.monotonic() + START_TIMEOUT_S, b""
+        while not told.endswith(b"\n"):
+            left_s = max(0.0, end_s - time.monotonic())
+            if not select.select([self.process.stdout], [], [], left_s)[0]:
+                raise ConfigError(f"the environment server of verifiers was not ready within {START_TIMEOUT_S:g} s")
+            if not (data := os.read(self.process.stdout.fileno(), 1 << 16)):
+                how = how_it_ended(self.process.wait())
+                raise ConfigError(
+                    f"the environment server of verifiers ended at its start ({how}); its output is above. environment.python must "
+                    "have verifiers 0.4 (scripts/setup_peers.sh DIR verifiers)"
+                )
+            told += data
+        if refused := json.loads(told).get("refused"):
+            raise ConfigError(f"verifiers refuses environment.config: {refused}")
+
+
+def _variables(section: VerifiersEnvironment, python: str, *, folder: str) -> dict[str, str]:
+    """Those of a program, and beside them `uv` of verifiers' own Python, which its harnesses are started with."""
+    confinement = Confinement(
+        own_files=False, network=True, env=tuple(section.env), processes=0, memory_mb=0, file_mb=0
+    )
+    if missing := [name for name in section.env if name not in os.environ]:
+        raise ConfigError(
+            f"environment.env names {', '.join(missing)}, which is not set here; export it, or take it out of environment.env"
+        )
+    found = environment(confinement, folder=folder, environ=os.environ, root=_ROOT)
+    return found | {"PATH": os.pathsep.join(filter(None, [str(Path(python).parent), found.get("PATH")]))}
