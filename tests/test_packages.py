@@ -18,6 +18,7 @@ from rollcall.environments.make import make_environments
 from rollcall.environments.packages import package
 from rollcall.environments.packages.openenv import Server, ServerError
 from rollcall.environments.packages.textarena import random_listed_move
+from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import StepResult
 from rollcall.environments.stepwise import load_stepwise
 from rollcall.errors import ConfigError
@@ -37,6 +38,7 @@ def peer(name: str) -> str:
 async def play(section: StepEnvironment, moves: list[str], **row: Any) -> tuple[str | None, list[StepResult]]:
     """An episode in processes, until it is done or there are no more moves."""
     environments = make_environments(section, chat_template=None)
+    assert isinstance(environments, ProcessEnvironments)
     try:
         environment = await environments.start("")
         opening = await environment.reset(row)

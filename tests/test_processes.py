@@ -109,6 +109,7 @@ def test_step_by_step_classes_say_everything_themselves() -> None:
     async def play() -> None:
         section = StepEnvironment(path={"fully": f"{MODULE}:Guess", "plainly": f"{MODULE}:GuessPlainly"})
         environments = make_environments(section, chat_template=None)
+        assert isinstance(environments, ProcessEnvironments)
         guess = await environments.start("fully")
         assert (await guess.reset({"answer": "4"})).text == "Guess."
         wrong = await guess.step("3", [5, 6])
