@@ -23,9 +23,9 @@ from rollcall.errors import WorkerDiedError, WorkerError, WorkerLostError
 from rollcall.loop.aside import in_thread
 from rollcall.plan.placement import Role
 from rollcall.roles.engine_seat import Advance
-from rollcall.roles.parts import Parts
 from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
+from rollcall.roles.unfinished import Unfinished
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.wait import say, warn
 
@@ -80,7 +80,7 @@ class RemoteEngine:
         self._arrived: list[tuple[int, Advance]] = []
         self._is_waiting = False  # a thread waits for the calls
         self._makers: dict[str, str] = {}
-        self._parts = Parts()
+        self._unfinished = Unfinished()
         self._ended: list[Ended] = []
         self._to_abort: set[str] = set()
         self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
@@ -130,12 +130,12 @@ class RemoteEngine:
         for worker, progress in arrived:
             self._lines[worker].held_at = progress.held_at
             self.num_preemptions += progress.num_preemptions
-            self._ended += map(self._parts.note, progress.ended)
+            self._ended += map(self._unfinished.note, progress.ended)
             for item in progress.finished:
                 self._makers[item.request_id] = self._router.finish(item.request_id)
                 self._to_abort.discard(item.request_id)
             self._router.note_waiting(worker, num_waiting=progress.num_waiting, returned=progress.returned)
-            finished += map(self._parts.whole, progress.finished)
+            finished += map(self._unfinished.whole, progress.finished)
         self._change_places()
         self._send()
         return finished
@@ -147,7 +147,7 @@ class RemoteEngine:
         while self._lost:
             worker = self._lost.pop(0)
             self._lines[worker] = _Line()
-            for request_id in self._router.lose(worker, missing=self._parts.missing):
+            for request_id in self._router.lose(worker, missing=self._unfinished.missing):
                 if request_id in self._to_abort:
                     self.abort(request_id)
         while self._joining:

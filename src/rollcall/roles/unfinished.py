@@ -8,7 +8,7 @@ from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.types import Completion
 
 
-class Parts:
+class Unfinished:
     """Places are those in the request as it was first submitted."""
 
     def __init__(self) -> None:
