@@ -271,6 +271,37 @@ def test_a_refused_request_fails_its_attempt_alone() -> None:
     assert good.scores[0].value == 1.0
 
 
+class AllAtOnce(FakeEngine):
+    """Ends everything that it has with each poll."""
+
+    def poll(self) -> list[Finished]:
+        self.num_polls += 1
+        done, self.requests = self.requests, []
+        return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in done]
+
+    def end_session(self, session: str) -> None:
+        pass
+
+
+def test_turns_that_environments_bring_back_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.loop.rollout.QUIET_S", 20.0)
+    monkeypatch.setattr("rollcall.loop.rollout.GATHER_SHARE", 1e9)
+    engine = AllAtOnce()
+
+    async def episode(rollouts: Rollouts, number: int) -> None:
+        for turn in range(3):
+            await rollouts.sample(make_prompt("p").token_ids, seed=turn, sampling=SAMPLING, session=str(number))
+            if turn < 2:
+                await asyncio.sleep(0.005 * number)  # each environment takes its own time
+
+    async def work(rollouts: Rollouts) -> None:
+        await asyncio.gather(*(episode(rollouts, number) for number in range(4)))
+        await attempt(rollouts, "p", seeds=(1,), scorer=FakeScorer(delay=1))
+
+    drive(work, engine)
+    assert engine.num_polls <= 3 + 1
+
+
 def test_a_refused_turn_fails_its_episode_with_the_engines_words() -> None:
     class Small(FakeEngine):
         def submit(self, request: Request) -> None:

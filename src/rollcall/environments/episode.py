@@ -98,7 +98,7 @@ class Player:
             try:
                 await within(one.run(host), limit_s, late)
             except EnvironmentLost:
-                continue  # whoever lost it has said so; looking for a host ends when none comes back
+                continue  # its loss was reported; find_host gives up when no host comes back
             except TooLong as error:
                 one.fail(EndReason.TIMEOUT, str(error))
             except EnvironmentFailed as error:

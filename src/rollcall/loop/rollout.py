@@ -223,11 +223,11 @@ class Rollouts:
                 if worked and not self.engine.num_unfinished:
                     async with self._idle:
                         self._idle.notify_all()
+                if self._elsewhere is None:
+                    await self._gather(num_turns - len(self._turns), most_s=GATHER_SHARE * decoded_s)
+                elif self._waiting or self._turns:
+                    await self._rest(self._elsewhere)
                 if self._waiting or self._turns:
-                    if self._elsewhere is not None:
-                        await self._rest(self._elsewhere)
-                    else:
-                        await self._gather(num_turns - len(self._turns), most_s=GATHER_SHARE * decoded_s)
                     self._work.set()
                 await asyncio.sleep(0)
         finally:

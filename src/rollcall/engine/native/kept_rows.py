@@ -75,7 +75,7 @@ class Returning:
 class KeptRows:
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
-        self.num_tokens = 0  # KV of so many tokens would take the same memory
+        self.num_tokens = 0  # the memory that it takes, as tokens of KV
 
     @property
     def longest(self) -> int:
