@@ -40,8 +40,8 @@ format: $(DEV)  ## let ruff format the tree
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-slow: $(DEV)  ## the long tests, without `make chaos`
-	$(BIN)/python -m pytest -q -m "slow and not vllm" --ignore=tests/chaos
+slow: $(DEV)  ## the long tests, without `make chaos`, two at a time (an hour on two cores)
+	$(BIN)/python -m pytest -q -rfEs -m "slow and not vllm" --ignore=tests/chaos --numprocesses 2 --maxschedchunk 1
 
 chaos: $(DEV)  ## every fault on lab hosts, two labs at a time; ends with a table (two hours on two cores)
 	$(BIN)/python -m pytest -v -m chaos tests/chaos --numprocesses 2 --maxschedchunk 1
