@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import random
@@ -44,6 +45,8 @@ TINY = _shape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384)
 SMALL = _shape(hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1280)
 SMOLLM2 = _shape(hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536)
 QWEN = _shape(hidden=896, layers=24, heads=14, kv_heads=2, intermediate=4864)
+QWEN_1_5B = _shape(hidden=1536, layers=28, heads=12, kv_heads=2, intermediate=8960)
+QWEN_7B = _shape(hidden=3584, layers=28, heads=28, kv_heads=4, intermediate=18944)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,7 @@ class Workload:
     new_tokens: tuple[int, ...]  # one per completion, the completions of a prompt side by side
     dtype: str
     threads: int  # CPU threads
+    tied: bool = True  # the output head is the embeddings
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -95,6 +99,13 @@ def _mixed_lengths(count: int, *, low: int, high: int) -> tuple[int, ...]:
     return tuple(draw.randint(low, high) for _ in range(count))
 
 
+def _long_tail(count: int, *, low: int, high: int) -> tuple[int, ...]:
+    """Log-normal lengths around 256, one of them as long as may be."""
+    draw = random.Random("tail")
+    lengths = [min(max(round(draw.lognormvariate(math.log(256), 1.0)), low), high) for _ in range(count - 1)]
+    return (*lengths, high)
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -118,6 +129,19 @@ WORKLOADS = {
         Workload(
             name="qwen-0.5b", model_type="qwen2", shape=QWEN, vocab_size=151936, rope_theta=1e6, num_prompts=32,
             samples_per_prompt=8, prompt_tokens=128, new_tokens=(512,) * 256, dtype="bfloat16", threads=8,
+        ),
+        Workload(
+            name="qwen-0.5b-tail", model_type="qwen2", shape=QWEN, vocab_size=151936, rope_theta=1e6, num_prompts=32,
+            samples_per_prompt=8, prompt_tokens=128, new_tokens=_long_tail(256, low=16, high=2048), dtype="bfloat16",
+            threads=8,
+        ),
+        Workload(
+            name="qwen-1.5b", model_type="qwen2", shape=QWEN_1_5B, vocab_size=151936, rope_theta=1e6, num_prompts=32,
+            samples_per_prompt=8, prompt_tokens=128, new_tokens=(512,) * 256, dtype="bfloat16", threads=8,
+        ),
+        Workload(
+            name="qwen-7b", model_type="qwen2", shape=QWEN_7B, vocab_size=152064, rope_theta=1e6, num_prompts=32,
+            samples_per_prompt=8, prompt_tokens=128, new_tokens=(512,) * 256, dtype="bfloat16", threads=8, tied=False,
         ),
     )
 }  # fmt: skip
@@ -151,12 +175,13 @@ def build_model_dir(workload: Workload, directory: Path) -> Path:
     vocabulary = _vocabulary(workload.vocab_size)
     special = {"pad_token_id": vocabulary[PAD], "bos_token_id": None, "eos_token_id": vocabulary[EOS]}
     config = AutoConfig.for_model(
-        workload.model_type, vocab_size=workload.vocab_size, tie_word_embeddings=True,
+        workload.model_type, vocab_size=workload.vocab_size, tie_word_embeddings=workload.tied,
         max_position_embeddings=max(1024, workload.max_tokens), dtype=workload.dtype,
         rope_parameters={"rope_type": "default", "rope_theta": workload.rope_theta}, **special, **workload.shape,
     )  # fmt: skip
     torch.manual_seed(workload.seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, workload.dtype))
+    with torch.device("cuda" if workload.dtype == "bfloat16" and torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, workload.dtype))
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(directory)
     _check_tokenizer(AutoTokenizer.from_pretrained(directory), workload)

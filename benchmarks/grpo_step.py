@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--turns", type=int, default=1, help="ours and TRL in turn, so often: a machine has quieter minutes"
     )
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="another than the device's own")
     parser.add_argument("--tokens-per-microbatch", type=int, default=None)
     parser.add_argument("--compile", action="store_true", help="actor.compile=true, rollout.compile=true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the workload's own")
@@ -46,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.turns > 1 and args.peer != "trl":
         parser.error(f"--turns {args.turns} is for --peer trl, not for --peer {args.peer}")
-    workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
+    workload = WORKLOADS[args.workload or ("grpo-0.8m" if args.device == "cpu" else "qwen-0.5b")]
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
         steps = args.steps + WARMUP[args.device]
@@ -122,6 +123,7 @@ def measure_local(args: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
     options += ["--engine", args.engine, *(["--compile"] if args.compile else [])]
     options += ["--dtype", args.dtype] if args.dtype else []
     options += ["--tokens-per-microbatch", str(args.tokens_per_microbatch)] if args.tokens_per_microbatch else []
+    options += ["--workload", args.workload] if args.workload else []
     command = [sys.executable, "-m", "benchmarks.grpo_step", *options]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=PEER_DEADLINE_S, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])["ours"]

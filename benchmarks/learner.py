@@ -48,11 +48,12 @@ def make_samples(workload: Workload) -> list[Sample]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), help="another than the device's own")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--tokens-per-microbatch", type=int, default=32768)
     parser.add_argument("--model-dir", type=Path, help="keep the workload's model here; absent: built and thrown away")
     args = parser.parse_args()
-    workload = WORKLOADS["grpo-0.8m" if args.device == "cpu" else "qwen-0.5b"]
+    workload = WORKLOADS[args.workload or ("grpo-0.8m" if args.device == "cpu" else "qwen-0.5b")]
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
         config = make_config(
