@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -33,16 +34,25 @@ from rollcall.engine.native.rows import KEPT_PER_ROW
 from rollcall.engine.protocol import Request
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
-from rollcall.types import Completion
+from rollcall.types import Completion, FinishReason
 
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
 
 
 def make_engine(
-    model: Any, tokenizer: Any, *, max_running: int = 16, kv_tokens: int | None = None, **settings: Any
+    model: Any,
+    tokenizer: Any,
+    *,
+    max_running: int = 16,
+    kv_tokens: int | None = None,
+    ahead_from: float | None = None,
+    **settings: Any,
 ) -> NativeEngine:
     fuse_parameters(model)
-    return NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
+    engine = NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
+    if ahead_from is not None:
+        engine.runner.ahead_from = ahead_from  # type: ignore[misc]
+    return engine
 
 
 def native(device: str, tight: Tight, **settings: Any) -> EngineKind:
@@ -58,9 +68,11 @@ def native(device: str, tight: Tight, **settings: Any) -> EngineKind:
 CPU = native("cpu", Tight(kv_tokens=120, prompt_lengths=(3, 12), max_tokens=24), attention="products")
 FUSED = native("cpu", CPU.tight, attention="fused")
 COMPILED = native("cpu", CPU.tight, compile=True)
+AHEAD = native("cpu", CPU.tight, ahead_from=1)
 # KV blocks hold 64 tokens there: eight completions start in one block each and all need a second one.
 CUDA = native("cuda", Tight(kv_tokens=64 * 9, prompt_lengths=(40, 55), max_tokens=60))
 STEPPED = native("cuda", CUDA.tight, graphs=False)
+CUDA_AHEAD = native("cuda", CUDA.tight, ahead_from=1)
 
 
 def other_than(way: Way) -> list[pytest.MarkDecorator]:
@@ -73,7 +85,9 @@ def other_than(way: Way) -> list[pytest.MarkDecorator]:
         pytest.param(CPU, id="products", marks=other_than("products")),
         pytest.param(FUSED, id="fused", marks=other_than("fused")),
         pytest.param(COMPILED, id="compiled", marks=[pytest.mark.slow, needs_compiler]),
+        pytest.param(AHEAD, id="ahead", marks=pytest.mark.slow),
         pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
+        pytest.param(CUDA_AHEAD, id="cuda-ahead", marks=pytest.mark.gpu),
         pytest.param(STEPPED, id="cuda-without-graphs", marks=pytest.mark.gpu),
     ]
 )
@@ -93,6 +107,27 @@ def test_compiled_steps_draw_what_plain_ones_draw(tokenizer: Any) -> None:
         compiled = run(make_engine(model, tokenizer, max_running=4, compile=True), requests)
     assert ids_of(compiled) == ids_of(plain)
     assert off_by(model, requests, compiled) < TOLERANCE
+
+
+def test_a_chunk_started_before_the_last_was_looked_at_changes_nothing(tokenizer: Any) -> None:
+    """Rows end at stop tokens and at their limits, one is aborted on the way, and more wait than fit at first."""
+    model, requests = make_model("qwen2-tied"), requests_for(random_prompts(5, lengths=(3, 20)))
+    found = []
+    for ahead_from in (math.inf, 1):
+        engine = make_engine(model, tokenizer, max_running=6, ahead_from=ahead_from)
+        started: list[int] = []
+        start = engine.runner.start
+        engine.runner.start = lambda steps, start=start, started=started: (started.append(steps), start(steps))  # type: ignore[method-assign]
+        aborted = request(requests[0].prompt_ids, name="aborted", max_tokens=200, stop_token_ids=())
+        engine.submit(aborted)
+        engine.poll()
+        engine.abort("aborted")
+        results = run(engine, requests)
+        assert results.pop("aborted")[0].finish is FinishReason.ABORT
+        found.append((ids_of(results), off_by(model, requests, results), sum(started)))
+    (plain, _, few), (ahead, off, more) = found
+    assert ahead == plain and off < TOLERANCE
+    assert more > few, "no chunk was started ahead"
 
 
 def test_a_prompt_is_filled_once_for_all_its_completions(kind: EngineKind, model: Any, tokenizer: Any) -> None:

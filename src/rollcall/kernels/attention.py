@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from rollcall.kernels import checks
+from rollcall.kernels.early import launch, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 # Enough programs to keep every multiprocessor of a large card busy with a few each (132 on an H200).
@@ -58,8 +59,10 @@ def _attention_kernel(
     TILE: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     DIMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: the GROUP query heads of one KV head, over one split of one sequence's live keys."""
+    wait_for_inputs(EARLY)
     # KV heads vary fastest, so programs that run together read neighbouring rows of the same blocks.
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -133,8 +136,10 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     DIMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: one head of one row. Splits with lse -inf were empty and their partial was never written."""
+    wait_for_inputs(EARLY)
     head = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, DIMS)
@@ -215,6 +220,7 @@ def paged_attention(
         DIMS=dims,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch(q),
     )
     if num_splits > 1:
         _combine_kernel[(num_rows * num_heads,)](
@@ -226,6 +232,7 @@ def paged_attention(
             SPLITS=triton.next_power_of_2(num_splits),
             DIMS=dims,
             num_warps=1,
+            **launch(q),
         )
     return out
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rollcall.kernels import checks
+from rollcall.kernels.early import launch, wait_for_inputs
 
 
 @triton.jit
@@ -30,7 +31,9 @@ def _rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -82,6 +85,7 @@ def rms_norm(
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 256, 1), 16),
+        **launch(x),
     )
     return out, new_residual
 
@@ -111,8 +115,10 @@ def _rope_cache_kernel(
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: HEADS neighbouring heads of one row, as two halves [HEADS, HALF] that rotate into each other."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     halves = tl.arange(0, HALF)
@@ -225,12 +231,14 @@ def rope_cache(
         HEADS=heads,
         HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=2,
+        **launch(qkv),
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
@@ -249,5 +257,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(num_rows, inner)
     block = min(triton.next_power_of_2(inner), 1024)
     grid = (num_rows, triton.cdiv(inner, block))
-    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4, **launch(gate_up))
     return out

@@ -1,9 +1,9 @@
 # Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The learner's log-probs over a large vocabulary, without a second copy of the logits.
+"""The learner's log-probs over a large vocabulary, each chunk of logits read once.
 
-``row_stats`` reads a chunk of logits once; ``grad_logits_`` overwrites the same chunk with its gradient. All
-quantities are those of the scaled logits z = scale * logits, with scale = 1 / temperature.
+``row_stats`` reads a chunk of logits; ``grad_logits`` reads it again and writes its gradient, in the dtype that the products
+behind it want. All quantities are those of the scaled logits z = scale * logits, with scale = 1 / temperature.
 
 Axes: M rows (loss tokens), V vocabulary.
 """
@@ -106,12 +106,14 @@ def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, scale: float = 1.0
 @triton.jit
 def _grad_logits_kernel(
     logits_ptr,
+    out_ptr,
     targets_ptr,
     lse_ptr,
     grad_logprob_ptr,
     grad_entropy_ptr,
     entropy_ptr,
     row_stride,
+    out_stride,
     vocab,
     scale,
     HAS_ENTROPY: tl.constexpr,
@@ -120,8 +122,8 @@ def _grad_logits_kernel(
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
-    place = logits_ptr + row * row_stride + ids
-    logprobs = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32) * scale - tl.load(lse_ptr + row)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    logprobs = logits * scale - tl.load(lse_ptr + row)
     probs = tl.exp(logprobs)
     grad_logprob = tl.load(grad_logprob_ptr + row).to(tl.float32)
     is_target = ids == tl.load(targets_ptr + row)
@@ -130,20 +132,21 @@ def _grad_logits_kernel(
         grad_entropy = tl.load(grad_entropy_ptr + row).to(tl.float32)
         entropy = tl.load(entropy_ptr + row)
         grad -= grad_entropy * tl.where(probs > 0.0, probs * (logprobs + entropy), 0.0)
-    tl.store(place, (grad * scale).to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * out_stride + ids, (grad * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def grad_logits_(
+def grad_logits(
     logits: torch.Tensor,
     targets: torch.Tensor,
     *,
+    dtype: torch.dtype,
     lse: torch.Tensor,
     grad_logprob: torch.Tensor,
     grad_entropy: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Overwrites ``logits`` [M, V] with the gradient of sum(grad_logprob * logprob + grad_entropy * entropy).
+    """The gradient [M, V] of sum(grad_logprob * logprob + grad_entropy * entropy), rounded to ``dtype``.
 
     ``lse`` and ``entropy`` are what ``row_stats`` gave for the same logits, targets and scale. With p = softmax(z),
     d logprob / dz = onehot(target) - p and d entropy / dz = -p * (log p + entropy); scale carries both to the logits.
@@ -153,22 +156,25 @@ def grad_logits_(
         grad_entropy is None or entropy is not None,
         "grad_entropy needs the entropy of the same rows; pass the one row_stats gave",
     )
+    out = torch.empty_like(logits, dtype=dtype)
     if num_rows > 0:
         _grad_logits_kernel[(num_rows, triton.cdiv(vocab, GRAD_BLOCK))](
             logits,
+            out,
             targets,
             lse,
             grad_logprob.contiguous(),  # autograd hands out expanded scalars
             None if grad_entropy is None else grad_entropy.contiguous(),
             entropy,
             logits.stride(0),
+            out.stride(0),
             vocab,
             float(scale),
             HAS_ENTROPY=grad_entropy is not None,
             BLOCK=GRAD_BLOCK,
             num_warps=GRAD_WARPS,
         )
-    return logits
+    return out
 
 
 def _check(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:

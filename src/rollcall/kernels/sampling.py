@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from rollcall.kernels import checks
+from rollcall.kernels.early import launch, wait_for_inputs
 
 
 class SampleTiles(NamedTuple):
@@ -59,7 +60,9 @@ def _block_stats_kernel(
     vocab,
     num_blocks,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     scale = _scale_of(tl.load(temperatures_ptr + row).to(tl.float32))
@@ -85,8 +88,10 @@ def _pick_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: one row."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row).to(tl.float32)
     is_greedy = temperature <= 0.0
@@ -149,6 +154,7 @@ def sample(
         num_blocks,
         BLOCK=tiles.block,
         num_warps=tiles.num_warps,
+        **launch(logits),
     )
     _pick_kernel[(num_rows,)](
         logits,
@@ -164,6 +170,7 @@ def sample(
         BLOCK=tiles.block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=tiles.num_warps,
+        **launch(logits),
     )
     return tokens, logprobs
 

@@ -1,7 +1,8 @@
 """Log-probs of chosen tokens straight from hidden states, a chunk of rows at a time.
 
-The full [tokens, vocabulary] matrix never exists: the forward keeps three numbers per row, and the backward makes
-each chunk's logits again. Entropy and self-certainty come from the same pass.
+The forward keeps three numbers per row, and the backward makes each chunk's logits again, so the full [tokens, vocabulary]
+matrix never exists. Where a card has room for it, the forward keeps it all the same: a product less, and the same numbers.
+Entropy and self-certainty come from the same pass.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ class _TokenStats(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float):  # type: ignore[override]
         rows = len(hidden)
         out = torch.empty(4, rows, dtype=torch.float32, device=hidden.device)
+        keeps = any(ctx.needs_input_grad) and _has_room(rows, weight)
+        ctx.kept = []
         for part in _chunks(rows, weight):
-            stats = _row_stats(wide_product(hidden[part], weight.t()), targets[part], scale)
+            logits = wide_product(hidden[part], weight.t())
+            if keeps:
+                ctx.kept.append(logits)
+            stats = _row_stats(logits, targets[part], scale)
             for index, values in enumerate(stats):
                 out[index, part] = values
         logprobs, lse, entropy, mean = out.unbind(0)
@@ -52,7 +58,7 @@ class _TokenStats(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         for part in _chunks(len(hidden), weight):
-            logits = wide_product(hidden[part], weight.t())
+            logits = ctx.kept.pop(0) if ctx.kept else wide_product(hidden[part], weight.t())
             grad = _grad_logits(
                 logits,
                 targets[part],
@@ -61,10 +67,20 @@ class _TokenStats(torch.autograd.Function):
                 entropy=entropy[part],
                 grad_entropy=None if grad_entropy is None else grad_entropy[part],
                 scale=ctx.scale,
-            ).to(hidden.dtype)
+                dtype=hidden.dtype,
+            )
             torch.mm(grad, weight, out=grad_hidden[part])
             _accumulate(grad_weight, grad, hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _has_room(rows: int, weight: Tensor) -> bool:
+    """Whether a card has twice the memory free that all logits take."""
+    if not weight.is_cuda:
+        return False
+    device = weight.device
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * rows * len(weight) * 4 <= torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _chunks(rows: int, weight: Tensor) -> list[slice]:
@@ -77,6 +93,8 @@ def _chunks(rows: int, weight: Tensor) -> list[slice]:
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), hidden)
+    elif grad.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, grad.t(), hidden, torch.float32, out=total)
     else:
         total += wide_product(grad.t(), hidden)
 
@@ -97,15 +115,16 @@ def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, T
 
 def _grad_logits(
     logits: Tensor, targets: Tensor, *, lse: Tensor, grad_logprobs: Tensor, entropy: Tensor, grad_entropy: Tensor | None,
-    scale: float,
+    scale: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
     if logits.is_cuda:
-        from rollcall.kernels.logprobs import grad_logits_
+        from rollcall.kernels.logprobs import grad_logits
 
-        return grad_logits_(
+        return grad_logits(
             logits,
             targets,
+            dtype=dtype,
             lse=lse,
             grad_logprob=grad_logprobs,
             grad_entropy=grad_entropy,
@@ -119,4 +138,4 @@ def _grad_logits(
     grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
     if grad_entropy is not None:
         grad -= probs * (log_probs + entropy[:, None]) * grad_entropy[:, None]
-    return grad * scale if scale != 1.0 else grad
+    return (grad * scale if scale != 1.0 else grad).to(dtype)

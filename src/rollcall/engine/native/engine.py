@@ -5,6 +5,9 @@ decode the chunk, take out what finished. A sequence's KV always covers all its 
 next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
 
+With many rows and nobody waiting, the next chunk is started before the results of the last are looked at, so that a card does
+not wait for the host. A row that has ended is then decoded for one chunk more, and what it got there is dropped.
+
 The oldest request comes first. A request of a session whose KV is kept is as old as the session: with more conversations than rows,
 those that have begun go on before others begin, and their KV is used while it is there.
 """
@@ -59,6 +62,7 @@ class NativeEngine:
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []  # by their order
         self._running: list[Sequence] = []
+        self._started = 0  # steps of the chunk that is on its way; 0: none is
         self._requests: dict[str, list[Sequence]] = {}
         self._num_submitted = 0
 
@@ -77,10 +81,12 @@ class NativeEngine:
             self._wait(sequence)
 
     def poll(self) -> list[Finished]:
-        self._admit()
-        if self._running:
-            steps = self._make_room()
-            self._collect(self.runner.decode(steps))
+        if not self._started:
+            self._admit()
+            if self._running:
+                self._start(self._make_room())
+        if self._started:
+            self._settle(goes_on=True)
         return take_finished(self._requests, self.tokenizer)
 
     def take_ended(self) -> list[Ended]:
@@ -93,10 +99,13 @@ class NativeEngine:
                 if sequence.request.session is not None:
                     self.end_session(sequence.request.session)
         self._waiting = [sequence for sequence in self._waiting if sequence.request.id != request_id]
-        self._remove_finished()
+        if not self._started:
+            self._remove_finished()
 
     def update_weights(self, version: int) -> None:
         """KV made by old weights is never mixed with new ones: every running sequence is filled again."""
+        if self._started:
+            self._settle(goes_on=False)
         self.version = version
         self.runner.forget(None)
         for row in reversed(range(len(self._running))):
@@ -119,6 +128,24 @@ class NativeEngine:
         del self._waiting[:count]
         assert self._running, "a lone sequence always fits: submit checked it"
 
+    def _start(self, steps: int) -> None:
+        self.runner.start(steps)
+        self._started = steps
+
+    def _settle(self, *, goes_on: bool) -> None:
+        """Take in the chunk that is on its way; ``goes_on``: start the next one first, if there is no reason to wait."""
+        steps, rows = self._started, list(self._running)
+        chunk = self.runner.read()
+        self._started = 0
+        self._remove_finished()  # what ended in the chunk before
+        if goes_on and not self._waiting and len(self._running) >= self.runner.ahead_from:
+            next_steps = self.runner.steps([each.limit - each.length - steps for each in self._running])
+            if next_steps > 0 and self.runner.reserve(next_steps):
+                self._start(next_steps)
+        self._collect(chunk, rows)
+        if not self._started:
+            self._remove_finished()
+
     def _make_room(self) -> int:
         steps = self.runner.steps([sequence.limit - sequence.length for sequence in self._running])
         while not self.runner.reserve(steps):
@@ -128,15 +155,16 @@ class NativeEngine:
             assert self._running, "a lone sequence always fits: submit checked it"
         return steps
 
-    def _collect(self, chunk: Chunk) -> None:
+    def _collect(self, chunk: Chunk, rows: list[Sequence]) -> None:
         tokens, logprobs = chunk.tokens.T.tolist(), chunk.logprobs.T.tolist()
-        for sequence, new_tokens, new_logprobs in zip(self._running, tokens, logprobs, strict=True):
+        for sequence, new_tokens, new_logprobs in zip(rows, tokens, logprobs, strict=True):
+            if sequence.finish is not None:
+                continue
             before = len(sequence.token_ids)
             _extend(sequence, new_tokens, new_logprobs)
             if sequence.request.sampling.stop_strings:
                 cut_at_stop_string(sequence, before, self.tokenizer)
             note_version(sequence, self.version, len(sequence.token_ids) - before)
-        self._remove_finished()
 
     def _remove_finished(self) -> None:
         kept = {row: sequence for row, sequence in enumerate(self._running) if _leaves_kv(sequence)}

@@ -30,6 +30,7 @@ from rollcall.model.decoder import Decoder
 BLOCK = 64  # tokens per KV block
 CHUNK = 16  # steps between two looks at the results
 FILL_TOKENS = 32768  # packed tokens of one fill
+AHEAD_ROWS = 64  # with fewer, the host is done with a chunk before the card notices
 PAST = 16  # tokens whose keys are read for a fill take less memory than one token that is computed
 
 
@@ -50,6 +51,8 @@ class PagedRunner:
         self._kept: KeptSessions[list[int]] = KeptSessions()
         self.num_rows = 0
         self.num_filled_tokens = 0
+        self.ahead_from: float = AHEAD_ROWS
+        self._started = 0  # steps of the chunk on its way
 
         self._rows = RowState(max_running)
 
@@ -102,18 +105,18 @@ class PagedRunner:
         return count
 
     def reserve(self, steps: int) -> bool:
-        for row in range(self.num_rows):
-            needed = min(int(self._rows.position[row]) + steps, int(self._rows.limit[row]))
-            missing = -(-needed // BLOCK) - len(self._blocks[row])
-            if missing > 0:
-                new = self._take(missing)
-                if new is None:
-                    return False
-                self._blocks[row] += new
+        rows = self.num_rows
+        needed = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
+        missing = -(-needed // BLOCK) - np.array([len(blocks) for blocks in self._blocks])
+        for row in np.flatnonzero(missing > 0):
+            new = self._take(int(missing[row]))
+            if new is None:
+                return False
+            self._blocks[row] += new
         return True
 
     @torch.inference_mode()
-    def decode(self, steps: int) -> Chunk:
+    def start(self, steps: int) -> None:
         rows = self.num_rows
         truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
@@ -121,11 +124,15 @@ class PagedRunner:
         self._upload()
         for _ in range(steps):
             step()
-        tokens = self._out_tokens[:steps, :rows].cpu().numpy()
-        logprobs = self._out_logprobs[:steps, :rows].cpu().numpy()
-        self._rows.next[:rows] = tokens[-1]
         self._rows.position[:rows] = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
         self._rows.drawn[:rows] += steps
+        self._started = steps
+
+    def read(self) -> Chunk:
+        rows = self.num_rows
+        tokens = self._out_tokens[: self._started, :rows].cpu().numpy()
+        logprobs = self._out_logprobs[: self._started, :rows].cpu().numpy()
+        self._rows.next[:rows] = tokens[-1]
         return Chunk(tokens=tokens, logprobs=logprobs)
 
     def remove(self, row: int) -> None:

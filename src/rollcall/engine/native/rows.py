@@ -12,6 +12,7 @@ no limit, it takes at most what ``max_running`` rows of its longest would take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -58,6 +59,8 @@ class RowRunner:
         self._keys: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, D, columns]
         self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
+        self._chunk: Chunk | None = None
+        self.ahead_from = math.inf  # the host computes: there is nothing to wait for
         self._rows = RowState(max_running)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
         self._kept = KeptRows()
@@ -111,13 +114,18 @@ class RowRunner:
         return True
 
     @torch.inference_mode()
-    def decode(self, steps: int) -> Chunk:
+    def start(self, steps: int) -> None:
         rows = self.num_rows
         tokens = np.zeros((steps, rows), dtype=np.int64)
         logprobs = np.zeros((steps, rows), dtype=np.float32)
         for step in range(steps):
             tokens[step], logprobs[step] = self._decode_step(rows)
-        return Chunk(tokens=tokens, logprobs=logprobs)
+        self._chunk = Chunk(tokens=tokens, logprobs=logprobs)
+
+    def read(self) -> Chunk:
+        assert self._chunk is not None, "start comes first"
+        chunk, self._chunk = self._chunk, None
+        return chunk
 
     def remove(self, row: int) -> None:
         last = self.num_rows - 1

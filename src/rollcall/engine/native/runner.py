@@ -38,8 +38,17 @@ class Runner(Protocol):
         """Make room for this many more tokens in every row (not past its limit); false: there is none."""
         ...
 
-    def decode(self, steps: int) -> Chunk:
-        """Sample this many tokens for every row. Past a row's limit the values mean nothing."""
+    @property
+    def ahead_from(self) -> float:
+        """With this many rows or more, the engine starts the next chunk before it looks at the results of the last."""
+        ...
+
+    def start(self, steps: int) -> None:
+        """Begin to sample this many tokens for every row."""
+        ...
+
+    def read(self) -> Chunk:
+        """What was started, once it has ended. Past a row's limit the values mean nothing."""
         ...
 
     def remove(self, row: int) -> None:
