@@ -6,10 +6,15 @@ after the marker is what belongs after the model's own tokens.
 
 A chat template can be extended this way only if later messages do not change how earlier ones are written.
 ``check_extension`` tries it before the run begins. Prompts of plain text are extended by the text itself.
+
+In a chat, what an environment or a program says is data. Where it spells a special token, such as the end of a message, the model reads
+these letters and not the token: they are cut inside it before the template sees them, and the pieces are tokenised one by one.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +42,8 @@ class Conversations:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = _special_tokens(tokenizer)
+        self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # in nothing that anybody says
 
     def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Opened:
         """What the model reads first: the row's prompt, with what the environment said added to its last message."""
@@ -46,19 +53,24 @@ class Conversations:
             return Opened(self._ids(text, special=True), text)
         messages = [dict(message) for message in messages]
         if added:
-            last = messages[-1]["content"]
+            last, added = messages[-1]["content"], self._as_data(added)
             messages[-1]["content"] = f"{last}{added}" if last else added
-        return self.open_chat(messages, tools=tools)
+        return self._opened(messages, tools)
 
     def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Opened:
+        """Somebody's messages. What the model said in them is left as it is: templates look into it."""
+        said = [message if message["role"] == "assistant" else self._data(message) for message in messages]
+        return self._opened(said, tools)
+
+    def _opened(self, messages: Sequence[dict[str, Any]], tools: Tools) -> Opened:
         text = self._render(messages, tools)
-        return Opened(self._ids(text), text)
+        return Opened(self._ids(text), text.replace(self._cut, ""))
 
     def extend(self, messages: Sequence[Message], *, is_chat: bool, tools: Tools, last_id: int) -> Ints:
         """The ids behind a turn that ended with ``last_id``: the end of the model's message, the new messages, and the beginning
         of the model's next one."""
         if is_chat:
-            text = self._after_marker([_plain(message) for message in messages], tools)
+            text = self._after_marker([self._data(_plain(message)) for message in messages], tools)
         else:
             text = "".join(message.content for message in messages)
         ids = self._ids(text)
@@ -109,8 +121,26 @@ class Conversations:
         except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
             raise EnvironmentFailed(f"the chat template refuses the messages: {error}") from None
 
+    def _data(self, message: dict[str, Any]) -> dict[str, Any]:
+        said = {name: self._as_data(message[name]) for name in ("content", "name") if name in message}
+        return {**message, **said}
+
+    def _as_data(self, text: str) -> str:
+        """With a cut behind the first character of each special token that it spells."""
+        return self._special.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
+
     def _ids(self, text: str, *, special: bool = False) -> Ints:
-        return np.array(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
+        pieces = [
+            self._tokenizer(piece, add_special_tokens=special and not place)["input_ids"]
+            for place, piece in enumerate(text.split(self._cut))
+        ]
+        return np.array([one for ids in pieces for one in ids], dtype=np.int32)
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    names = (name for name in {*tokenizer.all_special_tokens, *added} if len(name) > 1)
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")  # the last: nothing
 
 
 def _plain(message: Message) -> dict[str, Any]:
