@@ -106,6 +106,20 @@ def test_a_reward_can_be_posted(tmp_path: Path, tokenizer: Any) -> None:
     assert completion.episode and completion.episode.reward == 2.0 and completion.episode.ended is EndReason.DONE
 
 
+def test_a_reward_that_no_float_holds_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    body = """
+chat([{"role": "user", "content": "x"}])
+large = "1" + "0" * 400
+for text in ('{"reward": %s}' % large, '{"reward": 1, "metrics": {"a": %s}}' % large, '{"reward": 1e16}'):
+    assert post("/reward", text.encode())[0] == 400
+post("/reward", {"reward": 2, "metrics": {"\x1b[2J": 1}})
+print('{"reward": %s}' % large)
+"""
+    episode = played(tokenizer, programs.write(tmp_path, body)).episode
+    assert episode and (episode.ended, episode.reward) == (EndReason.DONE, 2.0), episode
+    assert episode.metrics == {"\N{REPLACEMENT CHARACTER}[2J": 1.0, "requests_refused": 4.0}
+
+
 def test_a_program_that_rewrites_its_history_has_branches(tmp_path: Path, tokenizer: Any) -> None:
     body = """
 ask = {"role": "user", "content": "begin"}

@@ -38,6 +38,7 @@ from rollcall.errors import ConfigError
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
 from rollcall.wait import warn
+from rollcall.words import visible
 
 POLICY = "policy"  # the name under which the model is listed; any name is answered
 GRACE_S = 10.0  # for a program that was told that a limit is met
@@ -275,7 +276,7 @@ def _why_no_answer(caller: Caller, program: Program) -> str:
 
 
 def _tail(text: str) -> str:
-    return text.strip()[-LONGEST_ERROR // 2 :] or "(nothing)"
+    return visible(text.strip()[-LONGEST_ERROR // 2 :]) or "(nothing)"
 
 
 def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:

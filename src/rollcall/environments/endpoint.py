@@ -46,7 +46,9 @@ from rollcall.environments.wire import (
     read_text,
 )
 from rollcall.errors import ConfigError
+from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.types import Completion, FinishReason
+from rollcall.words import visible
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
@@ -279,13 +281,14 @@ def call_format_of(chat_template: str | None) -> CallFormat:
 def take_reward(caller: Caller, given: dict[str, Any]) -> None:
     """``{"reward": 1.0, "metrics": {"steps": 3}}``; the last one counts."""
     reward, metrics = given.get("reward"), given.get("metrics") or {}
-    if not finite(reward):
-        raise Refused(400, "reward must be a finite number", code="invalid_value", param="reward")
+    if not finite(reward) or abs(reward) > LARGEST_SCORE:
+        text = f"reward must be a number between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}"
+        raise Refused(400, text, code="invalid_value", param="reward")
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS or not all(map(finite, metrics.values())):
         text = f"metrics must be a map of at most {MAX_METRICS} names to finite numbers"
         raise Refused(400, text, code="invalid_value", param="metrics")
     caller.reward = float(reward)
-    caller.metrics |= {name[:100]: float(value) for name, value in metrics.items()}
+    caller.metrics |= {visible(name[:100]): float(value) for name, value in metrics.items()}
 
 
 class _Left(Exception):  # noqa: N818 - an outcome

@@ -29,7 +29,9 @@ from rollcall.environments.protocol import (
     Opening,
     StepResult,
 )
+from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn
+from rollcall.words import visible
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
@@ -169,7 +171,7 @@ class _OneEpisode:
             self._open(opening)
             ended = await self._take_turns(environment, opening.tools)
             reward = await call(environment.reward(), "the reward")
-            self._reward = None if reward is None else _number(reward, "the reward of the episode")
+            self._reward = None if reward is None else _reward(reward, "the reward of the episode")
             self._ended, broken = ended, False
         finally:
             await environment.close(broken=broken)
@@ -244,10 +246,12 @@ class _OneEpisode:
                 text=turn.text,
                 observation="" if observed is None else "\n".join(message.content for message in result.messages),
                 calls=result.calls,
-                reward=None if result.reward is None else _number(result.reward, "the reward of a turn"),
+                reward=None if result.reward is None else _reward(result.reward, "the reward of a turn"),
             )
         )
-        self._metrics |= {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
+        self._metrics |= {
+            visible(name): _number(value, f"the metric {name!r}") for name, value in result.metrics.items()
+        }
         if observed is not None:
             self._row.add_observed(observed)
 
@@ -291,6 +295,14 @@ def _number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise EnvironmentFailed(f"{what} is {repr(value)[:60]}; it must be a finite number")
     return float(value)
+
+
+def _reward(value: Any, what: str) -> float:
+    """Of a turn too: what is computed from it must stay finite."""
+    found = _number(value, what)
+    if abs(found) > LARGEST_SCORE:
+        raise EnvironmentFailed(f"{what} is {found:g}; it must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
+    return found
 
 
 def _joined(parts: list[Any], dtype: Any) -> Any:

@@ -7,7 +7,7 @@ parameters are accepted with the value that asks for nothing, which some clients
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -373,4 +373,6 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+    """Also as a float, which a whole number may be too large for."""
+    is_number = not isinstance(value, bool) and isinstance(value, int | float)
+    return is_number and abs(value) <= sys.float_info.max
