@@ -189,6 +189,8 @@ def test_models_say_how_long_a_context_is(stands: Standing) -> None:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
         ({"messages": []}, "messages"),
+        ({"max_tokens": 5, "max_completion_tokens": 9}, "max_completion_tokens"),
+        ({"stream_options": {"include_usage": "no"}}, "include_usage"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(stands: Standing, options: dict[str, Any], named: str) -> None:
@@ -294,6 +296,7 @@ def test_a_body_of_100_mb_is_refused_unread(stands: Standing) -> None:
         b"null",
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[\\"\\\\ud800\\"]"}}]}]}',
     ],
 )  # fmt: skip
 def test_rubbish_is_refused_in_the_same_form(stands: Standing, body: bytes) -> None:
@@ -332,3 +335,44 @@ def test_a_slow_client_holds_up_nobody(stands: Standing, monkeypatch: pytest.Mon
         line.settimeout(60)
         assert b" 408 " in line.recv(1000)
         line.close()
+
+
+def test_prompts_times_choices_are_bounded(stands: Standing) -> None:
+    with pytest.raises(openai.BadRequestError, match="n is 128 for 40 prompts"):
+        stands.client().completions.create(model=NAME, prompt=["a"] * 40, n=128)
+
+
+def test_a_stranger_who_says_nothing_takes_nobodys_place(
+    writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.environments.server.MAX_CONNECTIONS", 16)
+    with standing(writer, tokenizer=tokenizer) as one:
+        lines = [socket.create_connection(("127.0.0.1", one.server.port)) for _ in range(30)]
+        for line in lines[::2]:
+            line.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert chat(one.client())
+        lines[0].settimeout(60)
+        assert gone(lines[0]), "the oldest makes way"
+        for line in lines:
+            line.close()
+
+
+def test_a_connection_without_a_request_is_closed(
+    writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.environments.server.HEAD_S", 0.1)
+    with standing(writer, tokenizer=tokenizer) as one:
+        client = one.client()
+        assert chat(client)
+        for begun in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost"):
+            with socket.create_connection(("127.0.0.1", one.server.port), timeout=60) as line:
+                line.sendall(begun)
+                assert gone(line)
+        assert chat(client), "a client that has asked may think between two requests"
+
+
+def gone(line: socket.socket) -> bool:
+    try:
+        return line.recv(1) == b""
+    except ConnectionError:
+        return True

@@ -24,6 +24,7 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 8192
 KEEP_ALIVE_S = 120.0  # between two requests: a program may think for long
+HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
 START_S = 30.0
 END_S = 10.0
 
@@ -42,12 +43,12 @@ class EndpointServer:
 
         self._socket = _listen(host, port)
         self.host, self.port = host, int(self._socket.getsockname()[1])
-        _allow_files(MAX_CONNECTIONS)
+        most = _allow_files(MAX_CONNECTIONS)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app, lifespan="off", ws="none", log_level="warning", access_log=False, server_header=False, date_header=False,
                 proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1,
-                limit_concurrency=MAX_CONNECTIONS,
+                limit_concurrency=MAX_CONNECTIONS, http=_protocol(most_silent=most // 2),
             )
         )  # fmt: skip
         self.loop = asyncio.new_event_loop()
@@ -78,6 +79,43 @@ class EndpointServer:
             self.loop.close()
 
 
+def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
+    """uvicorn's, which waits without end for the head of a request. Until that has come nobody knows whether a caller has a key, so
+    a stranger could hold all connections: one that says too little is closed in time, and the oldest make way where there are many."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    silent: dict[Any, asyncio.TimerHandle] = {}  # the oldest first
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._wait_no_more()
+            elif self not in silent:
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._wait_no_more()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            silent[self] = self.loop.call_later(HEAD_S, self.transport.abort)
+            if len(silent) > most_silent:
+                oldest = next(iter(silent))
+                oldest._wait_no_more()
+                oldest.transport.abort()
+
+        def _wait_no_more(self) -> None:
+            if (timer := silent.pop(self, None)) is not None:
+                timer.cancel()
+
+    return Impatient
+
+
 def in_loop(sample: Callable[..., Awaitable[Completion]], loop: asyncio.AbstractEventLoop) -> SampleTurn:
     """``sample``, which belongs to ``loop``, for coroutines of another one."""
 
@@ -106,9 +144,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _allow_files(count: int) -> None:
-    """A connection is an open file, and some systems allow a process only 1024 until it asks for more."""
+def _allow_files(count: int) -> int:
+    """How many of these connections there can be: each is an open file, and some systems allow a process only 1024 until it asks for
+    more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return count if soft == resource.RLIM_INFINITY else min(count, soft)

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
+MAX_ALTOGETHER = 4096  # choices of all prompts of a request
 MAX_STOPS = 16
 TEXT_TOKENS = 16  # the API's default for /v1/completions
 LARGEST_SEED = 1 << 63
@@ -125,8 +126,10 @@ def read_chat(given: dict[str, Any]) -> ChatRequest:
     choice = fields.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise invalid("tool_choice", f"is {_shown(choice)}; this endpoint does auto and none: the model decides itself")
-    if "max_tokens" not in fields and "max_completion_tokens" in fields:
-        fields["max_tokens"] = fields["max_completion_tokens"]
+    if (most := fields.get("max_completion_tokens")) is not None and fields.setdefault("max_tokens", most) != most:
+        raise invalid(
+            "max_completion_tokens", f"is {_shown(most)}, and max_tokens is {_shown(fields['max_tokens'])}; give one"
+        )
     logprobs = _flag(fields, "logprobs")
     read = tuple(_message(message, place) for place, message in enumerate(messages))
     return ChatRequest(
@@ -148,7 +151,10 @@ def read_text(given: dict[str, Any]) -> TextRequest:
         raise invalid("prompt", f"must be text, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these")
     read = tuple(_prompt(one) for one in prompts)
     fields.setdefault("max_tokens", TEXT_TOKENS)
-    return TextRequest(prompts=read, wanted=_wanted(fields, logprobs is not None))
+    wanted = _wanted(fields, logprobs is not None)
+    if wanted.n * len(read) > MAX_ALTOGETHER:
+        raise invalid("n", f"is {wanted.n} for {len(read)} prompts; one request has at most {MAX_ALTOGETHER} choices")
+    return TextRequest(prompts=read, wanted=wanted)
 
 
 def read_generate(given: dict[str, Any]) -> GenerateRequest:
@@ -215,7 +221,7 @@ def _wanted(fields: Mapping[str, Any], logprobs: bool, *, within: str = "") -> W
         token_ids=_flag(fields, "return_token_ids"),
         tokens_as_ids=_flag(fields, "return_tokens_as_token_ids"),
         stream=_flag(fields, "stream"),
-        usage=bool(options.get("include_usage", False)),
+        usage=_flag(options, "include_usage"),
     )
 
 
@@ -339,10 +345,11 @@ def _call(given: Any, where: str) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             pass  # the model wrote no JSON: a template shows it as it is
+    _text(json.dumps(arguments, ensure_ascii=False), where)  # what was escaped in it too
     name = _text(function["name"], where)
     identity = given.get("id")
     return {
-        "id": identity if isinstance(identity, str) else "",
+        "id": _text(identity, where) if isinstance(identity, str) else "",
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
