@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, Optional, Union
 
@@ -139,6 +140,24 @@ class Game(Base):
     def board(self) -> str:
         return ""
 
+    @staticmethod
+    def help(about: str) -> str:
+        """Help.
+
+        Args:
+            about: What.
+        """
+        return about
+
+    @functools.cache  # noqa: B019 - as users write it
+    def look(self, where: str) -> str:
+        """Look.
+
+        Args:
+            where: Where.
+        """
+        return where
+
     def _secret(self) -> None: ...
 
 
@@ -153,7 +172,8 @@ def test_the_public_methods_of_a_class_are_its_tools() -> None:
     from transformers.utils import get_json_schema
 
     tools = tools_of_class(Game, path="module:Game")
-    assert list(tools) == ["inherited", "move", "rules"]
+    assert list(tools) == ["help", "inherited", "look", "move", "rules"]
+    assert [list(tools[name].hints) for name in ("help", "look")] == [["about"], ["where"]]
     assert tools["inherited"].schema == get_json_schema(Game().inherited)
 
 

@@ -59,8 +59,11 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
         if name.startswith("_") or name in RESERVED:
             continue
         attribute = inspect.getattr_static(cls, name)
-        if isinstance(attribute, classmethod) or inspect.isfunction(attribute):
-            found[name] = tool_of(getattr(cls, name), path=f"{path}.{name}", is_method=True)
+        is_static = isinstance(attribute, staticmethod)
+        # A decorator such as functools.cache leaves something else than a function.
+        is_decorated = callable(attribute) and hasattr(attribute, "__wrapped__") and not inspect.isclass(attribute)
+        if is_static or is_decorated or isinstance(attribute, classmethod) or inspect.isfunction(attribute):
+            found[name] = tool_of(getattr(cls, name), path=f"{path}.{name}", is_method=not is_static)
     return found
 
 
@@ -105,7 +108,7 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
             f"{path} does not say which arguments it takes; give a function that is written in Python"
         ) from None
     first = next(iter(parameters), None)
-    if is_method and inspect.isfunction(function) and first is not None:
+    if is_method and not inspect.ismethod(function) and first is not None:
         del parameters[first]  # self
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
