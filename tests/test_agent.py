@@ -182,6 +182,15 @@ while True:
     assert completion.episode and completion.episode.ended is EndReason.TOKENS and len(completion.token_ids) <= 60
 
 
+@pytest.mark.parametrize(("max_tokens", "ended"), [(4, EndReason.TOKENS), (60, EndReason.DONE)])
+def test_an_answer_that_the_limit_of_tokens_cut_short_is_told(
+    tmp_path: Path, tokenizer: Any, max_tokens: int, ended: EndReason
+) -> None:
+    command = programs.write(tmp_path, 'chat([{"role": "user", "content": "x"}])')
+    completion = played(tokenizer, command, max_tokens=max_tokens)
+    assert completion.episode and completion.episode.ended is ended and completion.is_cut is (max_tokens == 4)
+
+
 def test_a_program_that_hangs_is_killed_with_all_it_started(tmp_path: Path, tokenizer: Any) -> None:
     body = f"""
 import subprocess

@@ -17,7 +17,7 @@ from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, 
 from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
 
-from rollcall.config import ClassEnvironment, Config
+from rollcall.config import ClassEnvironment, Config, StepEnvironment
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
@@ -60,11 +60,12 @@ def play(
 ) -> Completion:
     """One episode on a tiny model."""
     section = {"path": "x:X", "max_turn_tokens": 6, **section}
+    kind = StepEnvironment if section.get("type") == "step" else ClassEnvironment
 
     async def main() -> Completion:
         rollouts = Rollouts(NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None))
         player = Player(
-            section=ClassEnvironment(**section),
+            section=kind(**section),
             environments=environments,
             conversations=Conversations(make_tokenizer()),
             max_prompt_tokens=max_prompt_tokens,
@@ -191,6 +192,18 @@ def test_limits_of_turns_and_tokens_end_an_episode() -> None:
     assert made.finish is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize(
+    ("kind", "max_tokens", "ended"),
+    [("step", 40, EndReason.DONE), ("step", 6, EndReason.TOKENS), ("class", 40, EndReason.TOKENS)],
+    ids=["the environment decided", "no token was left", "it may have begun a call"],
+)
+def test_an_episode_whose_last_turn_was_cut_short(kind: str, max_tokens: int, ended: EndReason) -> None:
+    sampling = replace(SAMPLING, stop_token_ids=(), max_tokens=max_tokens)
+    made = play(Scripted(lambda row, texts: ends(reward=1.0)), sampling=sampling, type=kind)
+    assert made.finish is FinishReason.LENGTH and len(made.token_ids) == 6
+    assert made.episode is not None and made.episode.ended is ended
+
+
 def raises(row: Any, texts: list[str]) -> Any:
     if len(texts) == 2:
         raise EnvironmentFailed("the door is locked")
@@ -226,9 +239,8 @@ def test_what_an_environment_does_wrong_ends_its_episode_alone(
     made = play(script, **section)
     assert made.episode is not None and made.episode.ended is ended and error in made.episode.error
     assert script.closed == [True]
-    assert (
-        len(made.token_ids) == sum(turn.num_sampled + turn.num_observed for turn in made.episode.turns) or made.mask[-1]
-    )
+    assert len(made.token_ids) == sum(turn.num_sampled + turn.num_observed for turn in made.episode.turns)
+    assert len(made.episode.turns) == len(script.given), "what it failed at is shown too"
 
 
 def test_an_answer_that_came_while_the_loop_stood_still_is_not_late() -> None:

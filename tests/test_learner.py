@@ -422,9 +422,9 @@ def test_later_epochs_compare_with_the_policy_before_the_first(monkeypatch: pyte
 def test_minibatches_split_a_step_between_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = without_old(make_samples(make_model(), num_prompts=4, group_size=3, masked=False))
     seen = watch_losses(monkeypatch)
-    learner = make_learner(trainable(), minibatches=2, lr=3e-3)
-    learner.update(samples)
-    assert learner.optimizer.num_updates == 2
+    learner = make_learner(trainable(), minibatches=2, lr=3e-3, warmup_steps=2)
+    metrics = learner.update(samples)
+    assert learner.optimizer.num_updates == 2 and metrics["lr"] == 3e-3, "that of the last update"
     targets = [len(arguments["logprobs"]) for arguments in seen]
     assert targets == [sum(len(sample.response_ids) for sample in part) for part in (samples[:6], samples[6:])]
     later = seen[1]["logprobs"].detach() - seen[1]["old_logprobs"]

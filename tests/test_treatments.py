@@ -12,8 +12,9 @@ from runs import column, finish
 from scripted import Scripted, says
 from test_episodes import game, scripted
 
-from rollcall.algo.shaping import compared, group_advantages, has_signal, trained
+from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
+from rollcall.loop.evaluate import summarize
 from rollcall.loop.rollout import Clock
 from rollcall.loop.samples import make_samples
 from rollcall.loop.step_metrics import batch_metrics
@@ -103,6 +104,14 @@ def test_the_overlong_punishment_sees_the_attempts_that_are_compared() -> None:
     assert not any(sample.advantages.any() for sample in dropped), "dynamic sampling would leave the group out"
 
 
+def test_the_overlong_punishment_counts_the_tokens_of_all_rows() -> None:
+    branch = make_branch([4, 9], [True, False, True], seed=9)
+    turns = [make_turn(2, 1), make_turn(1, 0)]
+    group = make_group([make_episode(turns, seed=0, branches=[branch]), make_episode(turns, seed=1)], [1.0, 1.0])
+    algorithm = DrGrpo(overlong_buffer=4, overlong_penalty=1.0)
+    assert shaped_rewards(group, algorithm, 8).tolist() == [1 - 3 / 4, 1.0], "7 tokens and 4, of 8"
+
+
 def test_the_page_shows_the_advantages_that_were_trained_on() -> None:
     group = group_of(EndReason.DONE, EndReason.ERROR, EndReason.DONE, rewards=[1.0, 0.0, 0.5])
     for treatment, expected in (("mask", [0.5, 0.0, 0.0]), ("drop", [0.25, 0.0, -0.25]), ("keep", [0.5, -0.5, 0.0])):
@@ -122,7 +131,7 @@ def test_the_metrics_of_episodes() -> None:
     turns = [make_turn(2, 3, calls=2), make_turn(1, 0)]
     group = make_group(
         [
-            make_episode(turns, seed=0, metrics={"found": 1.0}, branches=[branch]),
+            make_episode(turns, seed=0, metrics={"found": 1.0}, branches=[branch], ended=EndReason.TOKENS),
             make_episode(turns[:1], seed=1, ended=EndReason.TURNS, metrics={"found": 0.0, "lost": 2.0}),
             make_episode([], seed=2, ended=EndReason.ERROR),
             make_episode(turns, seed=3, ended=EndReason.TIMEOUT),
@@ -137,10 +146,13 @@ def test_the_metrics_of_episodes() -> None:
     check_names(found)
     assert {name: value for name, value in found.items() if name.startswith(("episode/", "env/"))} == {
         "episode/turns_mean": 5 / 4, "episode/tool_calls_mean": 6 / 4, "episode/failed_fraction": 0.25,
-        "episode/truncated_fraction": 0.25, "episode/timed_out_fraction": 0.25, "env/found": 0.5, "env/lost": 2.0,
+        "episode/truncated_fraction": 0.5, "episode/timed_out_fraction": 0.25, "env/found": 0.5, "env/lost": 2.0,
     }  # fmt: skip
     assert found["rollout/tokens"] == 5 + 2 + 0 + 3, "sampled tokens, branches too; no observations"
     assert found["rollout/response_length_mean"] == 2.5 and found["rollout/staleness_max"] == 0
+    assert found["rollout/truncated_fraction"] == 0.25, "the limit of tokens ended it after a turn that was whole"
+    evaluated = summarize([group], first_reward="environment", threshold=1.0).metrics()
+    assert evaluated["eval/response_length_mean"] == 2.5 and evaluated["eval/truncated_fraction"] == 0.25
 
 
 TURNS = {"environment": {"type": "step", "path": "m:E"}}

@@ -135,6 +135,16 @@ class Completion:
         own = self.episode.prompt_ids if self.episode is not None else None
         return group_prompt if own is None else own
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the limit of tokens ended it."""
+        return self.finish is FinishReason.LENGTH if self.episode is None else self.episode.ended is EndReason.TOKENS
+
+    @property
+    def num_sampled(self) -> int:
+        """In all its rows."""
+        return sum(int(row.mask.sum()) for row in rows_of(self))
+
     @classmethod
     def given(cls, token_ids: Ints, *, text: str = "") -> Completion:
         """Tokens that nobody sampled, with log-probs of 0."""

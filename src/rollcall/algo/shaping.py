@@ -71,14 +71,14 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
     """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
 
     A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal. The length is
-    that of all tokens behind the prompt, observations too, because that is what the limit bounds.
+    that of all tokens behind the prompts of all rows, observations too, because that is what the limit bounds.
     """
     rewards = group.rewards
     if algorithm.overlong_buffer and (has_signal(group) or not algorithm.dynamic_sampling):
         rewards = rewards + np.array(
             [
                 adv.overlong_penalty(
-                    len(completion.token_ids),
+                    sum(len(row.token_ids) for row in rows_of(completion)),
                     max_tokens=max_response_tokens,
                     buffer=algorithm.overlong_buffer,
                     penalty=algorithm.overlong_penalty,
@@ -100,7 +100,7 @@ class TurnRewards:
 
 def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
     """``weight`` is that of the environment's rewards in the score. A failed episode scores 0, so its turns have no rewards."""
-    num_sampled = sum(int(row.mask.sum()) for row in rows_of(completion))
+    num_sampled = completion.num_sampled
     episode = completion.episode
     turns = episode.turns if episode else ()
     ends = np.minimum(np.cumsum([turn.num_sampled for turn in turns], dtype=np.int64), num_sampled)

@@ -97,6 +97,16 @@ class EpisodeRules:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     overruled: set[str] = field(default_factory=set)  # parameters that requests had and the run decides
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the limit of tokens cut the last answer short."""
+        rows = self.histories.rows
+        return self._used >= self.base.max_tokens and any(row.finish is FinishReason.LENGTH for row in rows)
+
+    @property
+    def _used(self) -> int:
+        return sum(row.length for row in self.histories.rows)
+
     def model(self, name: str | None) -> None:
         return None  # a program may have any name in its code
 
@@ -110,7 +120,7 @@ class EpisodeRules:
         own = {"temperature": self.base.temperature, "top_p": self.base.top_p, "top_k": self.base.top_k, "seed": None}
         self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
         room = room_for(num_prompt, self.served)
-        left = self.base.max_tokens - num_added - sum(row.length for row in self.histories.rows)
+        left = self.base.max_tokens - num_added - self._used
         if left < 1:
             text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
             raise self._over(EndReason.TOKENS, text, code="token_limit")
@@ -215,7 +225,7 @@ class AgentPlayer:
             return EndReason.ERROR, f"the program ended with {program.ended}; stderr: {_tail(program.stderr)}"
         if not caller.histories.rows:
             return EndReason.ERROR, _why_no_answer(caller, program)
-        return EndReason.DONE, ""
+        return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
 
     def _variables(self, prompt: Prompt, name: str, *, key: str, folder: str) -> dict[str, str]:
         row = json.dumps(row_of(prompt), default=str)

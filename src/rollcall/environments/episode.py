@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollcall.config import EnvironmentBase
+from rollcall.config.environments import ClassEnvironment
 from rollcall.debug.board import BOARD
 from rollcall.debug.pause import running_s
 from rollcall.engine.protocol import Sampling
@@ -156,6 +157,7 @@ class _OneEpisode:
         self._opened: Ints | None = None  # where it is not the row's own prompt
         self._row = _Row()
         self._turns: list[Turn] = []
+        self._unanswered: Completion | None = None  # the turn that the environment has before it
         self._metrics: dict[str, float] = {}
         self._reward: float | None = None
         self._finish = FinishReason.ABORT  # until a turn is sampled
@@ -177,7 +179,9 @@ class _OneEpisode:
             await environment.close(broken=broken)
 
     def fail(self, reason: EndReason, error: str) -> None:
-        """It failed; the turns so far stay."""
+        """It failed; the turns so far stay, also the one that it failed at."""
+        if (turn := self._unanswered) is not None:
+            self._turns.append(_turn_of(turn))
         self._ended, self.error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
     def _open(self, opening: Opening) -> None:
@@ -214,7 +218,7 @@ class _OneEpisode:
             session=self._session,
         )
         self._row.add_sampled(turn)
-        self._finish = turn.finish
+        self._finish, self._unanswered = turn.finish, turn
         return turn
 
     def _observed(self, turn: Completion, result: StepResult, tools: Tools) -> Ints | None:
@@ -231,7 +235,11 @@ class _OneEpisode:
     def _why_ended(self, turn: Completion, result: StepResult, observed: Ints | None) -> EndReason | None:
         """None: it goes on."""
         if observed is None:
-            return EndReason.TOKENS if turn.finish is FinishReason.LENGTH else EndReason.DONE
+            # A class's episode ends with a turn without a call, and one that was cut short may have been on its way to a call.
+            by_limit = self._row.length >= self._sampling.max_tokens or isinstance(
+                self._player.section, ClassEnvironment
+            )
+            return EndReason.TOKENS if turn.finish is FinishReason.LENGTH and by_limit else EndReason.DONE
         if len(self._turns) + 1 >= self._player.section.max_turns:
             return EndReason.TURNS
         if self._row.length + len(observed) >= self._sampling.max_tokens:
@@ -239,19 +247,19 @@ class _OneEpisode:
         return None
 
     def _note(self, turn: Completion, result: StepResult, observed: Ints | None) -> None:
+        self._metrics |= {
+            visible(name): _number(value, f"the metric {name!r}") for name, value in result.metrics.items()
+        }
         self._turns.append(
-            Turn(
-                num_sampled=len(turn.token_ids),
+            replace(
+                _turn_of(turn),
                 num_observed=0 if observed is None else len(observed),
-                text=turn.text,
                 observation="" if observed is None else "\n".join(message.content for message in result.messages),
                 calls=result.calls,
                 reward=None if result.reward is None else _reward(result.reward, "the reward of a turn"),
             )
         )
-        self._metrics |= {
-            visible(name): _number(value, f"the metric {name!r}") for name, value in result.metrics.items()
-        }
+        self._unanswered = None
         if observed is not None:
             self._row.add_observed(observed)
 
@@ -289,6 +297,11 @@ def turn_seed(seed: int, turn: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _turn_of(turn: Completion) -> Turn:
+    """A turn without an answer."""
+    return Turn(num_sampled=len(turn.token_ids), num_observed=0, text=turn.text, observation="", calls=(), reward=None)
 
 
 def _number(value: Any, what: str) -> float:

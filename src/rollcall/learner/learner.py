@@ -99,6 +99,7 @@ class Learner:
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[0]}
         for name in ("mismatch", "mismatch_max"):  # only the first pass sees the policy that was sampled from
             metrics[name] = rows[0][name]
+        metrics["lr"] = rows[-1]["lr"]
         return metrics
 
     @torch.no_grad()

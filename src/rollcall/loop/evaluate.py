@@ -14,7 +14,7 @@ from rollcall.engine.protocol import Sampling
 from rollcall.loop.rollout import sampling_seeds
 from rollcall.observe.headline import GRADED, is_graded
 from rollcall.reward.scorer import Scorer
-from rollcall.types import FinishReason, Group, Prompt
+from rollcall.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
             for k in _powers(attempts)
         },
         reward_mean=float(np.mean([score.value for group in groups for score in group.scores])),
-        response_length_mean=float(np.mean([len(completion.token_ids) for completion in completions])),
-        truncated_fraction=float(np.mean([completion.finish is FinishReason.LENGTH for completion in completions])),
+        response_length_mean=float(np.mean([completion.num_sampled for completion in completions])),
+        truncated_fraction=float(np.mean([completion.is_cut for completion in completions])),
         graded_fraction=float(np.mean([is_graded(score) for group in groups for score in group.scores])),
         num_unscored=sum(bool(score.errors) for group in groups for score in group.scores),
         groups=groups,

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollcall.loop.rollout import Clock
 from rollcall.loop.supply import StepBatch
-from rollcall.types import EndReason, Episode, FinishReason, Sample, rows_of
+from rollcall.types import EndReason, Episode, Sample, rows_of
 
 
 def batch_metrics(
@@ -17,7 +17,7 @@ def batch_metrics(
     scores = [score for group in batch.groups for score in group.scores]
     completions = [completion for group in batch.groups for completion in group.completions]
     rewards = np.array([score.value for score in scores])
-    lengths = [sum(int(row.mask.sum()) for row in rows_of(completion)) for completion in completions]
+    lengths = [completion.num_sampled for completion in completions]
     lags = _staleness(batch)
     loss_tokens = np.concatenate([np.zeros(0), *(sample.advantages[sample.mask] for sample in samples)])
     metrics = {
@@ -33,9 +33,7 @@ def batch_metrics(
         "rollout/staleness_max": float(max(lags, default=0)),
         "rollout/tokens": float(sum(lengths)),
         "rollout/response_length_mean": float(np.mean(lengths)),
-        "rollout/truncated_fraction": float(
-            np.mean([completion.finish is FinishReason.LENGTH for completion in completions])
-        ),
+        "rollout/truncated_fraction": float(np.mean([completion.is_cut for completion in completions])),
         "rollout/groups_from_journal": float(batch.num_from_journal),
         "time/rollout_s": batch.wall_s,
         "time/reward_s": clock.reward_s,

@@ -18,7 +18,9 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("", "Policy loss of the step with its KL and entropy terms, mean over updates."),
-    "train/reward_mean": Metric("", "Mean reward over the completions trained on."),
+    "train/reward_mean": Metric(
+        "", "Mean reward over the completions of the step, also those of masked and dropped episodes."
+    ),
     "train/reward_std": Metric("", "Standard deviation of the reward over the same completions."),
     "train/accuracy": Metric("share", "Completions whose first reward is at least `eval.threshold`."),
     "train/kl": Metric("nats/token", "KL to the frozen reference, by `algorithm.kl_estimator`."),
@@ -37,8 +39,8 @@ METRICS: dict[str, Metric] = {
     "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
     "train/advantage_abs_mean": Metric("", "Mean absolute advantage. Near 0 there is nothing to learn from."),
     "train/zero_variance_groups": Metric("share", "Groups whose rewards are all equal."),
-    "train/completions": Metric("count", "Completions trained on."),
-    "train/reward_errors": Metric("count", "Completions trained on that at least one reward could not score."),
+    "train/completions": Metric("count", "Completions of the step, also those of masked and dropped episodes."),
+    "train/reward_errors": Metric("count", "Completions of the step that at least one reward could not score."),
     "train/refills": Metric("count", "How many times the step drew more prompts for dynamic sampling."),
     "train/tokens": Metric(
         "tokens",
@@ -77,8 +79,10 @@ METRICS: dict[str, Metric] = {
     "reward_errors/<part>": Metric(
         "count", "Completions that this reward could not score (it raised, hung or returned NaN). They score 0."
     ),
-    "episode/turns_mean": Metric("count", "Mean number of turns of an episode."),
-    "episode/tool_calls_mean": Metric("count", "Mean number of tool calls of an episode."),
+    "episode/turns_mean": Metric(
+        "count", "Mean number of turns of an episode; of a program with several conversations, those of the first."
+    ),
+    "episode/tool_calls_mean": Metric("count", "Mean number of tool calls in these turns."),
     "episode/failed_fraction": Metric("share", "Episodes whose environment raised, died or returned rubbish."),
     "episode/truncated_fraction": Metric("share", "Episodes that the limit of turns or tokens ended."),
     "episode/timed_out_fraction": Metric("share", "Episodes that took too long, or one call of their environment did."),
@@ -91,7 +95,10 @@ METRICS: dict[str, Metric] = {
     ),
     "eval/pass_at_k": Metric("share", "Held-out prompts with a correct completion among `eval.samples_per_prompt`."),
     "eval/reward_mean": Metric("", "Mean reward on the held-out prompts."),
-    "eval/response_length_mean": Metric("tokens", "Mean length of a held-out completion."),
+    "eval/response_length_mean": Metric(
+        "tokens",
+        "Mean number of sampled tokens of a held-out completion, counted as in `rollout/response_length_mean`.",
+    ),
     "eval/truncated_fraction": Metric("share", "Held-out completions that hit the token limit."),
     "eval/completions": Metric("count", "Held-out completions."),
     "eval/reward_errors": Metric(
