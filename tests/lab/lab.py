@@ -18,6 +18,7 @@ import functools
 import itertools
 import json
 import os
+import pwd
 import re
 import select
 import shutil
@@ -174,7 +175,7 @@ class Host:
         self.ip, self.ip6 = f"10.77.0.{index + 1}", f"fd00:77::{index + 1:x}"  # on eth0
         self.ip_eth1, self.ip6_eth1 = f"10.78.0.{index + 1}", f"fd00:78::{index + 1:x}"
         self.shared = lab.shared
-        self.home = Path.home()
+        self.home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # ssh takes it from there, whatever HOME says
         self.own_folders = [*map(Path, ("/tmp", "/var/tmp", "/run", "/dev/shm")), self.home]
         self._ports = (f"p{index}a", f"p{index}b")  # the switches' ends of eth0 and eth1
         self._init: _Pid1 | None = None
