@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,7 @@ WORKLOADS = {
 }  # fmt: skip
 
 
+@cache
 def _vocabulary(vocab_size: int) -> dict[str, int]:
     """Pad, eos, then single bytes as byte-level BPE writes them, then entries that no text reaches."""
     # Byte-level BPE shows printable bytes as themselves and moves the others above 256, in order.
