@@ -134,6 +134,23 @@ def test_what_cannot_be_used_is_refused_at_the_start_with_what_to_do() -> None:
         made(env=["ROLLCALL_NOT_SET"])
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("import os\nos._exit(0)", "ended at its start"),
+        ("import os\nos.fork()\nclass Game:\n    def reset(self): ...", "said at its start what no environment says"),
+    ],
+)
+def test_a_module_that_ends_or_doubles_its_process_is_refused_with_what_to_do(
+    body: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_END_WAIT_S", 1.0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd_module.py").write_text(body)
+    with pytest.raises(ConfigError, match=f"{why}.*; check what its module does when imported"):
+        made("odd_module:Game")
+
+
 def test_hostile_environments_fail_their_own_episode_alone(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

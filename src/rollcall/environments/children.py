@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -179,7 +180,8 @@ class Zygote:
             self._send_setup(setup)
             self.tools = self._read_ready(ready_fd, line, timeout_s=timeout_s)
         except BaseException:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.hang_up()
             self.wait()
             raise
@@ -222,10 +224,11 @@ class Zygote:
         try:
             told = json.loads(body)
         except ValueError:
-            how = how_it_ended(self.process.wait(_END_WAIT_S))
-            raise ConfigError(
-                f"the environment's process ended at its start ({how}); check what its module does when imported"
-            ) from None
+            try:
+                how = f"ended at its start ({how_it_ended(self.process.wait(_END_WAIT_S))})"
+            except subprocess.TimeoutExpired:
+                how = "said at its start what no environment says"
+            raise ConfigError(f"the environment's process {how}; check what its module does when imported") from None
         if "refused" in told:
             raise ConfigError(visible(str(told["refused"])))
         return told["tools"]
