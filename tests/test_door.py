@@ -122,3 +122,17 @@ def test_a_flood_of_silent_callers_is_bounded_and_keeps_nobody_out(
     assert len(entrance._callers) <= 8
     for one in [inside, found[0][0], *flood]:
         one.close()
+
+
+def test_a_caller_that_speaks_while_it_makes_way_does_no_harm(
+    opened: tuple[Door, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "PROOF_S", 1e6)
+    monkeypatch.setattr(door, "MOST_WAITING", 1)
+    entrance, address = opened
+    with socket.create_connection(address, timeout=WAIT_S) as first:
+        assert entrance.accept(0.01) is None and len(read(first)) == CHALLENGE
+        # Both are seen at once: who makes way has something to say.
+        with socket.create_connection(address, timeout=WAIT_S) as second:
+            first.sendall(b"x")
+            assert entrance.accept(0.01) is None and len(read(second)) == CHALLENGE

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rollcall.environments.child import MAX_ANSWER_BYTES
 from rollcall.environments.frames import Failed, Opened, Worth, read_answer, receive, request_bytes, send
 from rollcall.environments.host import HostPlace
 from rollcall.environments.processes import kind_of
@@ -218,8 +219,14 @@ class _Hosted:
             continue
 
     async def _ask(self, request: dict[str, Any], wanted: type[_T]) -> _T:
+        body = request_bytes(request)
+        if len(body) > MAX_ANSWER_BYTES:
+            raise EnvironmentFailed(
+                f"{request['do']} takes {len(body):,} bytes, and a node is sent at most {MAX_ANSWER_BYTES:,}; leave long columns out of "
+                "the data"
+            )
         try:
-            await send(self._writer, request_bytes(request))
+            await send(self._writer, body)
             said = read_answer(await receive(self._reader))
         except _BROKEN as error:
             raise self._lost(error) from None

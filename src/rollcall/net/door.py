@@ -132,7 +132,9 @@ class Door:
 
     def _hear(self, connection: socket.socket) -> bool:
         """Whether this caller has proved that it knows the secret; one that failed to is dismissed."""
-        caller = self._callers[connection]
+        caller = self._callers.get(connection)
+        if caller is None:  # it has just made way for another one
+            return False
         try:
             data = connection.recv(2 * CHALLENGE - len(caller.said))
         except BlockingIOError:
