@@ -449,6 +449,7 @@ def test_down_on_every_host_leaves_nothing(pair: tuple[Lab, str]) -> None:
     assert leftovers(lab.hosts) == {}
 
 
+@pytest.mark.slow
 def test_two_hosts_become_a_cluster_that_a_stranger_cannot_join(tmp_path: Path) -> None:
     with Lab(hosts=3, shared=tmp_path / "shared") as lab:
         *hosts, outsider = lab.hosts

@@ -42,10 +42,9 @@ def simulated_processes() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "placement",
-    [{"actor,rollout": "all"}, pytest.param({"rollout": "0", "actor": "1"}, marks=pytest.mark.slow)],
-    ids=["together", "apart"],
+    "placement", [{"actor,rollout": "all"}, {"rollout": "0", "actor": "1"}], ids=["together", "apart"]
 )
 def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(
     tmp_path: Path, placement: dict[str, str]
