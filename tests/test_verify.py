@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_learner(learner, make_tokenizer(), folder / "before")
     step(learner, 1)
     export_learner(learner, make_tokenizer(), folder / "model")
-    export_model(learner.whole_model(), make_tokenizer(), folder / "bfloat16", dtype="bfloat16")
+    export_model(learner.model, make_tokenizer(), folder / "bfloat16", dtype="bfloat16")
     return folder
 
 

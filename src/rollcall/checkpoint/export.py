@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,19 @@ from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors_header import write_header
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What a weight file holds. The values come one by one, in the order of ``kinds``."""
+
+    kinds: Mapping[str, tuple[torch.dtype, torch.Size]]
+    values: Iterable[tuple[str, torch.Tensor]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Weights:
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        return cls(kinds=kinds, values=tensors.items())
+
+
 def export_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -35,12 +48,13 @@ def export_model(
     dtype: str | None = None,
     stops: Sequence[int] = (),
     probe: TrainedProbe | None = None,
+    weights: Weights | None = None,
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
 
     ``dtype`` is a torch name such as ``bfloat16``; None keeps the model's own. A model directory already at ``dir`` is
     replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
-    is written beside the weights.
+    is written beside the weights. ``weights``: those to write, if ``model`` is only an outline.
     """
     dir = Path(dir)
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
@@ -51,7 +65,8 @@ def export_model(
     try:
         with staging(dir) as tmp:
             _write_configs(model, tokenizer, tmp, dtype=target, stops=stops)
-            _write_safetensors(_named_tensors(model), tmp / "model.safetensors", dtype=target)
+            weights = weights or Weights.of(_named_tensors(model))
+            _write_safetensors(weights, tmp / "model.safetensors", dtype=target)
             tokenizer.save_pretrained(tmp)
             if probe is not None:
                 beside = {path.relative_to(tmp).as_posix(): path for path in tmp.rglob("*") if path.name.endswith(ENDS)}
@@ -114,13 +129,13 @@ def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return revert_weight_conversion(model, tensors)
 
 
-def _write_safetensors(tensors: dict[str, torch.Tensor], path: Path, *, dtype: torch.dtype) -> None:
-    stored = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
-    if unreal := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
-        raise ValueError(f"tensor {unreal} has no values (it is on the meta device), so it cannot be stored")
+def _write_safetensors(weights: Weights, path: Path, *, dtype: torch.dtype) -> None:
+    stored = {name: dtype if own.is_floating_point else own for name, (own, _) in weights.kinds.items()}
     with path.open("wb") as file:
-        shapes = ((name, stored[name], tensor.shape) for name, tensor in tensors.items())
+        shapes = ((name, stored[name], shape) for name, (_, shape) in weights.kinds.items())
         write_header(file, shapes, metadata={"format": "pt"})
-        for name, tensor in tensors.items():
-            flat = tensor.to(device="cpu", dtype=stored[name]).contiguous().reshape(-1)
+        for name, tensor in weights.values:
+            if tensor.is_meta:
+                raise ValueError(f"tensor {name} has no values (it is on the meta device), so it cannot be stored")
+            flat = tensor.detach().to(device="cpu", dtype=stored[name]).contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollcall.checkpoint.parts import File, PartTensor
 from rollcall.errors import CheckpointError
+from rollcall.learner.from_files import read_part
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.decoder import module_names
@@ -126,14 +127,10 @@ class PartsOf(Mapping[str, Tensor]):
         self._body, self._stored, self._prefix = body, stored, prefix
 
     def __getitem__(self, name: str) -> Tensor:
-        blocks = list(self._body.layout(name).blocks())
-        local = self._body.named[name]
-        if not blocks:
-            return torch.empty(local.shape, dtype=local.dtype)
-        own = [
-            self._stored.read(f"{self._prefix}{block.name}", start=block.start, shape=block.shape) for block in blocks
-        ]
-        return own[0] if len(own) == 1 else torch.cat(own)
+        stored = self._stored.tensors[f"{self._prefix}{module_names(name)[0]}"]
+        part = torch.empty(self._body.named[name].shape, dtype=stored.dtype.torch)
+        read_part(part, self._body.layout(name), self._stored, prefix=self._prefix)
+        return part
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._body.named)
@@ -161,11 +158,10 @@ def refuse_others(body: Body, stored: Stored) -> None:
     )
 
 
-@torch.no_grad()
 def load_weights(body: Body, stored: Stored) -> None:
     """Into the tensors that are there; a rank reads only its own blocks."""
-    for name, part in PartsOf(body, stored).items():
-        body.named[name].copy_(part)
+    for name, local in body.named.items():
+        read_part(local, body.layout(name), stored)
 
 
 def open_role(directory: Path, role: str) -> Stored | None:

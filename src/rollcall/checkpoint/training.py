@@ -7,16 +7,17 @@ functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rollcall.checkpoint.beside import describe_beside
-from rollcall.checkpoint.export import export_model, model_files
+from rollcall.checkpoint.export import Weights, export_model, model_files
 from rollcall.checkpoint.in_parts import (
     PartsOf,
     critic_files,
@@ -32,11 +33,33 @@ from rollcall.checkpoint.parts import File
 from rollcall.checkpoint.probe import probe_of
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
-from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
+from rollcall.stored.files import StoredFile
 from rollcall.stored.find import PROBE
-from rollcall.stored.safetensors import open_model_dir
+from rollcall.stored.safetensors import open_model_dir, open_parts
+from rollcall.stored.tensors import Stored
+
+
+class OneByOne(Mapping[str, Tensor]):
+    """Stored tensors, each read when it is asked for and kept by nobody else."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: torch.Size(tensor.shape) for name, tensor in self._stored.tensors.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored.tensors)
+
+    def __len__(self) -> int:
+        return len(self._stored.tensors)
 
 
 class Beside:
@@ -95,9 +118,31 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: S
 def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
     """The model directory alone, from the gang's first rank; ``stops`` as in ``write_learner``."""
     refuse_non_finite(learner, name="actor")
-    probe, model = probe_of(learner), learner.whole_model()
-    if model is not None:
-        export_model(model, tokenizer, directory, dtype=None, stops=stops, probe=probe)
+    probe, body = probe_of(learner), learner.body
+    weights = in_modules(body) if body.in_parts else None
+    try:
+        if learner.gang.rank == 0:
+            export_model(learner.model, tokenizer, directory, stops=stops, probe=probe, weights=weights)
+    finally:
+        # Every rank gives its part of every weight, also when the first one cannot write.
+        for _ in weights.values if weights is not None else ():
+            continue
+
+
+def in_modules(body: Body) -> Weights:
+    """The whole weights of a model in parts under the names of transformers, put together one at a time."""
+    layouts = {name: body.layout(name) for name in body.named}
+    kinds = {
+        module: (body.dtype, torch.Size((rows, *layout.shape[1:])))
+        for name, layout in layouts.items()
+        for module, rows in zip(module_names(name), layout.rows, strict=True)
+    }
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name, whole in body.whole_tensors():
+            yield from zip(module_names(name), whole.split(layouts[name].rows), strict=True)
+
+    return Weights(kinds=kinds, values=values())
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
@@ -141,15 +186,15 @@ def read_critic(critic: Critic, directory: Path) -> None:
         read_optimizer(critic, directory, "critic", weights=stored)
         return
     path = directory / "critic.safetensors"
-    weights, wanted = load_file(path), critic.body.shapes
+    wanted = critic.body.shapes
+    weights = OneByOne(open_parts([StoredFile(path=path, size=path.stat().st_size)], origin=str(path)))
+    found = weights.shapes
     refuse_other_tensors(
         f"checkpoint {path}",
-        missing=wanted.keys() - weights.keys(),
-        unexpected=weights.keys() - wanted.keys(),
+        missing=wanted.keys() - found.keys(),
+        unexpected=found.keys() - wanted.keys(),
         misshaped={
-            name: (tensor.shape, wanted[name])
-            for name, tensor in weights.items()
-            if name in wanted and tensor.shape != wanted[name]
+            name: (shape, wanted[name]) for name, shape in found.items() if name in wanted and shape != wanted[name]
         },
     )
     critic.body.load(weights)
@@ -162,7 +207,7 @@ def _save(state: Any, path: Path) -> None:
         torch.save(state, file)
 
 
-def _read_state(model: Learner | Critic, path: Path, *, weights: Mapping[str, torch.Tensor]) -> None:
+def _read_state(model: Learner | Critic, path: Path, *, weights: Mapping[str, Tensor]) -> None:
     """Memory-mapped if a rank needs only its part. ``weights`` are the checkpoint's, at their precision there."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=model.body.in_parts)
     if model.optimizer.uses_masters and not state["masters"]:

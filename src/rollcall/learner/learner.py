@@ -26,8 +26,8 @@ from rollcall.learner.packing import pack
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.decoder import Decoder
-from rollcall.model.load import empty_copy
 from rollcall.plan.mesh import split_of
+from rollcall.stored.tensors import Stored
 from rollcall.types import Floats, MicroBatch, Sample, attempts_of
 
 if TYPE_CHECKING:
@@ -64,16 +64,18 @@ class Learner:
         gang: Gang | None = None,
         device: torch.device | None = None,
         mirror: bool = False,
+        unread: Stored | None = None,
     ):
         """If each rank takes only a part of it, ``model`` may be on another device than ``device``. It then does not change,
-        unless ``mirror`` asks that it follows the trained weights."""
+        unless ``mirror`` asks that it follows the trained weights. ``unread``: where the weights of a model on the meta device
+        are."""
         self.model = model
         self.gang = gang or Gang.alone()
         self.section = section
         self.algorithm = algorithm
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
-        self.body = make_body(model, section, gang=self.gang, device=device)
+        self.body = make_body(model, section, gang=self.gang, device=device, unread=unread)
         self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
         self.num_tokens_trained = 0
         self._mirrored = Decoder.of(model).named_tensors() if mirror and self.body.in_parts else {}
@@ -108,19 +110,6 @@ class Learner:
         if self._mirrored:
             for name, tensor in self.body.whole_tensors():
                 self._mirrored[name].copy_(tensor)
-
-    def whole_model(self) -> Any:
-        """The module with the current weights, on the gang's first rank; None on the others."""
-        first = self.gang.rank == 0
-        if not self.body.in_parts:
-            return self.model if first else None
-        model = empty_copy(self.model) if first else None
-        into = Decoder.of(model).named_tensors() if model is not None else {}
-        with torch.no_grad():
-            for name, tensor in self.body.whole_tensors():
-                if first:
-                    into[name].copy_(tensor)
-        return model
 
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
@@ -198,13 +187,14 @@ class Critic:
         total_updates: int,
         gang: Gang | None = None,
         device: torch.device | None = None,
+        unread: Stored | None = None,
     ):
         self.gang = gang or Gang.alone()
         # A new critic knows nothing: all values are 0.
         heads = {"head": torch.zeros(1, model.config.hidden_size), "head_bias": torch.zeros(1)}
         self.section = section
         self.algorithm = algorithm
-        self.body = make_body(model, section, gang=self.gang, device=device, heads=heads, name="critic")
+        self.body = make_body(model, section, gang=self.gang, device=device, heads=heads, name="critic", unread=unread)
         self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
 
     @torch.no_grad()
@@ -260,8 +250,10 @@ def make_body(
     heads: Mapping[str, Tensor] | None = None,
     frozen: bool = False,
     name: str = "actor",
+    unread: Stored | None = None,
 ) -> Body:
-    """The model's weights as this rank of the gang has them: all, or a part."""
+    """The model's weights as this rank of the gang has them: all, or a part. ``unread``: where those of a model on the meta device
+    are."""
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
     decoder = Decoder.of(model)
@@ -283,7 +275,7 @@ def make_body(
         raise ValueError(
             f"{name}.cpu_offload=true keeps weights off the accelerator, and this run has none (it is on the CPU); leave it out"
         )
-    return Sharded(decoder, section, gang=gang, split=split, device=where, heads=heads, frozen=frozen)
+    return Sharded(decoder, section, gang=gang, split=split, device=where, heads=heads, frozen=frozen, unread=unread)
 
 
 def whole_body(model: Any) -> Body:

@@ -11,7 +11,7 @@ rank with fewer micro-batches runs idle ones, whose gradient is zero.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
+from rollcall.learner.from_files import read_part, same_values
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats
@@ -32,10 +33,16 @@ from rollcall.learner.sharded_modules import LAYER_TENSORS, Shape, ShardedLayer,
 from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, split_order
 from rollcall.learner.whole import LossOf, everyones
 from rollcall.model.attention import layout_of, packed_attention
-from rollcall.model.decoder import Decoder, after_attention, before_attention, rope_tables
-from rollcall.model.load import non_finite_of
+from rollcall.model.decoder import Decoder, after_attention, before_attention, module_names, rope_tables
+from rollcall.model.load import non_finite_of, refuse_diverged
 from rollcall.plan.mesh import ModelSplit
+from rollcall.stored.tensors import Stored
 from rollcall.types import MicroBatch
+
+OTHER_HEAD = (
+    "config.json says that the output head is the embeddings, and the weight file has a different head; set "
+    "tie_word_embeddings to false in config.json"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +77,10 @@ class Sharded:
         device: torch.device,
         heads: Mapping[str, Tensor] | None = None,
         frozen: bool = False,
+        unread: Stored | None = None,
     ):
-        """``decoder`` has the whole weights, on any device, and is not kept. On the meta device the first rank sends the weights.
-        ``heads`` are a critic's, which replace the output head."""
+        """``decoder`` has the whole weights, on any device, and is not kept. On the meta device this rank reads its part of
+        ``unread``, or without that the first rank sends the weights. ``heads`` are a critic's, which replace the output head."""
         self.gang, self.split, self.device, self.dtype = gang, split, device, decoder.dtype
         self.section = section
         self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
@@ -88,12 +96,9 @@ class Sharded:
         self.head_dim = decoder.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.rotary = own_rotary(decoder).to(device)
-        self._first_gives = any(gang.gather(decoder.device.type == "meta"))
+        self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
-            raise ValueError(
-                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, "
-                "and the weight file has a different head; set tie_word_embeddings to false in config.json"
-            )
+            raise ValueError(f"the processes of this model do not agree on its weights: {OTHER_HEAD}")
         self.cos = self.sin = torch.empty(0)
         group = TensorGroup(
             group=self.meshes.tensor_group,
@@ -113,6 +118,23 @@ class Sharded:
         self.homes: dict[str, Home] = {}
         self._build(decoder, heads or {})
         self.named = {name: home.local for name, home in self.homes.items()}
+        origins = gang.gather(None if unread is None else unread.origin)
+        if any(origins):
+            self._read(unread, made=heads or {}, path=next(filter(None, origins)))
+
+    def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
+        """Fill this rank's parts from the files, but for what was ``made`` here. All ranks call it, also those that have values."""
+        other_head = False
+        if unread is not None:
+            for name, local in self.named.items():
+                if name not in made:
+                    read_part(local, self.layout(name), unread, rounded_to=self.dtype)
+            (embed,), (head,) = module_names("embed"), module_names("lm_head")
+            if "lm_head" not in self.named and head in unread.tensors and not made:
+                other_head = not same_values(self.layout("embed"), unread, name=embed, other=head)
+        if any(self.gang.gather(other_head)):
+            raise ValueError(f"model.path={path}: {OTHER_HEAD}")
+        refuse_diverged(path, [one for name in self.non_finite() for one in module_names(name)])
 
     def _build(self, decoder: Decoder, heads: Mapping[str, Tensor]) -> None:
         layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
@@ -169,10 +191,13 @@ class Sharded:
 
     def _parameter(self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True) -> nn.Parameter:
         """In float32 where updates go to master weights: FSDP rounds what it gathers."""
-        masters = self.section.master_weights and not self.frozen
-        kept = tensor.detach().to(self.device, torch.float32 if masters else self.dtype).contiguous()
-        if kept.data_ptr() == tensor.data_ptr():
-            kept = kept.clone()
+        dtype = torch.float32 if self.section.master_weights and not self.frozen else self.dtype
+        if tensor.is_meta:  # FSDP takes this rank's part of it, which is filled from the files then
+            kept = torch.empty(tensor.shape, device=self.device, dtype=dtype)
+        else:
+            kept = tensor.detach().to(self.device, dtype).contiguous()
+            if kept.data_ptr() == tensor.data_ptr():
+                kept = kept.clone()
         if not is_root and self.split.tensor > 1:
             placement = Replicate() if dim is None else Shard(dim)
             kept = DTensor.from_local(kept, self.meshes.tensor, [placement], run_check=False)

@@ -76,13 +76,18 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     model, info = loaded
     refuse_loaded(f"model.path={path}", info, leave_out=lambda name: name.endswith(ROTARY))
     model = model.to(device).eval().requires_grad_(False)
-    if bad := non_finite_of(dict(model.named_parameters()), dtype=dtype):
+    refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=dtype))
+    fuse_parameters(model)
+    return model
+
+
+def refuse_diverged(path: str, bad: Sequence[str]) -> None:
+    """``bad`` are the tensors with values that are not finite."""
+    if bad:
         raise ModelError(
             f"model.path={path}: {_tensors(len(bad))} not finite ({_first_few(bad)}), so the model has diverged; give "
             "another, such as an older checkpoint"
         )
-    fuse_parameters(model)
-    return model
 
 
 def is_stored(path: str) -> bool:
@@ -235,17 +240,6 @@ def _tensors(count: int) -> str:
 
 def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def empty_copy(model: Any) -> Any:
-    """The same module in host memory, its weights not filled in; ``model`` may be on the meta device."""
-    with torch.device("meta"):
-        copy = type(model)(model.config).to(model.dtype)
-    copy = copy.to_empty(device="cpu").eval().requires_grad_(False)
-    copy.tie_weights()
-    copy.generation_config = model.generation_config
-    fuse_parameters(copy)
-    return copy
 
 
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:

@@ -33,6 +33,7 @@ from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
+from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say
 from rollcall.words import counted
@@ -122,6 +123,7 @@ def build_learner(
     gang: Gang,
     device: torch.device | None = None,
     mirror: bool = False,
+    unread: Stored | None = None,
 ) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
@@ -134,6 +136,7 @@ def build_learner(
         gang=gang,
         device=device,
         mirror=mirror,
+        unread=unread,
     )
     on_cpu = learner.body.device.type == "cpu"
     if on_cpu:
@@ -196,17 +199,29 @@ def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs:
         raise
 
 
-def build_critic(config: Config, model: Any, *, gang: Gang, device: torch.device | None = None) -> Critic:
+def build_critic(
+    config: Config, model: Any, *, gang: Gang, device: torch.device | None = None, unread: Stored | None = None
+) -> Critic:
     assert isinstance(config.algorithm, Ppo)
     updates = config.trainer.steps * config.critic.minibatches * config.critic.epochs
-    return Critic(model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang, device=device)
+    return Critic(
+        model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang, device=device, unread=unread
+    )
 
 
 def build_reference(
-    config: Config, model: Any, *, gang: Gang | None = None, device: torch.device | None = None
+    config: Config,
+    model: Any,
+    *,
+    gang: Gang | None = None,
+    device: torch.device | None = None,
+    unread: Stored | None = None,
 ) -> Reference:
     """The frozen model. With the actor's ``gang`` it is divided into parts as the actor is."""
-    body = make_body(model, config.actor, gang=gang, device=device, frozen=True) if gang else whole_body(model)
+    if gang is None:
+        body = whole_body(model)
+    else:
+        body = make_body(model, config.actor, gang=gang, device=device, frozen=True, unread=unread)
     return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from rollcall.model.load import (
     resolve_dtype,
 )
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.model.unread import WholeOnly, open_unread
 from rollcall.net.door import listen_at
 from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
@@ -46,7 +47,9 @@ from rollcall.roles.build import (
 from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.roles.trained import Trained
 from rollcall.roles.weight_sync import WorkerWeights
+from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample
+from rollcall.wait import say
 from rollcall.weights.protocol import Invitation
 
 POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the policy's weights
@@ -116,14 +119,15 @@ class RoleWorker(Trained):
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
         gang = self._join(ranks, meeting)
+        unread = None
         if roles.isdisjoint(POLICY):
             model = self._outline()
         else:
             # Where a model is in parts, only this process's parts go to the device, unless an engine here reads all.
-            model = self._load(gang, in_parts=Role.ACTOR in self._in_parts and Role.ROLLOUT not in roles)
+            model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=Role.ROLLOUT in roles)
         self.learner = None
         if Role.ACTOR in roles:
-            self.learner = build_learner(self.config, model, gang=gang, device=self.device)
+            self.learner = build_learner(self.config, model, gang=gang, device=self.device, unread=unread)
             if self.learner.body.in_parts and Role.ROLLOUT not in roles:
                 model.to("meta")
         if Role.ROLLOUT in roles:
@@ -131,13 +135,12 @@ class RoleWorker(Trained):
             self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
         self.critic = self.reference = None
         if Role.CRITIC in roles:
-            critic = self._load(gang, in_parts=Role.CRITIC in self._in_parts)
-            self.critic = build_critic(self.config, critic, gang=gang, device=self.device)
+            critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
+            self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
         if Role.REFERENCE in roles:
-            in_parts = Role.REFERENCE in self._in_parts
-            self.reference = build_reference(
-                self.config, self._load(gang, in_parts=in_parts), gang=gang if in_parts else None, device=self.device
-            )
+            together = gang if Role.REFERENCE in self._in_parts else None
+            frozen, unread = self._load(gang, Role.REFERENCE, in_roles=roles)
+            self.reference = build_reference(self.config, frozen, gang=together, device=self.device, unread=unread)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
         self.model = model
@@ -151,12 +154,30 @@ class RoleWorker(Trained):
             tokenizer=tokenizer_mark(self.tokenizer),
         )
 
-    def _load(self, gang: Gang, *, in_parts: bool) -> Any:
-        """Where a model is in parts, the gang's first process loads the weights and gives the others their parts."""
-        if in_parts and gang.rank != 0:
-            return self._outline()
-        device = torch.device("cpu") if in_parts else self.device
-        return load_causal_lm(self.model_path, device=device, dtype=self.dtype, trust_remote_code=self.trust)
+    def _load(
+        self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
+    ) -> tuple[Any, Stored | None]:
+        """The model of ``role``, and where its weights are if it is only an outline: each process of a gang whose model is in parts
+        reads its own. If the files do not allow that, the gang's first process loads the model and gives the others their parts.
+        ``whole``: something here needs all of it."""
+        in_parts = role in self._in_parts and role in in_roles
+        outline = self._outline() if in_parts and not whole else None
+        unread, why = None, None
+        if outline is not None:
+            try:
+                unread = open_unread(self.model_path, outline)
+            except WholeOnly as error:
+                why = str(error)
+        # All members come here, since a role is in parts for all of them or for none.
+        reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
+        if reasons and gang.rank == 0:
+            say(
+                f"the first {role} process loads the model whole, because its weights cannot be read in parts: {reasons[0]}"
+            )
+        if outline is not None and (not reasons or gang.rank != 0):
+            return outline, None if reasons else unread
+        device = torch.device("cpu") if outline is not None else self.device
+        return load_causal_lm(self.model_path, device=device, dtype=self.dtype, trust_remote_code=self.trust), None
 
     def _outline(self) -> Any:
         return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
