@@ -42,6 +42,7 @@ class _TokenStats(torch.autograd.Function):
             stats = _row_stats(logits, targets[part], scale)
             for index, values in enumerate(stats):
                 out[index, part] = values
+            del logits  # the next chunk takes its place
         logprobs, lse, entropy, mean = out.unbind(0)
         certainty = lse - mean - torch.log(torch.tensor(float(len(weight))))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
@@ -69,8 +70,10 @@ class _TokenStats(torch.autograd.Function):
                 scale=ctx.scale,
                 dtype=hidden.dtype,
             )
+            del logits  # the largest tensors here: only one chunk of each is alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
             _accumulate(grad_weight, grad, hidden[part])
+            del grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 

@@ -64,15 +64,13 @@ class Whole:
     ) -> list[dict[str, Tensor]]:
         """Backward through every micro-batch; returns the metrics of each."""
         weights = list(self.named.values())
-
-        def gradients_of(batch: MicroBatch) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
-            loss, metrics = loss_of(batch)
-            return torch.autograd.grad(loss, weights, allow_unused=True), metrics
-
         rows: list[dict[str, Tensor]] = []
-        for gradients, metrics in map(gradients_of, batches):
-            optimizer.accumulate(gradients)
+        for batch in batches:
+            loss, metrics = loss_of(batch)
+            # Not kept in a name: the gradients would be there during the next backward too.
+            optimizer.accumulate(torch.autograd.grad(loss, weights, allow_unused=True))
             rows.append(metrics)
+            del loss
         return rows
 
     def sum_gradients(self, optimizer: Optimizer) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 from rollcall.config import Config, OptimizerSection
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
+from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, Passes
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of a process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
 RUNTIME = 3 * GIB // 2
-LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
 FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
 KV_BLOCK = 64  # tokens
 REWARD_ROWS = 16  # completions that a reward model scores at once
@@ -96,14 +96,9 @@ class ModelSizes:
     def num_parameters(self) -> int:
         return self.body_parameters + (0 if self.tied else self.vocab * self.hidden)
 
-    def kept_elements(self, tensor: int) -> int:
-        """Numbers that one layer keeps for one token until the backward pass."""
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        return 4 * self.hidden + (attention + 3 * self.intermediate) // tensor
-
     def working_elements(self, tensor: int) -> int:
-        """Numbers alive at once for one token in a forward pass without gradients."""
-        return 2 * self.hidden + max((self.heads + 2 * self.kv_heads) * self.head_dim, 3 * self.intermediate) // tensor
+        """Numbers alive at once for one token in a forward pass without gradients, which is not compiled."""
+        return 3 * self.hidden + max((self.heads + 2 * self.kv_heads) * self.head_dim, 4 * self.intermediate) // tensor
 
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "kv")  # of what a role needs
@@ -241,20 +236,26 @@ class _Job:
         has_head = role is Role.ACTOR
         num_parameters = self.sizes.num_parameters if has_head else self.sizes.body_parameters
         data = self._data_shards(section, mesh, group)
+        in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
-        gathered = self._gathered(mesh) if data > 1 else 0
         masters = width == 2 and section.master_weights
-        # Sums in float32 beside the gradients of one backward; AdamW holds two numbers per weight.
-        gradients = num_parameters * (4 + width) // shards + gathered
+        passes = Passes(
+            sizes=self.sizes,
+            width=width,
+            num_parameters=num_parameters // shards,
+            gradient_width=4 if in_parts else width,  # FSDP adds them up in float32
+            has_head=has_head,
+            tensor=mesh.tensor,
+            compiled=self._compiles(section, mesh),
+            recompute=section.activation_checkpointing,
+        )
+        # AdamW has two numbers per weight; FSDP's own weights are the masters, and what it gathers is what a forward reads.
         optimizer = num_parameters * (4 + 8 if masters else 2 * width) // shards
-        tokens, kept = section.tokens_per_microbatch, self.sizes.kept_elements(mesh.tensor)
-        if section.activation_checkpointing:
-            activations = tokens * (self.sizes.layers * self.sizes.hidden + kept) * width
-        else:
-            activations = tokens * self.sizes.layers * kept * width
-        if has_head:
-            activations += self._logits(tokens, mesh) + 4 * self.sizes.vocab * self.sizes.hidden // mesh.tensor
-        weights = num_parameters * width // shards + gathered
+        gathered = self._gathered(mesh) if in_parts else 0
+        weights = gathered if in_parts and masters else num_parameters * width // shards + gathered
+        gradients = num_parameters * 4 // shards  # the sums over micro-batches
+        if in_parts:  # of one layer, before and while it is added up over the ranks
+            gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0
         return RoleMemory(
@@ -262,10 +263,16 @@ class _Job:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=activations,
+            activations=passes.peak(section.tokens_per_microbatch),
             copied=data < mesh.data,
             recomputes=section.activation_checkpointing,
         )
+
+    def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
+        """Or runs as if: on a CPU the derivatives are written out by hand, and keep the same."""
+        if mesh.tensor > 1:
+            return False
+        return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
 
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:
         tokens = self.config.actor.tokens_per_microbatch
@@ -311,9 +318,7 @@ class _Job:
 
     def _gathered(self, mesh: Mesh) -> int:
         """Bytes of whole layers that a sharded model holds while it runs."""
-        if mesh.data == 1:
-            return 0
-        embeddings = self.sizes.vocab * self.sizes.hidden
+        embeddings = (1 if self.sizes.tied else 2) * self.sizes.vocab * self.sizes.hidden
         return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
 
     def _logits(self, tokens: int, mesh: Mesh) -> int:

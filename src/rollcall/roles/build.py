@@ -30,6 +30,7 @@ from rollcall.model.decoder import has_compiler
 from rollcall.model.files import resolve_model
 from rollcall.model.load import load_tokenizer
 from rollcall.model.stop_tokens import check_stop_strings
+from rollcall.plan.activations import COMPILE_FROM
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
@@ -38,7 +39,6 @@ from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say
 from rollcall.words import counted
 
-COMPILE_FROM = 50_000_000  # parameters; below, compiling costs more than it saves
 NUM_REWARD_WORKERS = 2
 
 

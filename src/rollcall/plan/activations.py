@@ -1,0 +1,115 @@
+"""What one micro-batch of the learner needs beside weights, optimizer state and summed gradients: by arithmetic, read off the code
+that runs it. Pure: no torch.
+
+A backward has three moments at which memory is largest, and ``Passes.peak`` is the largest of them:
+
+- head: all layers keep their activations, and a chunk of logits is differentiated (``learner/logprobs.py``). Logits that are kept
+  from the forward only because a card has room are not a need, and not counted;
+- layers: the last layer is differentiated, while all others still keep theirs;
+- end: nothing is kept any more, and the gradient of every weight is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
+COMPILE_FROM = 50_000_000  # parameters; below, compiling a learner on a GPU costs more than it saves
+OFFLOAD_LAYERS = 2  # whose activations are on the card at once, where the others are in host memory
+WIDE = 4  # bytes of a float32
+
+
+class Widths(Protocol):
+    """The sizes of a decoder that its activations depend on; ``plan.memory.ModelSizes`` has them."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The forward and backward passes of one learner on one rank."""
+
+    sizes: Widths
+    width: int  # bytes of a weight
+    num_parameters: int  # whose gradients this rank holds at the end of a backward
+    gradient_width: int  # bytes of a number in them
+    has_head: bool  # logits; a critic has none
+    tensor: int = 1  # ranks over which heads and MLP columns are divided
+    compiled: bool = True
+    recompute: bool = False  # keep each layer's input only
+    offload: bool = False  # what is kept waits in host memory
+
+    def peak(self, tokens: int) -> int:
+        return max(self.at_head(tokens), self.at_layers(tokens), self.at_end(tokens))
+
+    def tokens_in(self, room: int) -> int:
+        """The most tokens whose peak is at most ``room``; 0: not even one."""
+        low, high = 0, 1
+        while self.peak(high) <= room and high < 1 << 40:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peak(middle) <= room else (low, middle)
+        return low
+
+    def at_head(self, tokens: int) -> int:
+        if not self.has_head:
+            return tokens * (self._kept_of_all + self._around)
+        sizes = self.sizes
+        logits = min(tokens // self.tensor * sizes.vocab, LOGITS_AT_ONCE)
+        chunk = (WIDE + self.width) * logits  # and their gradient
+        return tokens * (self._kept_of_all + self._around) + WIDE * sizes.vocab * sizes.hidden + chunk
+
+    def at_layers(self, tokens: int) -> int:
+        """The gradient of the head waits for that of the embeddings, which are the same weight or come last."""
+        head = self.sizes.vocab * self.sizes.hidden * self.width if self.has_head else 0
+        again = self.kept_per_layer if self.recompute else 0
+        return tokens * (self._kept_of_all + again + self._gradients_of_layer) + head
+
+    def at_end(self, tokens: int) -> int:
+        """And the gradient of the embeddings, before it is added to the head's."""
+        embeddings = self.sizes.vocab * self.sizes.hidden * self.width
+        return self.num_parameters * self.gradient_width + embeddings + tokens * self._gradients_of_layer
+
+    @property
+    def kept_per_layer(self) -> int:
+        """Bytes that one layer keeps for one token until its backward, if it keeps all: the inputs of its norms and of its
+        products, queries, keys, values and the outcome of attention with its sums."""
+        sizes = self.sizes
+        attention = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim * self.width + WIDE * sizes.heads
+        if self.compiled:
+            norms = 4 * sizes.hidden * self.width
+            gated = 3 * sizes.intermediate * self.width
+        else:  # each norm also keeps its float32 form, the gate also its activation
+            norms = 2 * sizes.hidden * (WIDE + 2 * self.width)
+            gated = 4 * sizes.intermediate * self.width
+        return norms + (attention + gated) // self.tensor
+
+    @property
+    def _kept_of_all(self) -> int:
+        layers = min(self.sizes.layers, OFFLOAD_LAYERS) if self.offload else self.sizes.layers
+        return layers * (self.sizes.hidden * self.width if self.recompute else self.kept_per_layer)
+
+    @property
+    def _around(self) -> int:
+        """Of one token outside the layers: the final norm, which is not compiled, the rows that are predicted, their gradient."""
+        return self.sizes.hidden * (WIDE + 4 * self.width)
+
+    @property
+    def _gradients_of_layer(self) -> int:
+        """Of one token, alive at once while a layer is differentiated: around the MLP, where they are largest."""
+        return (3 * self.sizes.hidden + 3 * self.sizes.intermediate // self.tensor) * self.width
