@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import QWEN, TINY, _shape, hardware
+from benchmarks.common import QWEN, QWEN_1_5B, QWEN_7B, TINY, hardware
 from rollcall.config import Config, parse_config
 from rollcall.config.overrides import apply_override
 from rollcall.engine.native.engine import NativeEngine
@@ -53,7 +53,7 @@ SIZES = {
     "tiny": Size(shape=TINY, vocab=512, tied=True, cases=((2048, False), (2048, True)), actor={}),
     "0.5b": Size(shape=QWEN, vocab=151936, tied=True, cases=((16384, False), (32768, False), (32768, True)), actor={}),
     "1.5b": Size(
-        shape=_shape(hidden=1536, layers=28, heads=12, kv_heads=2, intermediate=8960),
+        shape=QWEN_1_5B,
         vocab=151936,
         tied=True,
         cases=((16384, False), (32768, False), (32768, True)),
@@ -61,7 +61,7 @@ SIZES = {
     ),
     # AdamW's float32 state of 7.6 billion weights and their masters is more than a card of 141 GB.
     "7b": Size(
-        shape=_shape(hidden=3584, layers=28, heads=28, kv_heads=4, intermediate=18944),
+        shape=QWEN_7B,
         vocab=152064,
         tied=False,
         cases=((4096, False), (16384, True)),
