@@ -207,6 +207,28 @@ time.sleep(600)
     assert not [row for row in rows if row.session == sid and row.state != "Z"]
 
 
+def test_a_program_that_leaves_a_daemon_behind_has_ended_and_the_daemon_ends_too(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    body = f"""
+chat([{{"role": "user", "content": "x"}}])
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        os.write(writer, b"x")
+        time.sleep(600)  # with the program's own stdout
+    os._exit(0)
+os.wait(), os.read(reader, 1)
+print(json.dumps({{"reward": 1}}))
+"""
+    episode = played(tokenizer, programs.write(tmp_path, body)).episode
+    assert episode and (episode.ended, episode.reward) == (EndReason.DONE, 1.0), episode
+    row = read_row(int((tmp_path / "pid").read_text()))
+    assert row is None or row.state == "Z"
+
+
 def test_a_program_that_eats_memory_ends_its_own_episode(tmp_path: Path, tokenizer: Any) -> None:
     completion = played(tokenizer, programs.write(tmp_path, "held = bytearray(2 << 30)"), memory_mb=256)
     assert completion.episode and completion.episode.ended is EndReason.ERROR

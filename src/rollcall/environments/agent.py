@@ -207,7 +207,9 @@ class AgentPlayer:
         """Why the episode ended, and what was wrong."""
         try:
             variables = self._variables(prompt, caller.name, key=key, folder=folder)
-            program = await Program.start(self.section.run, variables=variables, memory_mb=self.section.memory_mb)
+            program = await Program.start(
+                self.section.run, variables=variables, memory_mb=self.section.memory_mb, own="OPENAI_API_KEY"
+            )
         except (EnvironmentFailed, OSError) as error:
             return EndReason.ERROR, f"the program could not be started: {error}"
         limit_s = self.section.episode_timeout_s
