@@ -38,7 +38,7 @@ class EnvironmentBase(Section):
     env: list[VariableName] = field(
         [], "Names of environment variables that it gets, beside `PATH`, `HOME`, the language and the like."
     )
-    memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64)
+    memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64, le=1 << 30)
 
 
 _KWARGS = "Arguments of the class; with several classes a map from their names to the arguments of each."
@@ -48,7 +48,11 @@ _PYTHON = (
 )
 
 
-def _check_kwargs(kwargs: dict[str, Any], path: Any) -> None:
+def _check_paths(kwargs: dict[str, Any], path: Any) -> None:
+    if path is not None and not (path and all(name.strip() for name in kinds_of(path).values())):
+        raise KeyProblem("path", " is empty; give module:Class")
+    if isinstance(path, dict) and not all(path):
+        raise KeyProblem("path", " has a class without a name; give the name that a row's environment column has")
     if path is None and kwargs:
         raise KeyProblem("kwargs", " is given, and no class takes them; give path too")
     if not isinstance(path, dict):
@@ -82,7 +86,7 @@ class ClassEnvironment(EnvironmentBase):
     def _has_something(self) -> ClassEnvironment:
         if self.path is None and not self.tools:
             raise KeyProblem("path", " is missing; give module:Class, or functions in tools")
-        _check_kwargs(self.kwargs, self.path)
+        _check_paths(self.kwargs, self.path)
         return self
 
 
@@ -98,8 +102,16 @@ class StepEnvironment(EnvironmentBase):
 
     @model_validator(mode="after")
     def _has_arguments(self) -> StepEnvironment:
-        _check_kwargs(self.kwargs, self.path)
+        _check_paths(self.kwargs, self.path)
         return self
+
+
+def _refuse_call_timeout(section: EnvironmentBase) -> None:
+    given, default = section.call_timeout_s, EnvironmentBase.model_fields["call_timeout_s"].default
+    if given != default:
+        raise KeyProblem(
+            "call_timeout_s", f"={given:g} has no call to limit: the program plays by itself; set episode_timeout_s"
+        )
 
 
 class AgentEnvironment(EnvironmentBase):
@@ -110,6 +122,13 @@ class AgentEnvironment(EnvironmentBase):
         description="The command of one episode. It finds the address in OPENAI_BASE_URL, its key in OPENAI_API_KEY, and the row "
         "as JSON in ROLLCALL_ROW."
     )
+
+    @model_validator(mode="after")
+    def _has_a_command(self) -> AgentEnvironment:
+        if not self.run.strip():
+            raise KeyProblem("run", " is empty; give the command of your program")
+        _refuse_call_timeout(self)
+        return self
 
 
 class VerifiersEnvironment(EnvironmentBase):
@@ -129,6 +148,7 @@ class VerifiersEnvironment(EnvironmentBase):
             raise KeyProblem(
                 "config", " names no taskset; write for example {taskset: {id: textarena, game: Hangman-v0}}"
             )
+        _refuse_call_timeout(self)
         return self
 
 

@@ -38,7 +38,7 @@ def explain(item: Any, root: type[BaseModel]) -> str:
             return f"{path} is missing; give it a value"
         case "union_tag_not_found":
             tag = item["ctx"]["discriminator"].strip("'")
-            example = "grpo" if tag == "name" else "exact"
+            example = "class" if path == "environment" else "grpo" if tag == "name" else "exact"
             return f"{path} has no {tag}; docs/configuration.md lists them; write for example {path}.{tag}={example}"
         case "union_tag_invalid":
             return _unknown_tag(path, item["ctx"])
