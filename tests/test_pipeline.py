@@ -12,11 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from branching import make_branch, make_episode, make_turn
+from branching import make_group as episode_group
 from runs import IN_JOURNAL, IN_SAVE_WRITE, IN_UPDATE, Kill, finish, letter_rows, make_run, run_and_be_killed, weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
@@ -28,7 +31,7 @@ from rollcall.durable.journal import Journal
 from rollcall.loop.aside import in_thread
 from rollcall.loop.supply import AsCompleted, Begun, Cursor, Demand, InOrder, StepBatch, SuppliedGroup, choose
 from rollcall.plan.placement import Role
-from rollcall.types import Group, Prompt
+from rollcall.types import Group, Prompt, Segment
 
 STEPS, PROMPTS = 8, 6
 ORDERS = ("in_order", "as_completed")
@@ -204,6 +207,20 @@ def test_groups_without_signal_are_replaced_as_long_as_refills_last() -> None:
     assert all(len(batch.groups) == PROMPTS for batch in batches)
     draws = draws_of(asyncio.run(work(0)))
     assert sorted(draws) == list(range(STEPS * PROMPTS)), "without refills everything is trained on"
+
+
+def test_a_group_is_as_old_as_its_oldest_row() -> None:
+    branch = make_branch([4, 9], [True], seed=9)  # of version 0
+    completion = make_episode([make_turn(2, 0)], seed=0, branches=[branch])
+    newer = replace(completion, segments=(Segment(version=3, num_tokens=2),))
+
+    async def work() -> int:
+        supply = AsCompleted(needs_of(Clumsy(0), staleness=3), cursor=NOTHING_YET, recorded={})
+        begun = Begun(draw=0, version=3)
+        supply._note(begun, SuppliedGroup(group=episode_group([newer], [1.0]), from_journal=False))
+        return begun.version
+
+    assert asyncio.run(work()) == 0
 
 
 def test_an_error_in_a_group_ends_the_supply() -> None:

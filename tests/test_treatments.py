@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_group, make_turn
 from runs import column, finish
-from scripted import Scripted, says
+from scripted import Scripted, ends, says
 from test_episodes import game, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
+from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.loop.evaluate import summarize
 from rollcall.loop.rollout import Clock
 from rollcall.loop.samples import make_samples
@@ -153,6 +154,25 @@ def test_the_metrics_of_episodes() -> None:
     assert found["rollout/truncated_fraction"] == 0.25, "the limit of tokens ended it after a turn that was whole"
     evaluated = summarize([group], first_reward="environment", threshold=1.0).metrics()
     assert evaluated["eval/response_length_mean"] == 2.5 and evaluated["eval/truncated_fraction"] == 0.25
+
+
+def test_a_group_that_failed_does_not_stand_in_for_a_step_while_others_were_scored(
+    tmp_path: Path, scripted: Any
+) -> None:
+    """Rewards are all 0, so the step has no signal, and only the first group's environment fails."""
+    first: list[Any] = []
+
+    def answer(row: Any, texts: list[str]) -> Any:
+        first.append(row["prompt"])
+        if row["prompt"] == first[0]:
+            raise EnvironmentFailed("broken row")
+        return ends(reward=0.0)
+
+    scripted(Scripted(answer))
+    limits = ("trainer.steps=1", "algorithm.dynamic_sampling=true", "algorithm.max_refills=0")
+    config = game(tmp_path, *limits, "data.shuffle=false", "rollout.max_running=1", reward=({"type": "environment"},))
+    finish(config)
+    assert column(config, "train/skipped_fraction") == [1.0] and column(config, "train/reward_errors") == [0.0]
 
 
 TURNS = {"environment": {"type": "step", "path": "m:E"}}

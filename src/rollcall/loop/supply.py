@@ -26,7 +26,7 @@ import numpy as np
 
 from rollcall.durable.append_file import is_count
 from rollcall.loop.phases import steps_ahead
-from rollcall.types import Group
+from rollcall.types import Group, failed_on_all, rows_of
 
 
 class NothingLeftError(Exception):
@@ -164,7 +164,9 @@ class InOrder(Supply):
             draws = self._take(demand.wanted - len(kept))
             cursor = self._cursor
         if not kept:
-            kept = [made[0].group]  # no group has a signal: train on one of them, whose gradient is zero
+            # No group has a signal: train on one of them, whose gradient is zero. Not on one that could not be scored while others
+            # could: a step of nothing else ends the run.
+            kept = [next((item.group for item in made if not failed_on_all([item.group])), made[0].group)]
         return StepBatch(
             step=step,
             groups=sorted(kept, key=lambda group: group.draw),
@@ -287,7 +289,8 @@ class AsCompleted(Supply):
         demand = self._demand
         self._num_finished += 1
         begun.made, begun.place = made, self._num_finished
-        segments = (segment for completion in made.group.completions for segment in completion.segments)
+        rows = (row for completion in made.group.completions for row in rows_of(completion))
+        segments = (segment for row in rows for segment in row.segments)
         begun.version = min((segment.version for segment in segments), default=begun.version)
         self._finished.append(made)
         may_drop = self._num_dropped < (demand.max_refills or 0) * demand.wanted
