@@ -643,11 +643,12 @@ def test_a_wait_that_is_excused_has_more_time() -> None:
 def test_the_run_file_of_a_cluster_runs_in_one_process_for_a_debugger() -> None:
     config = load_config({
         "cluster": {"num_nodes": 2, "num_gpus_per_node": 4, "component_placement": {"rollout": "0-3", "actor": "4-7"}},
-        "actor": {"sharding": "fsdp", "tensor_parallel_size": 2, "sequence_parallel": True, "compile": True, "lr": 3e-6},
+        "actor": {"sharding": "fsdp", "tensor_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2, "compile": True, "lr": 3e-6},
         "rollout": {"engine": "vllm", "samples_per_prompt": 4, "compile": True},
         "trainer": {"elastic": {"min_nodes": 1}, "steps": 7},
     })  # fmt: skip
     alone = in_one_process(config)
     assert alone.cluster is None and alone.rollout.engine == "native" and not alone.rollout.compile
     assert (alone.actor.sharding, alone.actor.tensor_parallel_size, alone.actor.compile) == ("replicate", 1, False)
+    assert alone.actor.context_parallel_size == 1
     assert (alone.actor.lr, alone.trainer.steps, alone.rollout.samples_per_prompt) == (3e-6, 7, 4)

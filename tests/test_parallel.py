@@ -623,7 +623,6 @@ def test_sizes_that_divide_are_let_through() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(context_parallel_size=2), "context_parallel_size=2 is not supported; leave it at 1"),
         (dict(sequence_parallel=True), "raise tensor_parallel_size, or leave sequence_parallel out"),
         (dict(sharding_group_size=2), "write sharding=hsdp, or leave it out"),
         (dict(cpu_offload=True), "write sharding=fsdp"),

@@ -107,6 +107,33 @@ def test_a_tensor_size_makes_the_mesh() -> None:
     assert plan.notes == ()
 
 
+def test_context_groups_are_made_of_tensor_groups() -> None:
+    sizes = {Role.ACTOR: 2, Role.REFERENCE: 2, Role.INFERENCE: 2}
+    placement: dict[str, str | int] = {"actor,reference": "0-3", "inference": "4-7", "rollout": "0-7"}
+    plan = make_plan(EIGHT, placement, tensor_parallel={Role.ACTOR: 2}, context_parallel=sizes)
+    assert plan.meshes[Role.ACTOR] == plan.meshes[Role.REFERENCE] == Mesh(data=1, context=2, tensor=2)
+    assert plan.meshes[Role.INFERENCE] == Mesh(data=2, context=2, tensor=1)
+    assert plan.meshes[Role.ROLLOUT] == Mesh(data=8, tensor=1) and plan.notes == ()
+    over = make_plan([3, 3], {"actor": "all"}, context_parallel={Role.ACTOR: 2})
+    assert any("1 of 3 context groups of actor (the first: 1) are on two nodes" in note for note in over.notes)
+
+
+def test_a_product_of_sizes_that_does_not_divide_is_refused_with_the_sum() -> None:
+    message = refusal(EIGHT, {"actor": "all"}, tensor_parallel={Role.ACTOR: 2}, context_parallel={Role.ACTOR: 3})
+    words = "actor.tensor_parallel_size=2 x actor.context_parallel_size=3 = 6 does not divide the 8 slots of actor: 8 = 6 x 1 + 2"
+    assert words in message and "use 1, 2, 4 or 8" in message
+    placement: dict[str, str | int] = {"actor": "0-1", "inference": "2-4", "rollout": "5-7"}
+    message = refusal(EIGHT, placement, context_parallel={Role.ACTOR: 2, Role.INFERENCE: 2})
+    assert "actor.context_parallel_size=2 does not divide the 3 slots of inference: 3 = 2 x 1 + 1" in message
+
+
+def test_roles_that_divide_sequences_share_all_processes_or_none() -> None:
+    placement: dict[str, str | int] = {"actor": "0-3", "inference": "2-5", "rollout": "all"}
+    message = refusal(EIGHT, placement, context_parallel={Role.ACTOR: 2, Role.INFERENCE: 2})
+    assert "gives actor 4 and inference 4 processes, 2 of them the same; give both the same slots, or none" in message
+    assert make_plan(EIGHT, placement).meshes[Role.INFERENCE].data == 4
+
+
 def test_a_tensor_group_on_two_nodes_is_noted() -> None:
     plan = make_plan([6, 6], {"actor,rollout": "all"}, **needs("actor", "rollout", actor=4))
     assert any("1 of 3 tensor groups of actor (the first: 1) are on two nodes" in note for note in plan.notes)

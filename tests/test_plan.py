@@ -28,7 +28,7 @@ from rollcall.plan.draw_svg import draw_svg
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import RunPlan, plan_run
 from rollcall.plan.memory import GIB, ModelSizes, RoleMemory, SlotMemory, lever, read_sizes
-from rollcall.plan.placement import Role
+from rollcall.plan.placement import Role, roles_together
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = dict(
@@ -247,6 +247,37 @@ def test_learners_that_cannot_be_divided_as_asked_are_refused(tmp_path: Path) ->
     assert any("14 attention heads" in problem for problem in odd.problems)
     two = make_run(tmp_path, {"actor,rollout": "all"}, actor={"tensor_parallel_size": 2})
     assert two.problems == () and two.plan.meshes[Role.ACTOR].tensor == 2
+
+
+def test_a_context_size_shows_in_the_mesh_and_divides_long_rows(tmp_path: Path) -> None:
+    long = {"data": {"max_prompt_tokens": 24_000}, "rollout": {"max_response_tokens": 8_768, "max_running": 4}}
+    one = make_run(tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768})
+    two = make_run(
+        tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768}, actor={"context_parallel_size": 2}
+    )  # fmt: skip
+    assert (
+        "mesh (data x context x tensor)" in as_text(two)
+        and "4 x 2 x 1" in as_text(two)
+        and "context" not in as_text(one)
+    )
+    assert "actor: 8 processes, 4 x 2 x 1" in draw_svg(two)
+    assert two.problems == () and two.as_json()["meshes"]["actor"] == {"data": 4, "tensor": 1, "context": 2}
+    assert memory_of(one, "actor").activations > 1.8 * memory_of(two, "actor").activations
+    assert memory_of(one, "actor").weights == memory_of(two, "actor").weights
+    sharded = make_run(tmp_path, {"actor,rollout": "all"}, actor={"context_parallel_size": 2, "sharding": "fsdp"})
+    assert memory_of(sharded, "actor").optimizer == memory_of(one, "actor").optimizer // 8
+
+
+def test_what_a_context_size_cannot_divide_is_refused(tmp_path: Path) -> None:
+    heads = make_run(tmp_path, {"actor,rollout": "all"}, actor={"context_parallel_size": 4})
+    assert heads.problems == (
+        "actor.context_parallel_size=4 does not divide the model's 14 attention heads: 14 = 4 x 3 + 2; use 1 or 2",
+    )
+    fsdp = {"sharding": "fsdp"}
+    apart = make_run(tmp_path, {"actor": "0-3", "inference": "2-5", "rollout": "all"}, actor=fsdp)
+    assert any("inference has slots 2-5 and actor 0-3" in problem for problem in apart.problems)
+    same = make_run(tmp_path, {"actor,inference": "0-3", "rollout": "all"}, actor=fsdp)
+    assert same.problems == () and Role.INFERENCE in roles_together(same.config, same.plan)
 
 
 @pytest.mark.parametrize(

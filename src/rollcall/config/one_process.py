@@ -9,6 +9,7 @@ _WHOLE = {
     "sharding_group_size": None,
     "tensor_parallel_size": 1,
     "sequence_parallel": False,
+    "context_parallel_size": 1,
     "cpu_offload": False,
     "compile": False,
 }

@@ -24,12 +24,6 @@ def lift_kwargs(data: Any) -> Any:
 
 def check_section(section: Any) -> Any:
     """What one section contradicts in itself."""
-    if section.context_parallel_size != 1:
-        raise ValueError(
-            f"context_parallel_size={section.context_parallel_size} is not supported; leave it at 1, and for long sequences "
-            "use tensor_parallel_size with sequence_parallel=true, activation_checkpointing=true, or fewer "
-            "tokens_per_microbatch"
-        )
     if section.sequence_parallel and section.tensor_parallel_size == 1:
         raise ValueError(
             "sequence_parallel=true divides the tokens between the ranks of a tensor group, and tensor_parallel_size=1 has "

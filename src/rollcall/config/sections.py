@@ -232,7 +232,7 @@ class OptimizerSection(Section):
     decay: Literal["constant", "linear", "cosine"] = field("constant", "How the learning rate falls after warm-up.")
     min_lr_ratio: float = field(0.0, "Final rate after the decay, as a share of the peak.", ge=0, le=1)
     grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
-    tokens_per_microbatch: int = field(16384, "Packed tokens in one forward pass.", ge=1)
+    tokens_per_microbatch: int = field(16384, "Packed tokens of one process in one forward pass.", ge=1)
     train_micro_batch_size: int | None = field(
         None,
         "Most completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
@@ -261,7 +261,11 @@ class OptimizerSection(Section):
         "`replicate`: every data rank has a whole copy. `fsdp`: weights, gradients and optimizer state are divided over the "
         "data ranks (FSDP2). `hsdp`: divided within a group of ranks, copied between groups.",
     )
-    sharding_group_size: int | None = field(None, "Data ranks in one group of `hsdp`; `null`: those of one node.", ge=1)
+    sharding_group_size: int | None = field(
+        None,
+        "Data ranks in one group of `hsdp`; `null`: those of one node. Each rank of a context group counts.",
+        ge=1,
+    )
     tensor_parallel_size: int = field(
         1, "Number of processes over which the heads and MLP columns of a layer are divided.", ge=1
     )
@@ -269,7 +273,12 @@ class OptimizerSection(Section):
         False,
         "Also divide the tokens over the ranks of a tensor group, in the parts of the model that are not divided.",
     )
-    context_parallel_size: int = field(1, "Must be 1: context parallelism is not supported.", ge=1)
+    context_parallel_size: int = field(
+        1,
+        "Number of processes over which the tokens of a micro-batch are divided, for long sequences; a micro-batch then has up "
+        "to this many times `tokens_per_microbatch`. The actor's size also holds for reference and inference.",
+        ge=1,
+    )
     cpu_offload: bool = field(False, "Keep a sharded learner's weights and optimizer state in host memory.")
 
     _lift_kwargs = model_validator(mode="before")(lift_kwargs)

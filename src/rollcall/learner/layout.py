@@ -94,7 +94,7 @@ class WeightSplit:
     def _is_own(self, rows: np.ndarray) -> np.ndarray:
         """Which of these rows of the whole weight this rank writes: of equal ones the first rank's."""
         split = self.split
-        if split.data_rank >= split.shard or (self.dim is None and not self.is_root and split.tensor_rank):
+        if split.lane >= split.shard or (self.dim is None and not self.is_root and split.tensor_rank):
             return np.zeros(len(rows), dtype=bool)
         if self.order is None:
             return np.ones(len(rows), dtype=bool)

@@ -26,7 +26,7 @@ from rollcall.learner.packing import pack
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.decoder import Decoder
-from rollcall.plan.mesh import split_of
+from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.stored.tensors import Stored
 from rollcall.types import Floats, MicroBatch, Sample, attempts_of
 
@@ -257,19 +257,17 @@ def make_body(
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
     decoder = Decoder.of(model)
+    context, tensor = section.context_parallel_size, section.tensor_parallel_size
+    counts = dict(heads=decoder.num_heads, kv_heads=decoder.num_kv_heads, tensor=tensor)
+    refuse_indivisible(**counts, intermediate=len(decoder.layers[0].gate_up) // 2, name=name)
+    if problem := indivisible_heads(**counts, context=context, name=name):
+        raise ValueError(problem)
     if split is None:
         if heads is not None:
             heads = {key: head.to(decoder.device, decoder.dtype) for key, head in heads.items()}
-        return Whole(decoder, gang=gang, heads=heads)
+        return Whole(decoder, gang=gang, heads=heads, context=context)
     from rollcall.learner.sharded import Sharded
 
-    refuse_indivisible(
-        heads=decoder.num_heads,
-        kv_heads=decoder.num_kv_heads,
-        intermediate=len(decoder.layers[0].gate_up) // 2,
-        tensor=split.tensor,
-        name=name,
-    )
     where = device or decoder.device
     if section.cpu_offload and where.type == "cpu":
         raise ValueError(
@@ -278,9 +276,10 @@ def make_body(
     return Sharded(decoder, section, gang=gang, split=split, device=where, heads=heads, frozen=frozen, unread=unread)
 
 
-def whole_body(model: Any) -> Body:
-    """A whole model in this process, for scoring only."""
-    return Whole(Decoder.of(model), gang=Gang.alone())
+def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1) -> Body:
+    """A whole model in this process, for scoring only. In a ``gang``, ``context`` neighbours divide the tokens of their rows."""
+    mine = gang if gang is not None and context > 1 else Gang.alone()
+    return Whole(Decoder.of(model), gang=mine, context=context)
 
 
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
@@ -300,7 +299,7 @@ def accumulate_gradients(
     batches = pack(
         [samples[row] for row in mine],
         weights=weights[mine],
-        tokens_per_microbatch=model.section.tokens_per_microbatch,
+        tokens_per_microbatch=model.section.tokens_per_microbatch * body.context.size,
         max_rows=model.section.train_micro_batch_size,
         whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over them
     )
@@ -345,15 +344,15 @@ def over_samples(
     *,
     num_outputs: int,
 ) -> list[list[Floats]]:
-    """What ``run`` gives for each loss token, as [T] per sample, once per output. If the model is in parts, each member
-    runs its share of the samples, and all members get all results."""
-    mine = share_rows(samples, range(len(samples)), body) if body.in_parts else list(range(len(samples)))
+    """What ``run`` gives for each loss token, as [T] per sample, once per output. If the members of a gang run every forward
+    together, each runs its share of the samples, and all get all results."""
+    mine = share_rows(samples, range(len(samples)), body) if body.together else list(range(len(samples)))
     own = [samples[index] for index in mine]
     out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
     batches = pack(
         own,
         weights=np.zeros(len(own), dtype=np.float32),
-        tokens_per_microbatch=section.tokens_per_microbatch,
+        tokens_per_microbatch=section.tokens_per_microbatch * body.context.size,
         max_rows=section.logprob_batch_size,
     )
     for place, batch in enumerate(body.passes(batches)):
@@ -361,7 +360,7 @@ def over_samples(
         if place < len(batches):
             for values, rows in zip(outputs, out, strict=True):
                 scatter(values, batch, own, rows)
-    if not body.in_parts:
+    if not body.together:
         return out
     # Rank by rank: which samples, and the numbers of all of them, output by output.
     counts = body.counts

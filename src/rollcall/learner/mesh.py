@@ -29,7 +29,7 @@ def make_meshes(
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    if split.num_data * split.tensor == 1 and not dist.is_initialized():
+    if split.num_lanes * split.tensor == 1 and not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     names = ("replicate", "shard", "tensor")
@@ -40,7 +40,7 @@ def make_meshes(
     meshes = {"": mesh, "flat ": flat}
     kv_group = None
     if kv_copies > 1:
-        sizes = (split.num_data * split.tensor // kv_copies, kv_copies)
+        sizes = (split.num_lanes * split.tensor // kv_copies, kv_copies)
         meshes["kv "] = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "kv"))
         kv_group = meshes["kv "].get_group("kv")
     for kind, one in meshes.items():

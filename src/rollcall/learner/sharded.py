@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
+from rollcall.learner.context_parallel import join_context
 from rollcall.learner.from_files import read_part, same_values
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
@@ -90,9 +91,11 @@ class Sharded:
             )
         self.meshes: Meshes = gang.meshes[split, self.kv_copies]
         self.frozen = frozen
-        self.in_parts = True
-        self.counts = split.tensor_rank == 0
-        self.place = (split.data_rank, split.num_data)  # the ranks of a tensor group work on the same rows
+        self.context = join_context(gang, size=split.context, tensor=split.tensor)
+        self.in_parts = self.together = True
+        # The ranks of a tensor group, and those of a context group, work on the same rows.
+        self.counts = split.tensor_rank == split.context_rank == 0
+        self.place = (split.data_rank, split.num_data)
         self.head_dim = decoder.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.rotary = own_rotary(decoder).to(device)
@@ -241,6 +244,7 @@ class Sharded:
         device = self.device
         layout = layout_of(batch, device=device, dtype=self.dtype)
         scale = self.head_dim**-0.5
+        own = self.context.own(batch)
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return packed_attention(q, k, v, layout, scale=scale, window=self.windows[index])
@@ -249,22 +253,22 @@ class Sharded:
         if needed > len(self.cos):
             like = torch.empty(1, device=device, dtype=self.dtype)
             self.cos, self.sin = rope_tables(self.rotary, max(needed, 256), like=like)
-        positions = torch.from_numpy(batch.positions).to(device)
+        positions = torch.from_numpy(own.positions).to(device)
         out = self.root(
             Work(
-                token_ids=torch.from_numpy(batch.token_ids).to(device),
+                token_ids=torch.from_numpy(own.token_ids).to(device),
                 cos=self.cos[positions].unsqueeze(1),
                 sin=self.sin[positions].unsqueeze(1),
-                attend=attend,
-                logit_index=torch.from_numpy(batch.logit_index).to(device),
-                targets=torch.from_numpy(batch.targets).to(device),
+                attend=self.context.around(attend, count=batch.num_tokens),
+                logit_index=torch.from_numpy(own.logit_index).to(device),
+                targets=torch.from_numpy(own.targets).to(device),
                 temperature=temperature,
                 recompute=recompute,
             )
         )
         if not torch.is_grad_enabled():
             self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
-        return out
+        return tuple(self.context.join(part, own) for part in out)
 
     def accumulate(
         self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcall.learner.context_parallel import Own, join_context
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
@@ -22,14 +24,19 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class Whole:
     """The weights of one model on one rank of a gang. All ranks make the same calls in the same order."""
 
-    def __init__(self, decoder: Decoder, *, gang: Gang, heads: Mapping[str, Tensor] | None = None):
-        """``heads`` are a critic's, which take the output head's place."""
+    def __init__(self, decoder: Decoder, *, gang: Gang, heads: Mapping[str, Tensor] | None = None, context: int = 1):
+        """``heads`` are a critic's, which take the output head's place. ``context`` neighbours divide the tokens of their rows."""
         self.decoder = decoder
         self.gang = gang
         self.named = decoder.named_tensors()  # what the optimizer steps on
-        self.in_parts = False  # whether all ranks run every forward and backward together
-        self.counts = True  # whether no other rank computes the same as this one
-        self.place = (gang.rank, gang.size)  # which share of the rows is this rank's, and of how many
+        self.context = join_context(gang, size=context)
+        self.in_parts = False  # whether a rank has only a part of each weight
+        self.together = context > 1  # whether no rank can run a forward or backward alone
+        self.counts = self.context.rank == 0  # whether no rank before this one works on the same rows
+        self.place = (
+            gang.rank // context,
+            gang.size // context,
+        )  # which share of the rows is this rank's, and of how many
         self.norm = norm_of  # of all gradients together
         self._heads = heads
         if heads:
@@ -43,18 +50,29 @@ class Whole:
         self.decoder.compile()
 
     def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
-        picked = self._picked(batch, recompute)
-        targets = torch.from_numpy(batch.targets).to(picked.device)
-        return token_stats(picked, self.decoder.lm_head, targets, temperature=temperature)
+        own = self.context.own(batch)
+        picked = self._picked(batch, own, recompute)
+        targets = torch.from_numpy(own.targets).to(picked.device)
+        parts = token_stats(picked, self.decoder.lm_head, targets, temperature=temperature)
+        return TokenStats(*(self.context.join(part, own) for part in parts))
 
     def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
         assert self._heads is not None
-        picked = self._picked(batch, recompute)
-        return torch.nn.functional.linear(picked, self._heads["head"], self._heads["head_bias"])[:, 0].float()
+        own = self.context.own(batch)
+        picked = self._picked(batch, own, recompute)
+        values = torch.nn.functional.linear(picked, self._heads["head"], self._heads["head_bias"])[:, 0].float()
+        return self.context.join(values, own)
 
-    def _picked(self, batch: MicroBatch, recompute: bool) -> Tensor:
-        hidden = packed_hidden(self.decoder, batch, recompute=recompute)
-        return hidden.index_select(0, torch.from_numpy(batch.logit_index).to(hidden.device))
+    def _picked(self, batch: MicroBatch, own: Own, recompute: bool) -> Tensor:
+        hidden = packed_hidden(
+            self.decoder,
+            batch,
+            token_ids=own.token_ids,
+            positions=own.positions,
+            around=partial(self.context.around, count=batch.num_tokens),
+            recompute=recompute,
+        )
+        return hidden.index_select(0, torch.from_numpy(own.logit_index).to(hidden.device))
 
     def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return batches

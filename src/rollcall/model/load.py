@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollcall.errors import ModelFilesError
 from rollcall.model.attention import layout_of, packed_attention
-from rollcall.model.decoder import Decoder, fuse_parameters
+from rollcall.model.decoder import Attend, Decoder, fuse_parameters
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
 from rollcall.stored.files import StoredError
@@ -22,7 +22,7 @@ from rollcall.stored.find import is_model_dir
 from rollcall.stored.open import open_stored
 from rollcall.stored.outline import ROTARY
 from rollcall.stored.tensors import Stored
-from rollcall.types import MicroBatch
+from rollcall.types import Longs, MicroBatch
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
 _one_at_a_time = threading.RLock()
@@ -288,8 +288,17 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def packed_hidden(decoder: Decoder, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
-    """Hidden states [N, C] of a micro-batch after the final norm."""
+def packed_hidden(
+    decoder: Decoder,
+    batch: MicroBatch,
+    *,
+    token_ids: Longs,
+    positions: Longs,
+    around: Callable[[Attend], Attend],
+    recompute: bool = False,
+) -> Tensor:
+    """Hidden states [n, C] after the final norm, of these tokens of a micro-batch. ``around`` brings attention the queries, keys and
+    values of all its tokens."""
     device = decoder.device
     layout = layout_of(batch, device=device, dtype=decoder.dtype)
     decoder.grow_rope(int(batch.positions.max()) + 1)
@@ -298,6 +307,5 @@ def packed_hidden(decoder: Decoder, batch: MicroBatch, *, recompute: bool = Fals
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(q, k, v, layout, scale=scale, window=decoder.layers[index].window)
 
-    token_ids = torch.from_numpy(batch.token_ids).to(device)
-    positions = torch.from_numpy(batch.positions).to(device)
-    return decoder.forward(token_ids, positions, attend, recompute=recompute)
+    own, places = torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
+    return decoder.forward(own, places, around(attend), recompute=recompute)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
-from rollcall.plan.placement import Plan, Role
+from rollcall.plan.placement import Mesh, Plan, Role
 from rollcall.words import counted, ranges
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
@@ -140,7 +140,8 @@ def _abbreviated(plan: Plan) -> Table:
 
 
 def _meshes(plan: Plan) -> Table:
-    table = _table("role", "slots", "processes", "mesh (data x tensor)", "shares its processes with")
+    axes = "data x context x tensor" if uses_context(plan) else "data x tensor"
+    table = _table("role", "slots", "processes", f"mesh ({axes})", "shares its processes with")
     for role in plan.roles:
         mesh = plan.meshes.get(role)
         others = [other for other in plan.roles for group in plan.groups if {role, other} <= set(group.roles)]
@@ -148,10 +149,20 @@ def _meshes(plan: Plan) -> Table:
             Text(role, style=COLOURS[role]),
             ranges(plan.role_slots(role)),
             str(plan.world_size(role)),
-            f"{mesh.data} x {mesh.tensor}" if mesh else "none, one process on each node",
+            mesh_text(plan, mesh) if mesh else "none, one process on each node",
             ", ".join(dict.fromkeys(other for other in others if other is not role)) or "none",
         )
     return table
+
+
+def uses_context(plan: Plan) -> bool:
+    return any(mesh.context > 1 for mesh in plan.meshes.values())
+
+
+def mesh_text(plan: Plan, mesh: Mesh) -> str:
+    """Its axes; the context's where a role of the plan has one."""
+    axes = (mesh.data, mesh.context, mesh.tensor) if uses_context(plan) else (mesh.data, mesh.tensor)
+    return " x ".join(map(str, axes))
 
 
 def _memory(run: RunPlan) -> Table:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
 
-from rollcall.plan.draw import MAX_GRID_NODES, NodeRun, heading, node_runs, verdict
+from rollcall.plan.draw import MAX_GRID_NODES, NodeRun, heading, mesh_text, node_runs, verdict
 from rollcall.plan.judge import RunPlan, describe_model
 from rollcall.plan.memory import GIB, SlotMemory
 from rollcall.plan.placement import Plan, Role
@@ -103,7 +103,7 @@ def _title(canvas: _Canvas, run: RunPlan) -> None:
 
 def _role_text(plan: Plan, role: Role) -> str:
     mesh = plan.meshes.get(role)
-    shape = f"{mesh.data} x {mesh.tensor}" if mesh else "one on each node"
+    shape = mesh_text(plan, mesh) if mesh else "one on each node"
     return f"{role}: {counted(plan.world_size(role), 'process')}, {shape}"
 
 

@@ -13,8 +13,8 @@ from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
 from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
-from rollcall.plan.mesh import split_problems
-from rollcall.plan.placement import HOLDERS, TRAINED, Plan, PlannedProcess, Role, plan_for
+from rollcall.plan.mesh import indivisible_heads, split_problems
+from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 from rollcall.words import counted, ranges
 
 DEFAULT_CARD_GIB = 80.0
@@ -141,7 +141,20 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
             f"environment is placed, and the programs of environment.type={environment.type} run on the controller's node, where "
             "the endpoint is that they ask; take environment out of cluster.component_placement"
         )
-    return problems + _unreachable(config, plan) + _weightless(cluster.node_weights if cluster else None, plan)
+    problems += [*_apart(config, plan), *_unreachable(config, plan)]
+    return problems + _weightless(cluster.node_weights if cluster else None, plan)
+
+
+def _apart(config: Config, plan: Plan) -> Iterator[str]:
+    """An inference process with an actor scores with the actor's weights, so it cannot do without the actor's other processes."""
+    actor, inference = (
+        set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
+    )
+    if actor & inference and actor != inference and Role.ACTOR in roles_together(config, plan):
+        yield (
+            f"inference has slots {ranges(plan.role_slots(Role.INFERENCE))} and actor {ranges(plan.role_slots(Role.ACTOR))}, and "
+            "the actor's processes compute together; give both the same slots, or none in common"
+        )
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
@@ -192,7 +205,7 @@ def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
 
 
 def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
-    return [
+    problems = [
         f"{role} splits the model over {mesh.tensor} slots, but it has {count} {what}: {count} = {mesh.tensor} x "
         f"{count // mesh.tensor} + {count % mesh.tensor}; use slots per process (or tensor_parallel_size) that divide {count}"
         for role, mesh in plan.meshes.items()
@@ -204,6 +217,12 @@ def indivisible(plan: Plan, sizes: ModelSizes) -> list[str]:
         # Neighbours may have the same key/value head.
         if count % mesh.tensor and (what != "key/value heads" or mesh.tensor % count)
     ]
+    for role, mesh in plan.meshes.items():
+        counts = dict(heads=sizes.heads, kv_heads=sizes.kv_heads, tensor=mesh.tensor, context=mesh.context)
+        problem = indivisible_heads(**counts, name="actor" if role in SCORERS else role)
+        if problem and problem not in problems:
+            problems.append(problem)
+    return problems
 
 
 def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: list[str], problems: list[str]) -> None:

@@ -229,8 +229,8 @@ class _Job:
         """Data ranks that each hold a part of the state."""
         if section.sharding == "hsdp":
             on_node = sum(process.node_rank == group.processes[0].node_rank for process in group.processes)
-            return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.data)
-        return mesh.data if section.sharding == "fsdp" else 1
+            return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
+        return mesh.lanes if section.sharding == "fsdp" else 1
 
     def _trained(self, role: Role, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> RoleMemory:
         has_head = role is Role.ACTOR
@@ -263,8 +263,8 @@ class _Job:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=passes.peak(section.tokens_per_microbatch),
-            copied=data < mesh.data,
+            activations=passes.peak(self._tokens(section, mesh)),
+            copied=data < mesh.lanes,
             recomputes=section.activation_checkpointing,
         )
 
@@ -274,8 +274,13 @@ class _Job:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
 
+    def _tokens(self, section: OptimizerSection, mesh: Mesh) -> int:
+        """Of one process in one forward pass. A longer row is a micro-batch of its own, and a context group divides it."""
+        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        return max(section.tokens_per_microbatch, -(-longest // mesh.context))
+
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:
-        tokens = self.config.actor.tokens_per_microbatch
+        tokens = self._tokens(self.config.actor, mesh)
         weights = self.sizes.num_parameters * self.width // shards
         if shards > mesh.tensor:
             weights += self._gathered(mesh)

@@ -1,9 +1,10 @@
 """How a gang divides one model.
 
 Ranks count along three axes, the last the fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: ranks that hold
-a part of each weight), ``tensor`` (ranks that hold other heads and columns). Ranks of one tensor group work on the same
-rows; all others on rows of their own, so a gang has replicate x shard data ranks. A whole copy on every rank, as
-``sharding: replicate`` has it, needs no ``ModelSplit``.
+a part of each weight), ``tensor`` (ranks that hold other heads and columns). Ranks of one tensor group work on the same tokens.
+A lane is a tensor group: there are replicate x shard of them. ``context`` neighbouring lanes divide the tokens of the same rows.
+How weights are divided does not depend on it: it only says that a gang has lanes / context data ranks with rows of their own.
+A whole copy on every rank, as ``sharding: replicate`` has it, needs no ``ModelSplit``.
 """
 
 from __future__ import annotations
@@ -21,18 +22,31 @@ class ModelSplit:
     shard: int
     tensor: int
     rank: int  # in the gang
+    context: int = 1
 
     @property
-    def num_data(self) -> int:
+    def num_lanes(self) -> int:
         return self.replicate * self.shard
 
     @property
-    def data_rank(self) -> int:
+    def lane(self) -> int:
         return self.rank // self.tensor
 
     @property
+    def num_data(self) -> int:
+        return self.num_lanes // self.context
+
+    @property
+    def data_rank(self) -> int:
+        return self.lane // self.context
+
+    @property
     def shard_rank(self) -> int:
-        return self.data_rank % self.shard
+        return self.lane % self.shard
+
+    @property
+    def context_rank(self) -> int:
+        return self.lane % self.context
 
     @property
     def tensor_rank(self) -> int:
@@ -49,30 +63,60 @@ def split_of(
     section: OptimizerSection, *, rank: int, nodes: Sequence[Hashable], name: str = "actor"
 ) -> ModelSplit | None:
     """``nodes`` has the node of each rank of the gang. The result is None if every rank has the whole model."""
-    num_ranks, tensor = len(nodes), section.tensor_parallel_size
-    if num_ranks % tensor:
+    num_ranks, tensor, context = len(nodes), section.tensor_parallel_size, section.context_parallel_size
+    if num_ranks % (tensor * context):
         have = f"{num_ranks} processes" if num_ranks > 1 else "one process"
         hint = f"use a divisor of {num_ranks}" if num_ranks > 1 else "give the run a cluster of several slots, or use 1"
-        raise ValueError(f"{name}.tensor_parallel_size={tensor}, but {name} has {have}; {hint}")
+        raise ValueError(f"{product_of(name, tensor=tensor, context=context)}, but {name} has {have}; {hint}")
     if not is_split(section, num_ranks=num_ranks):
         return None
-    num_data = num_ranks // tensor
+    num_lanes = num_ranks // tensor
     match section.sharding:
         case "replicate":
             shard = 1
         case "fsdp":
-            shard = num_data
+            shard = num_lanes
         case "hsdp":
-            shard = section.sharding_group_size or _data_ranks_of_a_node(nodes, tensor=tensor, name=name)
-            if num_data % shard:
+            shard = section.sharding_group_size or _lanes_of_a_node(nodes, tensor=tensor, name=name)
+            if num_lanes % shard:
                 raise ValueError(
-                    f"{name}.sharding_group_size={shard} does not divide the {num_data} data ranks of {name} ({num_ranks} "
-                    f"processes / tensor_parallel_size {tensor}); use a divisor of {num_data}"
+                    f"{name}.sharding_group_size={shard} does not divide the {num_lanes} data ranks of {name} ({num_ranks} "
+                    f"processes / tensor_parallel_size {tensor}); use a divisor of {num_lanes}"
                 )
-    return ModelSplit(replicate=num_data // shard, shard=shard, tensor=tensor, rank=rank)
+    return ModelSplit(replicate=num_lanes // shard, shard=shard, tensor=tensor, rank=rank, context=context)
 
 
-def _data_ranks_of_a_node(nodes: Sequence[Hashable], *, tensor: int, name: str) -> int:
+def product_of(name: str, *, tensor: int, context: int) -> str:
+    """The ranks that work on the same rows, in the keys of the run file.
+
+    >>> product_of("actor", tensor=2, context=3)
+    'actor.tensor_parallel_size=2 x actor.context_parallel_size=3 = 6'
+    """
+    sizes = {f"{name}.tensor_parallel_size": tensor, f"{name}.context_parallel_size": context}
+    told = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+    return f"{told} = {tensor * context}" if tensor > 1 and context > 1 else told
+
+
+def indivisible_heads(*, heads: int, kv_heads: int, tensor: int, context: int, name: str) -> str | None:
+    """Why the ranks of a context group cannot divide the heads, of which a rank of a tensor group has its part."""
+    own, kv_own = heads // tensor, max(1, kv_heads // tensor)
+
+    def fit(size: int) -> bool:
+        # Neighbours may have the same key/value head.
+        return own % size == 0 and (kv_own % size == 0 or size % kv_own == 0)
+
+    if fit(context):
+        return None
+    count, what = (own, "attention heads") if own % context else (kv_own, "key/value heads")
+    each = f" of each rank of a tensor group ({name}.tensor_parallel_size={tensor})" if tensor > 1 else ""
+    sizes = " or ".join(str(size) for size in range(1, context) if fit(size))
+    return (
+        f"{name}.context_parallel_size={context} does not divide the model's {count} {what}{each}: {count} = {context} x "
+        f"{count // context} + {count % context}; use {sizes}"
+    )
+
+
+def _lanes_of_a_node(nodes: Sequence[Hashable], *, tensor: int, name: str) -> int:
     counts = sorted(set(Counter(nodes).values()))
     if len(counts) > 1 or counts[0] % tensor:
         raise ValueError(

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 
 from rollcall.config import ClusterSection, Config
 from rollcall.config.errors import nearest
 from rollcall.errors import PlacementError
-from rollcall.plan.mesh import is_split
+from rollcall.plan.mesh import is_split, product_of
 from rollcall.plan.slots import WHERE, Nodes, either, read_slots
 from rollcall.words import plural, ranges
 
@@ -36,6 +37,7 @@ class Role(StrEnum):
 
 TRAINED = (Role.ACTOR, Role.CRITIC)
 HOLDERS = (Role.ROLLOUT, Role.INFERENCE)  # they read the policy and do not train it
+SCORERS = (Role.REFERENCE, Role.INFERENCE)  # they compute log-probs as the actor does
 
 # If a run needs one of these and does not place it, it goes into the actor's processes.
 WITH_THE_ACTOR = (Role.REFERENCE, Role.REWARD)
@@ -84,10 +86,16 @@ class RoleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """A role's slots as data x tensor; neighbours in slot order share a tensor group."""
+    """A role's slots as data x context x tensor, the last the fastest in slot order."""
 
     data: int
     tensor: int
+    context: int = 1
+
+    @property
+    def lanes(self) -> int:
+        """Tensor groups: those of a context group work on the same rows, but hold weights as others do."""
+        return self.data * self.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +142,13 @@ def plan_for(config: Config, cluster: ClusterSection) -> Plan:
     """The plan of a run on this cluster, or a PlacementError."""
     roles = needed_roles(config)
     sizes = {Role.ACTOR: config.actor.tensor_parallel_size, Role.CRITIC: config.critic.tensor_parallel_size}
+    context = dict.fromkeys((Role.ACTOR, *SCORERS), config.actor.context_parallel_size)
+    context |= {Role.CRITIC: config.critic.context_parallel_size}
     return plan_placement(
         cluster,
         needed=roles,
         tensor_parallel={role: size for role, size in sizes.items() if role in roles and size > 1},
+        context_parallel={role: size for role, size in context.items() if size > 1},
     )
 
 
@@ -167,16 +178,26 @@ def roles_in_parts(config: Config, plan: Plan) -> frozenset[Role]:
     return frozenset(found)
 
 
+def roles_together(config: Config, plan: Plan) -> frozenset[Role]:
+    """Roles whose processes run every forward together: they hold parts of one model, or divide the tokens of their rows."""
+    found = roles_in_parts(config, plan) | {role for role, mesh in plan.meshes.items() if mesh.context > 1}
+    if Role.ACTOR in found and plan.processes.get(Role.INFERENCE) == plan.processes[Role.ACTOR]:
+        found |= {Role.INFERENCE}
+    return found
+
+
 def plan_placement(
     cluster: ClusterSection,
     *,
     needed: frozenset[Role] | None = None,
     tensor_parallel: Mapping[Role, int] | None = None,
+    context_parallel: Mapping[Role, int] | None = None,
 ) -> Plan:
     """The plan, or a PlacementError.
 
     ``needed`` are the roles of the run; by default those that are placed. ``tensor_parallel`` has the number of slots of a
-    role's tensor group; by default the slots of a process.
+    role's tensor group; by default the slots of a process. ``context_parallel`` has the tensor groups of a role's context group;
+    by default one.
     """
     nodes = Nodes.of(cluster)
     placed = _read(cluster, nodes)
@@ -186,16 +207,23 @@ def plan_placement(
     _check_all_used(placed, nodes, notes)
     beside = _environments(placed, nodes)
     spans = {role: placed[role] for role in Role if role in placed and role is not Role.ENVIRONMENT}
-    _check_gangs(spans)
+    context = context_parallel or {}
+    _check_gangs(spans, in_gangs=[role for role in Role if role in TRAINED or context.get(role, 1) > 1])
     at = _share(spans, nodes)
     processes = {role: tuple(at[slots] for slots in own) for role, own in spans.items()}
     sizes = tensor_parallel or {}
+    meshes: dict[Role, Mesh] = {}
+    for role, own in processes.items():
+        if role in SCORERS and own == processes.get(Role.ACTOR):  # it is divided as the actor is
+            meshes[role] = meshes[Role.ACTOR]
+        else:
+            meshes[role] = _mesh_of(role, own, wanted=sizes.get(role), context=context.get(role, 1), notes=notes)
     return Plan(
         slots_per_node=nodes.sizes,
         slots=_slots(nodes, [*at.values(), *beside]),
         processes=processes | ({Role.ENVIRONMENT: beside} if beside else {}),
         groups=_groups_of(at.values()),
-        meshes={role: _mesh_of(role, own, sizes.get(role), notes) for role, own in processes.items()},
+        meshes=meshes,
         notes=tuple(notes),
     )
 
@@ -242,15 +270,17 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
     return placed
 
 
-def _check_gangs(spans: _Spans) -> None:
-    """A process trains in one gang, so actor and critic share all their processes, or none."""
-    actor, critic = (set(spans.get(role, ())) for role in TRAINED)
-    shared = actor & critic
-    if shared and actor != critic:
-        raise PlacementError(
-            f"{WHERE} gives actor {len(actor)} and critic {len(critic)} processes, {len(shared)} of them the same; give both the "
-            "same slots, or none in common"
-        )
+def _check_gangs(spans: _Spans, *, in_gangs: Sequence[Role]) -> None:
+    """A process works in one gang, so roles whose processes work together share all of them, or none."""
+    placed = [role for role in in_gangs if role in spans]
+    for one, other in combinations(placed, 2):
+        first, second = set(spans[one]), set(spans[other])
+        shared = first & second
+        if shared and first != second:
+            raise PlacementError(
+                f"{WHERE} gives {one} {len(first)} and {other} {len(second)} processes, {len(shared)} of them the same; give both the "
+                "same slots, or none in common"
+            )
 
 
 def _roles_of(key: str) -> list[Role]:
@@ -332,7 +362,9 @@ def _slots_are(slots: tuple[int, ...]) -> str:
     return f"{plural('slot', len(slots))} {ranges(slots)}"
 
 
-def _mesh_of(role: Role, processes: tuple[PlannedProcess, ...], wanted: int | None, notes: list[str]) -> Mesh:
+def _mesh_of(
+    role: Role, processes: tuple[PlannedProcess, ...], *, wanted: int | None, context: int, notes: list[str]
+) -> Mesh:
     widths = sorted({len(process.slots) for process in processes})
     if len(widths) > 1:
         raise PlacementError(
@@ -342,26 +374,29 @@ def _mesh_of(role: Role, processes: tuple[PlannedProcess, ...], wanted: int | No
     (width,) = widths
     slots = width * len(processes)
     tensor = wanted if wanted is not None else width
-    if slots % tensor:
+    together = tensor * context
+    if slots % together:
         sizes = [size for size in range(width, slots + 1, width) if slots % size == 0]
+        keys = product_of("actor" if role in SCORERS else role, tensor=tensor, context=context)
         raise PlacementError(
-            f"{role}.tensor_parallel_size={tensor} does not divide the {slots} slots of {role}: {slots} = {tensor} x "
-            f"{slots // tensor} + {slots % tensor}; use {either(sizes)}"
+            f"{keys} does not divide the {slots} slots of {role}: {slots} = {together} x {slots // together} + "
+            f"{slots % together}; use {either(sizes)}"
         )
     if tensor % width:
         raise PlacementError(
             f"{role}.tensor_parallel_size={tensor} is not a multiple of the {width} slots of each {role} process; "
             f"use {width} or a multiple of it, or one process per slot"
         )
-    per_group = tensor // width
-    groups = [processes[start : start + per_group] for start in range(0, len(processes), per_group)]
-    split = [number for number, group in enumerate(groups) if group[0].node_rank != group[-1].node_rank]
-    if split:
-        notes.append(
-            f"{len(split)} of {len(groups)} tensor groups of {role} (the first: {split[0]}) are on two nodes, so every layer "
-            f"waits for the network; a tensor_parallel_size that divides each node's slots avoids it"
-        )
-    return Mesh(data=slots // tensor, tensor=tensor)
+    for kind, size in (("tensor", tensor), ("context", together if context > 1 else width)):
+        per_group = size // width
+        groups = [processes[start : start + per_group] for start in range(0, len(processes), per_group)]
+        split = [number for number, group in enumerate(groups) if group[0].node_rank != group[-1].node_rank]
+        if split:
+            notes.append(
+                f"{len(split)} of {len(groups)} {kind} groups of {role} (the first: {split[0]}) are on two nodes, so every layer "
+                f"waits for the network; a {kind}_parallel_size that divides each node's slots avoids it"
+            )
+    return Mesh(data=slots // together, tensor=tensor, context=context)
 
 
 def _groups_of(processes: Iterable[PlannedProcess]) -> tuple[RoleGroup, ...]:

@@ -214,14 +214,16 @@ def build_reference(
     model: Any,
     *,
     gang: Gang | None = None,
+    in_parts: bool = False,
     device: torch.device | None = None,
     unread: Stored | None = None,
 ) -> Reference:
-    """The frozen model. With the actor's ``gang`` it is divided into parts as the actor is."""
-    if gang is None:
-        body = whole_body(model)
-    else:
+    """The frozen model, divided over the ``gang`` as the actor is if it is ``in_parts``."""
+    if in_parts:
+        assert gang is not None
         body = make_body(model, config.actor, gang=gang, device=device, frozen=True, unread=unread)
+    else:
+        body = whole_body(model, gang=gang, context=config.actor.context_parallel_size)
     return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
 
 

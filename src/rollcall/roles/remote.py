@@ -34,7 +34,7 @@ from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
-from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts
+from rollcall.plan.placement import SCORERS, TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together
 from rollcall.roles.build import Held, Inputs, build_environments, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.environment_hosts import EnvironmentHosts, start_hosts
@@ -165,7 +165,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
         group = _start(config, plan, cluster, inputs=inputs, section=section, kept=kept, in_parts=in_parts)
         place = {process.slots: number for number, process in enumerate(processes)}
         members = {role: [place[process.slots] for process in plan.processes[role]] for role in plan.meshes}
-        team = Team(group=group, members=members, in_parts=in_parts)
+        team = Team(group=group, members=members, together=roles_together(config, plan))
         facts = _load(team, processes, inputs=inputs)
         engine = _engine(config, team, processes)
         hosts, environments = _environments(config, plan, cluster, inputs=inputs, section=section, kept=kept)
@@ -343,12 +343,14 @@ def _start(
 def _load(team: Team, processes: Sequence[PlannedProcess], *, inputs: Inputs) -> Facts:
     """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
     group, meeting = team.group, {}
-    for role in TRAINED:
-        if (size := len(team.members.get(role, ()))) > 1:
-            first = team.members[role][0]
-            address = group.worker_metadata[first]["address"]
-            (port,) = team.call([first], "listen", address)
-            meeting[role] = (Place(address=address, port=port, secret=new_secret()), size)
+    gangs = [role for role in (*TRAINED, *SCORERS) if role in TRAINED or role in team.together]
+    for role in gangs:
+        members = team.members.get(role, [])
+        # Roles in the same processes make one gang.
+        if len(members) > 1 and all(team.members[other] != members for other in meeting):
+            address = group.worker_metadata[members[0]]["address"]
+            (port,) = team.call([members[0]], "listen", address)
+            meeting[role] = (Place(address=address, port=port, secret=new_secret()), len(members))
     built = group.run_all_workers_multiple_data(
         "build", [process.ranks for process in processes], common_kwargs={"meeting": meeting}
     )

@@ -16,7 +16,7 @@ from rollcall.types import Sample, attempts_of
 class Team:
     group: WorkerGroup
     members: dict[Role, list[int]]  # which processes of the group hold each role, by rank
-    in_parts: frozenset[Role] = frozenset()  # roles whose processes hold parts of one model
+    together: frozenset[Role] = frozenset()  # roles whose processes run every forward together
 
     def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
         return self.group.get_all_worker_results(self.group.run_some_workers_single_data(method, workers, *args))
@@ -26,8 +26,8 @@ class Team:
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
         """One result per sample. Each process of the role computes a fair share of the tokens, the rows of an attempt together;
-        processes that hold parts of a model divide the samples among themselves."""
-        if role in self.in_parts:
+        processes that run every forward together divide the samples among themselves."""
+        if role in self.together:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]
         units = units_of(attempts_of(samples).tolist())

@@ -34,7 +34,7 @@ from rollcall.net.door import listen_at
 from rollcall.net.interfaces import interface_of
 from rollcall.net.meeting import Place
 from rollcall.nodes.address import own_address
-from rollcall.plan.placement import TRAINED, Role
+from rollcall.plan.placement import Role
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
     build_critic,
@@ -113,8 +113,8 @@ class RoleWorker(Trained):
         return self._listener.getsockname()[1]
 
     def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
-        """Load what this process's roles need. ``ranks`` has its rank in each role; ``meeting`` has, for each role that several
-        processes train, where rank 0 listens and how many they are."""
+        """Load what this process's roles need. ``ranks`` has its rank in each role; ``meeting`` has, for each role whose processes
+        work together, where rank 0 listens and how many they are."""
         roles = set(ranks)
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
@@ -138,16 +138,19 @@ class RoleWorker(Trained):
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
             self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
         if Role.REFERENCE in roles:
-            together = gang if Role.REFERENCE in self._in_parts else None
             frozen, unread = self._load(gang, Role.REFERENCE, in_roles=roles)
-            self.reference = build_reference(self.config, frozen, gang=together, device=self.device, unread=unread)
+            in_parts = Role.REFERENCE in self._in_parts
+            self.reference = build_reference(
+                self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread
+            )
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
         self.model = model
         self.stop_token_ids = stop_token_ids(
             self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
         )
-        self.body = self.learner.body if self.learner else whole_body(model)
+        context = self.config.actor.context_parallel_size if Role.INFERENCE in roles else 1
+        self.body = self.learner.body if self.learner else whole_body(model, gang=gang, context=context)
         return Facts(
             max_positions=model.config.max_position_embeddings,
             stop_token_ids=self.stop_token_ids,
@@ -183,9 +186,9 @@ class RoleWorker(Trained):
         return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
 
     def _join(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Gang:
-        # Collocated actor and critic sit in the same processes, and make one gang.
-        role = next((role for role in TRAINED if role in ranks), None)
-        if role is None or role not in meeting:
+        # Roles in the same processes make one gang.
+        role = next((role for role in meeting if role in ranks), None)
+        if role is None:
             return Gang.alone()
         place, size = meeting[role]
         return Gang.join(
@@ -250,8 +253,8 @@ class RoleWorker(Trained):
         return self._once(scores, self.body)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
-        """Where a model is in parts, every process has all results; only the first returns them."""
-        return results if not body.in_parts or body.gang.rank == 0 else []
+        """Where processes run every forward together, each has all results; only the first returns them."""
+        return results if not body.together or body.gang.rank == 0 else []
 
     # The others
 

@@ -1,0 +1,169 @@
+"""Context parallel: each rank of a context group has some of the tokens of a micro-batch.
+
+The ranks of a group get the same micro-batch. Rank r of c takes tokens r, r + c, r + 2c and so on, and computes embeddings,
+products, norms and the output head for these alone. Around attention an all-to-all gives each rank all tokens of some heads, and
+brings them back (Ulysses):
+
+    [N / c tokens, H heads]  ──▶  [N tokens, H / c heads]  ── attention ──▶  [N / c tokens, H heads]
+
+So attention sees whole rows, with the prefixes that they share, and every rank has the same work. Tokens are dealt out in turn
+because those with a logit to compute are at the ends of rows: a part in one piece would often have all of them, or none.
+
+The statistics of the logits go to all ranks of the group, so each computes the whole loss. Each has the gradient of its own tokens,
+and the gradient of the weights is the sum over all ranks, as it is over data ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollcall.learner.gang import Gang
+from rollcall.learner.tensor_parallel import all_gather, pad_rows
+from rollcall.model.decoder import Attend
+from rollcall.types import Longs, MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What one rank of a context group computes of a micro-batch. Every rank has as many tokens and logits as the others; the
+    last may be filled up with zeros."""
+
+    token_ids: Longs  # [n]
+    positions: Longs  # [n]
+    logit_index: Longs  # [m], among the rank's own tokens
+    targets: Longs  # [m]
+    places: Longs | None  # [M]: where each logit of the micro-batch is among those of all ranks; None: one rank has all
+
+
+def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
+    if size == 1:
+        return Own(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            logit_index=batch.logit_index,
+            targets=batch.targets,
+            places=None,
+        )
+    holder = batch.logit_index % size
+    counts = np.bincount(holder, minlength=size)
+    most = int(counts.max())
+    order = np.argsort(holder, kind="stable")
+    places = np.empty(len(holder), dtype=np.int64)
+    # In order of their holders: the first of each holder is where those of all before it end.
+    places[order] = np.arange(len(holder)) + (most * np.arange(size) - (np.cumsum(counts) - counts))[holder[order]]
+    mine = holder == rank
+    return Own(
+        token_ids=_dealt(batch.token_ids, rank=rank, size=size),
+        positions=_dealt(batch.positions, rank=rank, size=size),
+        logit_index=_filled(batch.logit_index[mine] // size, most),
+        targets=_filled(batch.targets[mine], most),
+        places=places,
+    )
+
+
+def _dealt(tokens: Longs, *, rank: int, size: int) -> Longs:
+    """
+    >>> _dealt(np.array([5, 6, 7]), rank=1, size=2)
+    array([6, 0])
+    """
+    return _filled(tokens[rank::size], -(-len(tokens) // size))
+
+
+def _filled(values: Longs, count: int) -> Longs:
+    return np.pad(values, (0, count - len(values)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextGroup:
+    """The ranks that divide the tokens of the same micro-batches."""
+
+    group: Any = None  # ProcessGroup
+    rank: int = 0
+    size: int = 1
+
+    def own(self, batch: MicroBatch) -> Own:
+        return own_of(batch, rank=self.rank, size=self.size)
+
+    def around(self, attend: Attend, *, count: int) -> Attend:
+        """``attend`` over all ``count`` tokens of the micro-batch, for a rank that has its own tokens only."""
+        if self.size == 1:
+            return attend
+
+        def run(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._to_tokens(attend(index, *self._to_heads(q, k, v, count)))
+
+        return run
+
+    def join(self, values: Tensor, own: Own) -> Tensor:
+        """[m] of each rank's logits to [M] of the micro-batch's. All ranks compute the same from them, so each has the whole
+        gradient of its own."""
+        if own.places is None:
+            return values
+        everyones: Any = _Gather.apply(values, self)
+        return everyones.index_select(0, torch.from_numpy(own.places).to(values.device))
+
+    def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
+        """[n, H, D] of own tokens to [count, H / c, D] of own heads. Ranks that share a key/value head all get it."""
+        copies = max(1, self.size // k.shape[1])
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+        by_rank = [heads.unflatten(1, (self.size, -1)).transpose(0, 1) for heads in (q, k, v)]  # [c, n, heads, D]
+        widths = [heads.shape[2] for heads in by_rank]
+        got: Any = _AllToAll.apply(torch.cat(by_rank, dim=2), self)
+        return [heads.transpose(0, 1).flatten(0, 1)[:count] for heads in got.split(widths, dim=2)]
+
+    def _to_tokens(self, attended: Tensor) -> Tensor:
+        """[N, H / c * D] of own heads to [n, H * D] of own tokens."""
+        padded = pad_rows(attended, -(-len(attended) // self.size) * self.size)
+        got: Any = _AllToAll.apply(padded.unflatten(0, (-1, self.size)).transpose(0, 1), self)
+        return got.transpose(0, 1).flatten(1)
+
+
+def join_context(gang: Gang, *, size: int, tensor: int = 1) -> ContextGroup:
+    """This rank's group among those of a gang; ``size`` neighbours, counted by tensor groups. Makes process groups: every rank
+    of the gang calls this at the same point."""
+    if size == 1:
+        return ContextGroup()
+    key = ("context", size, tensor)
+    if key not in gang.meshes:
+        ranks = np.arange(gang.size).reshape(-1, size, tensor).swapaxes(1, 2).reshape(-1, size)
+        gang.meshes[key], _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        gang.greet(gang.meshes[key], f"context of {size}, tensor {tensor}")
+    return ContextGroup(group=gang.meshes[key], rank=gang.rank // tensor % size, size=size)
+
+
+class _AllToAll(torch.autograd.Function):
+    """[c, ...]: slice i goes to rank i, and slice i comes from rank i. The way back is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:  # type: ignore[override]
+        ctx.context = context
+        return _all_to_all(x, context)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_to_all(grad, ctx.context), None
+
+
+def _all_to_all(x: Tensor, context: ContextGroup) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=context.group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:  # type: ignore[override]
+        ctx.own = slice(context.rank * len(x), (context.rank + 1) * len(x))
+        return all_gather(x, group=context.group, size=context.size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad[ctx.own], None
