@@ -250,7 +250,10 @@ def test_learners_that_cannot_be_divided_as_asked_are_refused(tmp_path: Path) ->
 
 
 def test_a_context_size_shows_in_the_mesh_and_divides_long_rows(tmp_path: Path) -> None:
-    long = {"data": {"max_prompt_tokens": 24_000}, "rollout": {"max_response_tokens": 8_768, "max_running": 4}}
+    long: dict[str, Any] = {
+        "data": {"max_prompt_tokens": 24_000},
+        "rollout": {"max_response_tokens": 8_768, "max_running": 4},
+    }
     one = make_run(tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768})
     two = make_run(
         tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768}, actor={"context_parallel_size": 2}
