@@ -42,9 +42,9 @@ class TrainedProbe:
 
 
 def probe_of(learner: Learner) -> TrainedProbe | None:
-    """On the gang's first rank; None on the others, which take part where the model is in parts."""
+    """On the gang's first rank; None on the others, which take part where no rank can score alone."""
     body = learner.body
-    if not body.in_parts and learner.gang.rank != 0:
+    if not body.together and learner.gang.rank != 0:
         return None
     config = learner.model.config
     rows = probe_rows(config.vocab_size, longest=getattr(config, "max_position_embeddings", None) or ROW_LENGTHS[-1])
