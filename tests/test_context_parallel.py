@@ -25,7 +25,8 @@ from rollcall.learner.learner import Critic, Learner, TokenScores, make_body, sc
 from rollcall.learner.packing import pack
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.mesh import ModelSplit, indivisible_heads, split_of
-from rollcall.plan.placement import Role
+from rollcall.plan.placement import SCORERS, Role
+from rollcall.roles.team import Team
 from rollcall.roles.worker import RoleWorker
 from rollcall.types import Sample
 
@@ -365,3 +366,43 @@ def test_a_body_refuses_heads_that_do_not_divide() -> None:
     model = trainable("llama-tied", num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
     with pytest.raises(ValueError, match="actor.context_parallel_size=2 does not divide the model's 3 attention heads"):
         make_body(model, section(**TWO), gang=two)
+
+
+class Listeners:
+    """The processes of a group, which only listen; each has one port at a time."""
+
+    def __init__(self) -> None:
+        self.worker_metadata = [{"address": f"10.0.0.{worker}"} for worker in range(8)]
+        self.asked: list[int] = []
+
+    def run_some_workers_single_data(self, method: str, workers: list[int], *args: Any) -> list[int]:
+        assert method == "listen" and args == (f"10.0.0.{workers[0]}",)
+        self.asked += workers
+        return [7000 + len(self.asked)]
+
+    def get_all_worker_results(self, results: list[int]) -> list[int]:
+        return results
+
+
+@pytest.mark.parametrize(
+    ("members", "together", "gangs"),
+    [
+        ({Role.ACTOR: [0, 1], Role.CRITIC: [0, 1]}, [], {Role.ACTOR: 0}),
+        ({Role.ACTOR: [0, 1], Role.CRITIC: [2, 3]}, [], {Role.ACTOR: 0, Role.CRITIC: 2}),
+        ({Role.ACTOR: [0], Role.REFERENCE: [0], Role.INFERENCE: [2, 3]}, [], {}),
+        (
+            {Role.ACTOR: [0, 1], Role.REFERENCE: [0, 1], Role.INFERENCE: [2, 3], Role.ROLLOUT: [2, 3]},
+            [Role.ACTOR, Role.REFERENCE, Role.INFERENCE],
+            {Role.ACTOR: 0, Role.INFERENCE: 2},
+        ),
+        ({Role.ACTOR: [0, 1], Role.REFERENCE: [2, 3], Role.INFERENCE: [2, 3]}, SCORERS, {Role.ACTOR: 0, Role.REFERENCE: 2}),
+    ],
+)  # fmt: skip
+def test_roles_in_the_same_processes_make_one_gang(
+    members: dict[Role, list[int]], together: list[Role], gangs: dict[Role, int]
+) -> None:
+    group: Any = Listeners()
+    found = Team(group=group, members=members, together=frozenset(together)).meetings()
+    assert {role: int(place.address.rpartition(".")[2]) for role, (place, _) in found.items()} == gangs
+    assert group.asked == list(gangs.values()), "a second port would take the place of the first"
+    assert all(size == len(members[role]) for role, (_, size) in found.items())

@@ -27,14 +27,12 @@ from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.attempts import Budget, headline
-from rollcall.net.door import new_secret
-from rollcall.net.meeting import Place
 from rollcall.observe.live import Look
 from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
-from rollcall.plan.placement import SCORERS, TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together
+from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together
 from rollcall.roles.build import Held, Inputs, build_environments, build_scorers, load_inputs
 from rollcall.roles.engines import WAIT_S, RemoteEngine
 from rollcall.roles.environment_hosts import EnvironmentHosts, start_hosts
@@ -342,17 +340,9 @@ def _start(
 
 def _load(team: Team, processes: Sequence[PlannedProcess], *, inputs: Inputs) -> Facts:
     """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
-    group, meeting = team.group, {}
-    gangs = [role for role in (*TRAINED, *SCORERS) if role in TRAINED or role in team.together]
-    for role in gangs:
-        members = team.members.get(role, [])
-        # Roles in the same processes make one gang.
-        if len(members) > 1 and all(team.members[other] != members for other in meeting):
-            address = group.worker_metadata[members[0]]["address"]
-            (port,) = team.call([members[0]], "listen", address)
-            meeting[role] = (Place(address=address, port=port, secret=new_secret()), len(members))
+    group = team.group
     built = group.run_all_workers_multiple_data(
-        "build", [process.ranks for process in processes], common_kwargs={"meeting": meeting}
+        "build", [process.ranks for process in processes], common_kwargs={"meeting": team.meetings()}
     )
     facts = group.get_all_worker_results(built)
     marks = {

@@ -8,7 +8,9 @@ from typing import Any
 
 from rollcall.groups.group import WorkerGroup
 from rollcall.learner.gang import balance, units_of
-from rollcall.plan.placement import Role
+from rollcall.net.door import new_secret
+from rollcall.net.meeting import Place
+from rollcall.plan.placement import SCORERS, TRAINED, Role
 from rollcall.types import Sample, attempts_of
 
 
@@ -23,6 +25,19 @@ class Team:
 
     def call_role(self, role: Role, method: str, *args: Any) -> list[Any]:
         return self.call(self.members[role], method, *args)
+
+    def meetings(self) -> dict[Role, tuple[Place, int]]:
+        """For each gang, under one of its roles: where its processes meet, and how many they are."""
+        found: dict[Role, tuple[Place, int]] = {}
+        for role in (*TRAINED, *SCORERS):
+            members = self.members.get(role, [])
+            # Roles in the same processes make one gang; a process listens once.
+            known = any(self.members[other] == members for other in found)
+            if len(members) > 1 and not known and (role in TRAINED or role in self.together):
+                address = self.group.worker_metadata[members[0]]["address"]
+                (port,) = self.call([members[0]], "listen", address)
+                found[role] = (Place(address=address, port=port, secret=new_secret()), len(members))
+        return found
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
         """One result per sample. Each process of the role computes a fair share of the tokens, the rows of an attempt together;
