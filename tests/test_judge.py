@@ -300,6 +300,9 @@ def test_a_redirect_to_another_address_is_not_followed_and_never_gets_the_key() 
         with pytest.raises(EndpointLostError, match="redirects to http://127.0.0.1/v1.*write the final address"):
             scores_of(a_judge(service.url, key_env="JUDGE_KEY"), "x")
         assert not other.asked
+        service.reply = lambda asked: Reply(status=307, headers={"Location": "http://[::1"})
+        with pytest.raises(EndpointLostError, match="redirects to .*, which is not an address"):
+            scores_of(a_judge(service.url, key_env="JUDGE_KEY"), "x")
         near = Reply(status=308, headers={"Location": "/here"})
         service.reply = lambda asked: scored(0.5) if asked.path == "/here" else near
         (score,) = scores_of(a_judge(service.url, key_env="JUDGE_KEY"), "x")

@@ -66,7 +66,7 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
 
 def read_key(file: Path | None) -> str | None:
     """The key in a file, else that of the variable; None: neither."""
-    key = file.read_text().strip() if file is not None else os.environ.get(KEY, "").strip()
+    key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
     if not key and file is None:
         return None
     if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:

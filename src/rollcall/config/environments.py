@@ -38,7 +38,7 @@ class EnvironmentBase(Section):
     env: list[VariableName] = field(
         [], "Names of environment variables that it gets, beside `PATH`, `HOME`, the language and the like."
     )
-    memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64, le=1 << 30)
+    memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64, le=1_000_000_000)
 
 
 _KWARGS = "Arguments of the class; with several classes a map from their names to the arguments of each."

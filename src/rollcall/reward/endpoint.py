@@ -281,8 +281,11 @@ def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
 
 def _redirected(url: str, status: int, location: str) -> str:
     """Where to ask instead: only within the same service, which may have the key and the completions."""
-    target = urljoin(url, location)
-    before, after = urlsplit(url), urlsplit(target)
+    try:
+        target = urljoin(url, location)
+        before, after = urlsplit(url), urlsplit(target)
+    except ValueError:
+        raise Problem(f"it redirects to {location[:80]!r}, which is not an address", Cause.REFUSED) from None
     if status not in (307, 308) or (before.scheme, before.netloc) != (after.scheme, after.netloc):
         shown = f"{after.scheme}://{after.hostname}{after.path}"
         raise Problem(f"it redirects to {shown}, which is not followed; write the final address as url", Cause.REFUSED)
@@ -293,6 +296,7 @@ def _retry_after_s(value: str | None) -> float | None:
     """
     >>> _retry_after_s("3"), _retry_after_s("1e9"), _retry_after_s("-1"), _retry_after_s("soon"), _retry_after_s(None)
     (3.0, 120.0, 0.0, None, None)
+    >>> _retry_after_s("Mon, 01 Jan 2024 00:00:00 +99999999999")  # no time zone is that far away
     """
     if value is None:
         return None
@@ -301,7 +305,7 @@ def _retry_after_s(value: str | None) -> float | None:
     except ValueError:
         try:
             when = parsedate_to_datetime(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
         seconds = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if math.isfinite(seconds) else None
