@@ -21,6 +21,7 @@ from rollcall.loop.samples import make_samples
 from rollcall.loop.step_metrics import batch_metrics
 from rollcall.loop.supply import Cursor, StepBatch
 from rollcall.observe.metrics import check_names
+from rollcall.reward.scorer import environment_reward
 from rollcall.types import EndReason, Group, Sample
 
 assert scripted  # a fixture of these tests too
@@ -154,6 +155,13 @@ def test_the_metrics_of_episodes() -> None:
     assert found["rollout/truncated_fraction"] == 0.25, "the limit of tokens ended it after a turn that was whole"
     evaluated = summarize([group], first_reward="environment", threshold=1.0).metrics()
     assert evaluated["eval/response_length_mean"] == 2.5 and evaluated["eval/truncated_fraction"] == 0.25
+
+
+@pytest.mark.parametrize("ended", [EndReason.TURNS, EndReason.TOKENS, EndReason.DONE])
+def test_an_episode_that_a_limit_ended_before_any_reward_scores_0_and_is_no_error(ended: EndReason) -> None:
+    """A game that rewards a win alone: while nobody wins, the run goes on."""
+    result = environment_reward(make_episode([make_turn(2, 1), make_turn(1, 0)], seed=0, ended=ended))
+    assert result.value == 0 and bool(result.kind) is (ended is EndReason.DONE)
 
 
 def test_a_group_that_failed_does_not_stand_in_for_a_step_while_others_were_scored(

@@ -268,7 +268,9 @@ def environment_reward(completion: Completion) -> RewardResult:
         return RewardResult(0.0, "hung" if episode.ended is EndReason.TIMEOUT else "raised", redact(episode.error))
     given = [turn.reward for turn in episode.turns if turn.reward is not None]
     if episode.reward is None and not given:
-        why = "the environment gave no reward; let it give one (get_reward, or the reward of a step), or name other rewards"
+        if episode.ended in (EndReason.TURNS, EndReason.TOKENS):
+            return RewardResult(0.0)  # it was cut off before the environment had a reason to give one
+        why = "the environment gave no reward; let it give one (get_reward, or the reward of a step, 0 too), or name other rewards"
         return RewardResult(0.0, "nan", why)
     return checked(sum(given) + (episode.reward or 0.0))
 
