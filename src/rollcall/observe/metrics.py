@@ -38,7 +38,9 @@ METRICS: dict[str, Metric] = {
     "train/tis_weight_mean": Metric("", "Mean truncated importance weight (old / behaviour)."),
     "train/masked_fraction": Metric("share", "Response tokens left out of the loss by `algorithm.mismatch_mask`."),
     "train/advantage_abs_mean": Metric("", "Mean absolute advantage. Near 0 there is nothing to learn from."),
-    "train/zero_variance_groups": Metric("share", "Groups whose rewards are all equal."),
+    "train/zero_variance_groups": Metric(
+        "share", "Groups without a signal: their rewards are all equal, or their episodes are masked or dropped."
+    ),
     "train/completions": Metric("count", "Completions of the step, also those of masked and dropped episodes."),
     "train/reward_errors": Metric("count", "Completions of the step that at least one reward could not score."),
     "train/refills": Metric("count", "How many times the step drew more prompts for dynamic sampling."),
@@ -62,7 +64,8 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_fraction": Metric("share", "Completions that hit the token limit."),
     "rollout/logprob_mismatch": Metric(
         "nats",
-        "Mean |learner - engine| log-prob of sampled tokens, before the update. With top-p or top-k it includes their renormalisation.",
+        "Mean absolute difference of the learner's log-prob and the engine's, over the tokens that the step's first update learns from, "
+        "before it. With top-p or top-k it includes their renormalisation.",
     ),
     "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
     "rollout/staleness_mean": Metric(
