@@ -127,7 +127,7 @@ def test_a_measured_step_is_estimated_to_a_tenth(tmp_path: Path) -> None:
     run = make_run(
         tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=139,
         actor={"tokens_per_microbatch": 32768}, data={"max_prompt_tokens": 128},
-        rollout={"max_running": 256, "max_response_tokens": 512},
+        rollout={"max_running": 256, "max_response_tokens": 512, "kv_tokens": 256 * 1024},
     )  # fmt: skip
     (entry,) = run.memory
     assert (entry.total - entry.runtime) / GIB == pytest.approx(46.96, rel=0.1)
@@ -186,7 +186,8 @@ def test_roles_of_one_process_take_turns_in_working_memory() -> None:
     [
         ({"kv_tokens": 1000}, 1000 * 12288),
         ({"max_running": 100_000, "kv_memory_fraction": 0.25}, 20 * GIB),
-        ({"max_running": 4}, 4 * 1024 * 12288),
+        ({"max_running": 4, "kv_memory_fraction": 0.3}, 4 * 1024 * 12288),
+        ({"max_running": 4}, 4 * (512 + 64) * 12288),
     ],
 )
 def test_the_kv_cache_is_what_the_engine_will_take(tmp_path: Path, rollout: dict[str, Any], expected: int) -> None:
@@ -195,8 +196,10 @@ def test_the_kv_cache_is_what_the_engine_will_take(tmp_path: Path, rollout: dict
 
 
 def test_checkpointing_saves_activations(tmp_path: Path) -> None:
-    plain = make_run(tmp_path, {"actor,rollout": "all"})
-    saving = make_run(tmp_path, {"actor,rollout": "all"}, actor={"activation_checkpointing": True})
+    plain = make_run(tmp_path, {"actor,rollout": "all"}, actor={"tokens_per_microbatch": 16384})
+    saving = make_run(
+        tmp_path, {"actor,rollout": "all"}, actor={"activation_checkpointing": True, "tokens_per_microbatch": 16384}
+    )
     assert memory_of(saving, "actor").activations < memory_of(plain, "actor").activations / 2
 
 
@@ -209,7 +212,8 @@ def test_logical_slots_have_no_card_to_fit_unless_one_is_given(tmp_path: Path) -
 
 
 def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor={"sharding": "fsdp"})
+    fixed = {"sharding": "fsdp", "tokens_per_microbatch": 16384, "activation_checkpointing": False}
+    run = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=fixed)
     (problem,) = run.problems
     over = run.memory[0].total / GIB - 16
     assert problem.startswith(f"slots 0-7 (actor, rollout): {16 + over:.1f} GiB needed, the card has 16.0 GiB")
@@ -217,6 +221,31 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
     lower = {"sharding": "fsdp", "tokens_per_microbatch": 2048}
     lowered = make_run(tmp_path, {"actor,rollout": "all"}, card_gib=16, actor=lower)
     assert lowered.problems == ()
+
+
+def test_auto_fits_the_card_and_gives_kv_what_is_left(tmp_path: Path) -> None:
+    large = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=80)
+    assert (memory_of(large, "actor").tokens, memory_of(large, "actor").recomputes) == (32768, False)
+    for card in (12, 16, 24, 48):
+        run = make_run(
+            tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, rollout={"max_response_tokens": 512}
+        )
+        assert run.problems == () and run.memory[0].total <= card * GIB
+        actor, kv = memory_of(run, "actor"), memory_of(run, "rollout").kv
+        assert 1024 <= actor.tokens <= 32768 and 1024 * 12288 <= kv <= 512 * 1024 * 12288
+        assert any(f"actor: {actor.tokens} tokens in a micro-batch" in note for note in run.notes)
+    assert memory_of(large, "rollout").kv == 512 * 576 * 12288
+    tight = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=16, rollout={"max_response_tokens": 512})
+    assert memory_of(tight, "actor").recomputes, "layers run again before micro-batches become small"
+    given = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=16, actor={"tokens_per_microbatch": 4096})
+    assert memory_of(given, "actor").tokens == 4096
+    nowhere = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=8)
+    assert nowhere.problems
+
+
+def test_without_a_card_auto_is_what_it_always_was(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, cluster={"accelerator": "cpu"})
+    assert (memory_of(run, "actor").tokens, memory_of(run, "actor").recomputes) == (16384, False)
 
 
 def test_the_lever_is_that_of_the_largest_part() -> None:
@@ -337,7 +366,8 @@ def test_inference_that_nobody_asks_is_noted(tmp_path: Path) -> None:
     assert any(note.startswith("inference has slots 4-5 and nothing to do") for note in idle.notes)
     asked = make_run(tmp_path, apart, trainer={"staleness": 1}, actor={"minibatches": 2})
     certain = make_run(tmp_path, apart, trainer={"staleness": 1}, reward=[{"type": "self_certainty"}])
-    assert asked.notes == certain.notes == ()
+    sizes = ("actor: 32768 tokens in a micro-batch (auto, by estimate)",)
+    assert asked.notes == certain.notes == sizes
 
 
 def test_a_node_that_an_elastic_run_cannot_do_without_is_noted(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ Each message says what was given, what was needed and what to do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 # The run file and the plan
 
@@ -49,6 +51,31 @@ class CheckpointError(RuntimeError, ValueError):
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is NaN or infinite; no weight was changed by it."""
+
+
+class MemoryShortError(RuntimeError):
+    """Memory is used up; the message has the sum of what was needed and what to change."""
+
+
+class BatchTooLargeError(MemoryShortError):
+    """A micro-batch does not fit where all ranks run it together: another attempt with a smaller one may succeed."""
+
+    def __init__(self, message: str, section: str, tokens: int) -> None:
+        """``tokens`` is what the next attempt of this section, actor or critic, should try."""
+        super().__init__(message, section, tokens)
+        self.section, self.tokens = section, tokens
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on a card, in one of its libraries, or of the host."""
+    torch: Any = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+    return type(error) is RuntimeError and any(word in str(error) for word in words)
 
 
 class RestartsSpentError(RuntimeError):

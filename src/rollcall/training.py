@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease, LeaseLostError, hold
 from rollcall.durable.patience import persist, refusing
-from rollcall.errors import ConfigError, SizesUnknown, WorkerError
+from rollcall.errors import BatchTooLargeError, ConfigError, SizesUnknown, WorkerError
 from rollcall.groups.backend import Backend
 from rollcall.groups.reachable import About, reachable
 from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
@@ -103,6 +103,9 @@ class _Training:
     backend: Backend | None
     callbacks: Callbacks
     is_bare: bool
+    smaller: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens of a micro-batch that a lost attempt asks for, by section
 
     def run(self, *, quiet: bool) -> dict[str, Any]:
         """To the end, in as many attempts as that takes; returns the summary."""
@@ -152,7 +155,13 @@ class _Training:
 
     def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         with _examining():
-            return self._attempt(store, console, number=number)
+            try:
+                return self._attempt(store, console, number=number)
+            except Exception as error:
+                for one in causes(error):
+                    if isinstance(one, BatchTooLargeError):
+                        self.smaller[one.section] = one.tokens
+                raise
 
     def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         """Build the workers and train from where the run directory stands to the end."""
@@ -160,7 +169,7 @@ class _Training:
         config, run_dir, resume = self.config, self.config.run.dir, store.latest()
         start_step = resume.step if resume else 0
         console.restart(start_step)
-        workers = _build(config, backend=self.backend, is_bare=self.is_bare)
+        workers = _build(_with_sizes(config, self.smaller), backend=self.backend, is_bare=self.is_bare)
         with closing(workers), ExitStack() as opened:
             if resume is not None and (why := workers.saving.missing(resume.path)):
                 warn(f"checkpoint {resume.path} is not complete ({why}) and is skipped")
@@ -327,6 +336,14 @@ def _page_of(config: Config) -> AbstractContextManager[None]:
     from rollcall.view.beside import page_beside
 
     return page_beside(config.run.dir, tell=say)
+
+
+def _with_sizes(config: Config, tokens: Mapping[str, int]) -> Config:
+    """The same run with smaller micro-batches. Its run file keeps what the user wrote."""
+    sections = {
+        name: getattr(config, name).model_copy(update={"tokens_per_microbatch": most}) for name, most in tokens.items()
+    }
+    return config.model_copy(update=sections)
 
 
 def _build(config: Config, *, backend: Backend | None, is_bare: bool) -> Workers:

@@ -21,9 +21,19 @@ MOST_SHOWN = 300  # characters of what was given
 
 def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
     """A line for each of the first mistakes, and how many more there are."""
-    items = error.errors(include_url=False)
+    items = _or_auto(error.errors(include_url=False))
     lines = [explain(item, root) for item in items[:MOST_ERRORS]]
     return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
+
+
+def _or_auto(items: list[Any]) -> list[Any]:
+    """A value that is neither what a key takes nor `auto` is one mistake, which pydantic tells as two."""
+    autos = {item["loc"][:-1] for item in items if item["loc"] and item["loc"][-1] == "literal['auto']"}
+    return [
+        {**item, "loc": item["loc"][:-1], "msg": f"{item['msg']}, or auto"} if item["loc"][:-1] in autos else item
+        for item in items
+        if item["loc"][-1:] != ("literal['auto']",)
+    ]
 
 
 def explain(item: Any, root: type[BaseModel]) -> str:

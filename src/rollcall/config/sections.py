@@ -16,6 +16,8 @@ SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots wi
 Share = Annotated[float, Field(ge=0, lt=1)]
 WeightTransport = Literal["auto", "shared_memory", "broadcast", "delta", "file"]
 MAX_SLOTS = 100_000  # of a cluster
+Auto = Literal["auto"]
+DEFAULT_TOKENS = 16384  # what `tokens_per_microbatch: auto` means where there is no card to fit
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
 
@@ -200,7 +202,11 @@ class RolloutSection(Section):
         "`kv_memory_fraction` on CUDA; on a CPU, enough for `max_running`, and for twice as many conversations between their turns (vLLM: at most 1 GiB).",
         ge=1,
     )
-    kv_memory_fraction: float = field(0.3, "Share of GPU memory for the KV cache.", gt=0, lt=1)
+    kv_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = field(
+        "auto",
+        "Share of GPU memory for the KV cache, above 0 and below 1. `auto`: what `max_running` completions can use, as far as the learner "
+        "in the same process leaves room for it; with vLLM 0.3.",
+    )
     compile: bool = field(
         False,
         "Compile decoding on a CPU. It takes half a minute once and needs a C++ compiler. CUDA always uses CUDA graphs.",
@@ -232,7 +238,11 @@ class OptimizerSection(Section):
     decay: Literal["constant", "linear", "cosine"] = field("constant", "How the learning rate falls after warm-up.")
     min_lr_ratio: float = field(0.0, "Final rate after the decay, as a share of the peak.", ge=0, le=1)
     grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
-    tokens_per_microbatch: int = field(16384, "Packed tokens of one process in one forward pass.", ge=1)
+    tokens_per_microbatch: Annotated[int, Field(ge=1)] | Auto = field(
+        "auto",
+        "Packed tokens of one process in one forward pass, 1 or more. `auto`: as many as fit the card beside the rest, measured at the start; 16384 on a "
+        "CPU. If a micro-batch does not fit all the same, it is split, and the smaller size is kept.",
+    )
     train_micro_batch_size: int | None = field(
         None,
         "Most completions in one forward pass of an update; `null`: as many as `tokens_per_microbatch` allows.",
@@ -254,7 +264,11 @@ class OptimizerSection(Section):
     minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
     epochs: int = field(1, "Passes over a step's samples.", ge=1)
     master_weights: bool = field(True, "Keep float32 master weights when the model is bfloat16.")
-    activation_checkpointing: bool = field(False, "Recompute activations in the backward pass to save memory.")
+    activation_checkpointing: bool | Auto = field(
+        "auto",
+        "Recompute activations in the backward pass to save memory. `auto`: if the micro-batches would be too small without; never on a "
+        "CPU.",
+    )
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
     sharding: Literal["replicate", "fsdp", "hsdp"] = field(
         "replicate",

@@ -6,7 +6,7 @@ import pickle
 import traceback
 from collections.abc import Mapping, Sequence
 
-from rollcall.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.errors import MemoryShortError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from rollcall.groups.backend import WorkerSpec, whom
 
 _CARRIERS = ("rollcall.groups.host", "rollcall.groups.inprocess", "rollcall.groups.pulse")
@@ -47,7 +47,9 @@ class RemoteFailureError(Exception):
         inner = error.__traceback__
         while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_CARRIERS):
             inner = inner.tb_next
-        text = "".join(traceback.format_exception(type(error), error, inner))
+        # Where memory ended says nothing about why: the sum does.
+        frames = None if isinstance(error, MemoryShortError) else traceback.format_exception(type(error), error, inner)
+        text = str(error) if frames is None else "".join(frames)
         try:
             pickled = pickle.dumps(error)
         except Exception:  # an exception may hold anything, and pickling runs its code

@@ -20,9 +20,9 @@ from torch import Tensor
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.errors import NonFiniteError
+from rollcall.learner.fit import Fit, Packing
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
-from rollcall.learner.packing import pack
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.decoder import Decoder
@@ -76,6 +76,7 @@ class Learner:
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
         self.body = make_body(model, section, gang=self.gang, device=device, unread=unread)
+        self.fit = self.body.fit = Fit.of(section, name="actor")
         self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
         self.num_tokens_trained = 0
         self._mirrored = Decoder.of(model).named_tensors() if mirror and self.body.in_parts else {}
@@ -147,8 +148,7 @@ class Learner:
         return sorted(learns) or with_loss[:1]
 
     def _loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        recompute = self.section.activation_checkpointing
-        stats = self.body.stats(batch, temperature=self.temperature, recompute=recompute)
+        stats = self.body.stats(batch, temperature=self.temperature, recompute=self.fit.recompute)
         behaviour = self._tensor(batch.behaviour_logprobs)
         result = policy_loss(
             self.algorithm,
@@ -195,6 +195,7 @@ class Critic:
         self.section = section
         self.algorithm = algorithm
         self.body = make_body(model, section, gang=self.gang, device=device, heads=heads, name="critic", unread=unread)
+        self.fit = self.body.fit = Fit.of(section, name="critic")
         self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
 
     @torch.no_grad()
@@ -221,7 +222,7 @@ class Critic:
         device = self.body.device
         loss = value_loss(
             self.algorithm,
-            values=self.body.values(batch, recompute=self.section.activation_checkpointing),
+            values=self.body.values(batch, recompute=self.fit.recompute),
             old_values=torch.from_numpy(batch.values).to(device),
             returns=torch.from_numpy(batch.returns).to(device),
             weights=torch.from_numpy(batch.weights).to(device),
@@ -296,19 +297,20 @@ def accumulate_gradients(
     """Backward through the gang's micro-batches of these rows; the metrics are sums over them (``*_max``: the largest)."""
     body, optimizer = model.body, model.optimizer
     mine = share_rows(samples, rows, body)
-    batches = pack(
-        [samples[row] for row in mine],
+    packing = Packing(
+        samples=[samples[row] for row in mine],
         weights=weights[mine],
-        tokens_per_microbatch=model.section.tokens_per_microbatch * body.context.size,
         max_rows=model.section.train_micro_batch_size,
         whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over them
     )
-    own = body.accumulate(batches, loss_of, optimizer)
+    own = body.accumulate(packing, model.fit, loss_of, optimizer)
     # Read here, not while others still compute.
-    metrics = [{name: float(value) for name, value in row.items()} for row in own]
-    for row, batch in zip(metrics, batches, strict=True):
-        row["packed"] = float(batch.num_tokens)
-    everyone = [row for member in body.gang.gather(metrics if body.counts else []) for row in member]
+    metrics = [
+        {name: float(value) for name, value in row.items()} | {"packed": float(batch.num_tokens)} for batch, row in own
+    ]
+    members = body.gang.gather([metrics if body.counts else [], model.fit.tokens, model.fit.recompute])
+    everyone = [row for rows, _, _ in members for row in rows]
+    model.fit.agree([(tokens, recompute) for _, tokens, recompute in members])
     if not everyone:
         raise ValueError(
             "no completion of this step has a token to learn from; check rollout.max_response_tokens and stop"
@@ -349,17 +351,11 @@ def over_samples(
     mine = share_rows(samples, range(len(samples)), body) if body.together else list(range(len(samples)))
     own = [samples[index] for index in mine]
     out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
-    batches = pack(
-        own,
-        weights=np.zeros(len(own), dtype=np.float32),
-        tokens_per_microbatch=section.tokens_per_microbatch * body.context.size,
-        max_rows=section.logprob_batch_size,
-    )
-    for place, batch in enumerate(body.passes(batches)):
-        outputs = run(batch)
-        if place < len(batches):
-            for values, rows in zip(outputs, out, strict=True):
-                scatter(values, batch, own, rows)
+    packing = Packing(samples=own, weights=np.zeros(len(own), dtype=np.float32), max_rows=section.logprob_batch_size)
+    fit = body.fit = body.fit or Fit.of(section, name="actor")
+    for batch, outputs in body.each(packing, fit, run):
+        for values, rows in zip(outputs, out, strict=True):
+            scatter(values, batch, own, rows)
     if not body.together:
         return out
     # Rank by rank: which samples, and the numbers of all of them, output by output.

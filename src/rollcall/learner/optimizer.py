@@ -54,14 +54,21 @@ class Optimizer:
         self.adamw = make_optimizer(groups, section, on_cuda=on_cuda)
 
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums."""
-        for name, gradient in zip(self.named, gradients, strict=True):
-            if gradient is None:
-                continue
-            if name not in self._sums:
-                self._sums[name] = gradient.float()
-            else:
+        """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums: all of them, or none if memory ends."""
+        given = {name: gradient for name, gradient in zip(self.named, gradients, strict=True) if gradient is not None}
+        # Everything that is allocated is allocated before anything changes.
+        new = {name: gradient.float() for name, gradient in given.items() if name not in self._sums}
+        for name, gradient in given.items():
+            if name not in new:
                 self._sums[name] += gradient
+        self._sums |= new
+
+    @property
+    def num_bytes(self) -> int:
+        """Of masters and state; before the first update, of AdamW's."""
+        state = sum(_bytes(value) for entry in self.adamw.state.values() for value in entry.values())
+        masters = sum(map(_bytes, self.targets.values()))
+        return (masters if self.uses_masters else 0) + (state or 2 * masters)
 
     def sum_over(self, gang: Gang) -> None:
         """Add up the sums over the whole gang; a member without rows adds zeros."""
@@ -189,6 +196,10 @@ class Optimizer:
     @torch.no_grad()
     def _publish_masters(self) -> None:
         torch._foreach_copy_([self.named[name] for name in self.targets], list(self.targets.values()))
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _count(groups: Sequence[Mapping[str, Any]]) -> int:

@@ -4,14 +4,15 @@ Each decoder layer is a module that owns its fused weights; so is the root with 
 (``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves
 each rank its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
 
-All ranks must run every forward and backward together, the same number of them. ``passes`` agrees on the number, and a
+All ranks must run every forward and backward together, the same number of them. ``_passes`` agrees on the number, and a
 rank with fewer micro-batches runs idle ones, whose gradient is zero.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
+from rollcall.errors import is_out_of_memory
 from rollcall.learner.context_parallel import join_context
+from rollcall.learner.fit import Fit, Packing, too_large
 from rollcall.learner.from_files import read_part, same_values
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
@@ -32,7 +35,7 @@ from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.sharded_modules import LAYER_TENSORS, Shape, ShardedLayer, ShardedRoot, Work
 from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, split_order
-from rollcall.learner.whole import LossOf, everyones
+from rollcall.learner.whole import LossOf, T, everyones
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, after_attention, before_attention, module_names, rope_tables
 from rollcall.model.load import non_finite_of, refuse_diverged
@@ -96,6 +99,8 @@ class Sharded:
         # The ranks of a tensor group, and those of a context group, work on the same rows.
         self.counts = split.tensor_rank == split.context_rank == 0
         self.place = (split.data_rank, split.num_data)
+        self.num_tensor, self.is_compiled = split.tensor, False
+        self.fit: Fit | None = None
         self.head_dim = decoder.head_dim
         self.windows = [layer.window for layer in decoder.layers]
         self.rotary = own_rotary(decoder).to(device)
@@ -221,9 +226,14 @@ class Sharded:
         sharded.set_force_sum_reduction_for_comms(True)
         return sharded
 
+    @property
+    def whole_shapes(self) -> Mapping[str, torch.Size]:
+        return self.shapes
+
     def compile(self) -> None:
         """Layers that are whole while they run; between tensor ranks there is a collective every few operations."""
         if self.split.tensor == 1:
+            self.is_compiled = True
             self.shape.before = torch.compile(before_attention)
             self.shape.after = torch.compile(after_attention)
 
@@ -236,9 +246,28 @@ class Sharded:
         (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
         return values
 
-    def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def _passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """These micro-batches, then idle ones, until every rank has the same number."""
         return [*batches, *[_idle_batch()] * (max(self.gang.gather(len(batches))) - len(batches))]
+
+    def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
+        """What ``run`` gives for each micro-batch, without gradients, and idle passes until all ranks have run the same number."""
+        batches = packing.batches(range(len(packing.samples)), fit.tokens * self.context.size)
+        for place, batch in enumerate(self._passes(batches)):
+            with self._together(packing, fit, batch, None):
+                result = run(batch)
+            if place < len(batches):
+                yield batch, result
+
+    @contextmanager
+    def _together(self, packing: Packing, fit: Fit, batch: MicroBatch, optimizer: Optimizer | None) -> Iterator[None]:
+        """A rank that runs out of memory cannot go on alone: the others are in the same pass."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise too_large(self, fit, batch, packing, error, optimizer=optimizer) from None
 
     def _forward(self, batch: MicroBatch, *, temperature: float, recompute: bool) -> tuple[Tensor, ...]:
         device = self.device
@@ -271,18 +300,20 @@ class Sharded:
         return tuple(self.context.join(part, own) for part in out)
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
-    ) -> list[dict[str, Tensor]]:
+        self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
+    ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
         """Backward through every micro-batch, and idle passes until all ranks have run the same number."""
-        rows: list[dict[str, Tensor]] = []
-        for place, batch in enumerate(self.passes(batches)):
-            if place < len(batches):
-                loss, metrics = loss_of(batch)
-                rows.append(metrics)
-            else:
-                loss = self._forward(batch, temperature=1.0, recompute=False)[0].sum() * 0.0
-            loss.backward()
-            optimizer.accumulate(self._take_gradients())
+        batches = packing.batches(range(len(packing.samples)), fit.tokens * self.context.size)
+        rows: list[tuple[MicroBatch, dict[str, Tensor]]] = []
+        for place, batch in enumerate(self._passes(batches)):
+            with self._together(packing, fit, batch, optimizer):
+                if place < len(batches):
+                    loss, metrics = loss_of(batch)
+                    rows.append((batch, metrics))
+                else:
+                    loss = self._forward(batch, temperature=1.0, recompute=False)[0].sum() * 0.0
+                loss.backward()
+                optimizer.accumulate(self._take_gradients())
         return rows
 
     def sum_gradients(self, optimizer: Optimizer) -> None:

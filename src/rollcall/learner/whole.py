@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rollcall.learner.context_parallel import Own, join_context
+from rollcall.learner.fit import Fit, Packing, run_fitting
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
@@ -18,6 +19,7 @@ from rollcall.model.decoder import Decoder
 from rollcall.model.load import non_finite_of, packed_hidden
 from rollcall.types import MicroBatch
 
+T = TypeVar("T")
 LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -39,6 +41,8 @@ class Whole:
         )  # which share of the rows is this rank's, and of how many
         self.norm = norm_of  # of all gradients together
         self._heads = heads
+        self.head_dim, self.num_tensor, self.is_compiled = decoder.head_dim, 1, False
+        self.fit: Fit | None = None  # the size of its micro-batches; its learner's, or made at the first call
         if heads:
             self.named = {name: tensor for name, tensor in self.named.items() if name != "lm_head"} | dict(heads)
 
@@ -47,6 +51,7 @@ class Whole:
         return self.decoder.device
 
     def compile(self) -> None:
+        self.is_compiled = True
         self.decoder.compile()
 
     def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
@@ -74,22 +79,23 @@ class Whole:
         )
         return hidden.index_select(0, torch.from_numpy(own.logit_index).to(hidden.device))
 
-    def passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        return batches
+    def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
+        """What ``run`` gives for each micro-batch, without gradients."""
+        return run_fitting(self, fit, packing, run, optimizer=None)
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], loss_of: LossOf, optimizer: Optimizer
-    ) -> list[dict[str, Tensor]]:
-        """Backward through every micro-batch; returns the metrics of each."""
+        self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
+    ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
+        """Backward through every micro-batch; returns each with its metrics."""
         weights = list(self.named.values())
-        rows: list[dict[str, Tensor]] = []
-        for batch in batches:
+
+        def run(batch: MicroBatch) -> dict[str, Tensor]:
             loss, metrics = loss_of(batch)
             # Not kept in a name: the gradients would be there during the next backward too.
             optimizer.accumulate(torch.autograd.grad(loss, weights, allow_unused=True))
-            rows.append(metrics)
-            del loss
-        return rows
+            return metrics
+
+        return list(run_fitting(self, fit, packing, run, optimizer=optimizer))
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
         optimizer.sum_over(self.gang)
@@ -107,6 +113,11 @@ class Whole:
     def shapes(self) -> Mapping[str, torch.Size]:
         """Of the whole weights."""
         return {name: tensor.shape for name, tensor in self.named.items()}
+
+    @property
+    def whole_shapes(self) -> Mapping[str, torch.Size]:
+        """Of the decoder's weights, trained or not."""
+        return {name: tensor.shape for name, tensor in self.decoder.named_tensors().items()}
 
     def non_finite(self) -> list[str]:
         """Weights with a NaN or an infinity in them, on any rank."""

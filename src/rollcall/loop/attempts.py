@@ -3,7 +3,8 @@
 An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own
 code would come again, so it ends the run, unless it only says that another worker is gone. More losses than the budget
 allows end the run too; the message has the last reason and the first traceback. In one process nothing can be lost while
-this code runs, so the first attempt is the only one.
+this code runs, so the first attempt is the only one. A micro-batch that does not fit where all ranks run it together is a loss too:
+the next attempt has a smaller one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from rollcall.errors import ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
+from rollcall.errors import BatchTooLargeError, ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
 from rollcall.loop.aside import wait_for_threads
 from rollcall.wait import say
 
@@ -109,7 +110,8 @@ def closing(workers: Closable) -> Iterator[None]:
 
 def loss_of(error: BaseException) -> BaseException | None:
     """The loss that caused this error; None: nothing was lost, and another attempt would not help."""
-    return next((one for one in causes(error) if isinstance(one, WorkerLostError | NoRoomError)), None)
+    kinds = WorkerLostError | NoRoomError | BatchTooLargeError
+    return next((one for one in causes(error) if isinstance(one, kinds)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

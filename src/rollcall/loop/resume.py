@@ -15,6 +15,7 @@ from typing import Any
 from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
+from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.words import counted
@@ -28,6 +29,10 @@ FIXED = (
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
+# What `auto` stands for where there is no card: a run directory that has the number has not been given another setting.
+SAME_AS_AUTO = {
+    "tokens_per_microbatch": DEFAULT_TOKENS, "activation_checkpointing": False, "kv_memory_fraction": 0.3,
+}  # fmt: skip
 NOT_SET = "not set"
 MAX_TOLD = 3
 
@@ -47,6 +52,11 @@ class Change:
         if parts[0] == "reward" and len(parts) == 3 and parts[2] in FREE_OF_REWARDS:
             return False
         return any(self.key == key or self.key.startswith(f"{key}.") for key in FIXED)
+
+    @property
+    def is_to_auto(self) -> bool:
+        same = SAME_AS_AUTO.get(self.key.rpartition(".")[2])
+        return same is not None and self.before == same and self.after == "auto"
 
 
 def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
@@ -69,7 +79,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
             f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
             "with --fresh (the old directory is moved aside)"
         ) from None
-    found = list(differences("", public_dump(before), public_dump(config)))
+    found = [each for each in differences("", public_dump(before), public_dump(config)) if not each.is_to_auto]
     if config.algorithm.name != "ppo":  # nothing reads the critic's section
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:

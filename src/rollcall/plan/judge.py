@@ -80,6 +80,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         notes.append(f"memory is not estimated: {error}")
     problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
+    notes += _on_sizes(config, memory, card)
     notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
     notes += [*_on_environment(config, plan), *_on_elastic(config, plan), *unused(config)]
     return RunPlan(
@@ -238,6 +239,16 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
             )
         elif entry.total > TIGHT * card:
             notes.append(f"{who}: {gib(entry.total)} of {gib(card)} is tight, since this is an estimate")
+
+
+def _on_sizes(config: Config, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
+    """What ``auto`` comes to; the run measures a pass first, and may choose a little differently."""
+    for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
+        section = config.critic if role.role is Role.CRITIC else config.actor
+        chosen = section.activation_checkpointing == "auto" and role.recomputes
+        if section.tokens_per_microbatch == "auto" or chosen:
+            again = ", and layers run again in the backward" if role.recomputes else ""
+            yield f"{role.role}: {role.tokens} tokens in a micro-batch{again} (auto, by estimate)"
 
 
 def _on_batch(config: Config, plan: Plan) -> Iterator[str]:

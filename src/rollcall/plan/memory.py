@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, OptimizerSection
+from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, Passes
+from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, choose, kv_need
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 
 GIB = 1 << 30
@@ -27,7 +30,8 @@ KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of a process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
 RUNTIME = 3 * GIB // 2
 FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
-KV_BLOCK = 64  # tokens
+NO_ROOM = -1  # KV is left out of the count
+VLLM_KV = 0.3  # of a card, where `rollout.kv_memory_fraction` is auto and vLLM samples
 REWARD_ROWS = 16  # completions that a reward model scores at once
 
 
@@ -117,6 +121,7 @@ class RoleMemory:
     lent: int = 0  # the part of weights and kv that is free while another role works
     copied: bool = False  # several data ranks hold the same, and could hold parts
     recomputes: bool = False  # activations are already as few as possible
+    tokens: int = 0  # of a micro-batch, where this role trains
 
     @property
     def held(self) -> int:
@@ -182,12 +187,9 @@ def slot_memory(
         reward_sizes=reward_sizes,
         in_parts=roles_in_parts(config, plan),
     )
+    runtime = RUNTIME if on_gpu else 0
     return tuple(
-        SlotMemory(
-            slots=group.slots,
-            roles=tuple(job.role(role, plan.meshes[role], group) for role in group.roles),
-            runtime=RUNTIME if on_gpu else 0,
-        )
+        SlotMemory(slots=group.slots, roles=job.roles(group, plan.meshes, runtime=runtime), runtime=runtime)
         for group in plan.groups
     )
 
@@ -207,19 +209,66 @@ class _Job:
     reward_sizes: ModelSizes | None
     in_parts: frozenset[Role]  # roles whose processes hold parts of one model
 
-    def role(self, role: Role, mesh: Mesh, group: RoleGroup) -> RoleMemory:
+    def roles(self, group: RoleGroup, meshes: Mapping[Role, Mesh], *, runtime: int) -> tuple[RoleMemory, ...]:
+        """Of one process, with what ``auto`` means in it: learners take turns, and KV gets what the larger of them leaves."""
+        trained = [role for role in group.roles if role in TRAINED]
+        if self.card is None:
+            choices = {role: self._by_default(role) for role in trained}
+            return tuple(self._role(role, meshes, group, choices=choices, room=None) for role in group.roles)
+        nothing = dict.fromkeys(trained, Choice(tokens=1, recompute=True))
+        bare = {role: self._role(role, meshes, group, choices=nothing, room=NO_ROOM) for role in group.roles}
+        room = int(self.card * SAFE) - runtime - sum(each.held for each in bare.values())
+        kv = self._kv_need(meshes[Role.ROLLOUT]) if Role.ROLLOUT in bare and self._kv_is_open else NO_KV
+        choices = {
+            role: choose(
+                self._section(role),
+                room=room - bare[role].gradients,
+                passes=partial(self._passes, role, meshes[role], group),
+                longest=-(-self._longest // meshes[role].context),
+                kv=kv,
+            )
+            for role in trained
+        }
+        found = [self._role(role, meshes, group, choices=choices, room=NO_ROOM) for role in group.roles]
+        room -= max(each.working for each in found)
+        return tuple(self._role(role, meshes, group, choices=choices, room=max(0, room)) for role in group.roles)
+
+    def _section(self, role: Role) -> OptimizerSection:
+        return self.config.critic if role is Role.CRITIC else self.config.actor
+
+    def _by_default(self, role: Role) -> Choice:
+        section = self._section(role)
+        tokens, recompute = section.tokens_per_microbatch, section.activation_checkpointing
+        return Choice(tokens=DEFAULT_TOKENS if tokens == "auto" else tokens, recompute=recompute is True)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a prompt and a completion."""
+        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        return min(longest, self.sizes.positions)
+
+    def _role(
+        self,
+        role: Role,
+        meshes: Mapping[Role, Mesh],
+        group: RoleGroup,
+        *,
+        choices: Mapping[Role, Choice],
+        room: int | None,
+    ) -> RoleMemory:
+        """``room`` is what KV may take at most, where that is open; NO_ROOM: leave it out; None: there is no card."""
+        mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
         match role:
-            case Role.ACTOR:
-                return self._trained(role, self.config.actor, mesh, group)
-            case Role.CRITIC:
-                return self._trained(role, self.config.critic, mesh, group)
+            case Role.ACTOR | Role.CRITIC:
+                return self._trained(role, mesh, group, choices[role])
             case Role.REFERENCE:
                 data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
-                return self._frozen(role, mesh, shards=data * mesh.tensor)
+                return self._frozen(role, mesh, shards=data * mesh.tensor, choices=choices)
             case Role.INFERENCE:
-                return self._frozen(role, mesh, shards=mesh.tensor)
+                return self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
             case Role.ROLLOUT:
-                return self._rollout(mesh, shares_weights=Role.ACTOR in group.roles and Role.ACTOR not in self.in_parts)
+                shares = Role.ACTOR in group.roles and Role.ACTOR not in self.in_parts
+                return self._rollout(mesh, shares_weights=shares, room=room)
             case Role.REWARD:
                 return self._reward(mesh)
             case Role.ENVIRONMENT:
@@ -232,23 +281,28 @@ class _Job:
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
         return mesh.lanes if section.sharding == "fsdp" else 1
 
-    def _trained(self, role: Role, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> RoleMemory:
-        has_head = role is Role.ACTOR
-        num_parameters = self.sizes.num_parameters if has_head else self.sizes.body_parameters
+    def _passes(self, role: Role, mesh: Mesh, group: RoleGroup, recompute: bool) -> Passes:
+        section, in_parts = self._section(role), role in self.in_parts
+        return Passes(
+            sizes=self.sizes,
+            width=self.width,
+            num_parameters=self._num_parameters(role) // (self._data_shards(section, mesh, group) * mesh.tensor),
+            gradient_width=4 if in_parts else self.width,  # FSDP adds them up in float32
+            has_head=role is Role.ACTOR,
+            tensor=mesh.tensor,
+            compiled=self._compiles(section, mesh),
+            recompute=recompute,
+        )
+
+    def _num_parameters(self, role: Role) -> int:
+        return self.sizes.num_parameters if role is Role.ACTOR else self.sizes.body_parameters
+
+    def _trained(self, role: Role, mesh: Mesh, group: RoleGroup, choice: Choice) -> RoleMemory:
+        section, num_parameters = self._section(role), self._num_parameters(role)
         data = self._data_shards(section, mesh, group)
         in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
-        passes = Passes(
-            sizes=self.sizes,
-            width=width,
-            num_parameters=num_parameters // shards,
-            gradient_width=4 if in_parts else width,  # FSDP adds them up in float32
-            has_head=has_head,
-            tensor=mesh.tensor,
-            compiled=self._compiles(section, mesh),
-            recompute=section.activation_checkpointing,
-        )
         # AdamW has two numbers per weight; FSDP's own weights are the masters, and what it gathers is what a forward reads.
         optimizer = num_parameters * (4 + 8 if masters else 2 * width) // shards
         gathered = self._gathered(mesh) if in_parts else 0
@@ -263,9 +317,10 @@ class _Job:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=passes.peak(self._tokens(section, mesh)),
+            activations=self._passes(role, mesh, group, choice.recompute).peak(self._tokens(choice, mesh)),
             copied=data < mesh.lanes,
-            recomputes=section.activation_checkpointing,
+            recomputes=choice.recompute,
+            tokens=choice.tokens,
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
@@ -274,40 +329,55 @@ class _Job:
             return False
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
 
-    def _tokens(self, section: OptimizerSection, mesh: Mesh) -> int:
+    def _tokens(self, choice: Choice, mesh: Mesh) -> int:
         """Of one process in one forward pass. A longer row is a micro-batch of its own, and a context group divides it."""
-        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
-        return max(section.tokens_per_microbatch, -(-longest // mesh.context))
+        return max(choice.tokens, -(-self._longest // mesh.context))
 
-    def _frozen(self, role: Role, mesh: Mesh, *, shards: int) -> RoleMemory:
-        tokens = self._tokens(self.config.actor, mesh)
+    def _frozen(self, role: Role, mesh: Mesh, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
+        tokens = self._tokens(choices.get(Role.ACTOR, self._by_default(Role.ACTOR)), mesh)
         weights = self.sizes.num_parameters * self.width // shards
         if shards > mesh.tensor:
             weights += self._gathered(mesh)
         working = tokens * self.sizes.working_elements(mesh.tensor) * self.width
         return RoleMemory(role=role, weights=weights, activations=working + self._logits(tokens, mesh))
 
-    def _rollout(self, mesh: Mesh, *, shares_weights: bool) -> RoleMemory:
+    def _rollout(self, mesh: Mesh, *, shares_weights: bool, room: int | None) -> RoleMemory:
         rollout, sizes = self.config.rollout, self.sizes
         whole = sizes.num_parameters * self.width
         vllm = whole // mesh.tensor if rollout.engine == "vllm" else 0
         weights = (0 if shares_weights else whole) + vllm
         fill = min(FILL_TOKENS, rollout.max_running * self.config.data.max_prompt_tokens)
         working = fill * sizes.working_elements(mesh.tensor) * self.width + rollout.max_running * sizes.vocab * 4
-        kv = self._kv(mesh)
+        kv = self._kv(mesh, room)
         lent = vllm + kv if vllm and rollout.vllm.sleep else 0
         return RoleMemory(role=Role.ROLLOUT, weights=weights, kv=kv, activations=working, lent=lent)
 
-    def _kv(self, mesh: Mesh) -> int:
+    def _kv(self, mesh: Mesh, room: int | None) -> int:
         rollout, data = self.config.rollout, self.config.data
-        sizes = self.sizes
-        per_token = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * self.width // mesh.tensor
+        per_token = self._kv_per_token(mesh)
         if rollout.kv_tokens is not None:
             return rollout.kv_tokens * per_token
-        if self.card is None:
+        if self.card is None or room is None:
             return rollout.max_running * (data.max_prompt_tokens + rollout.max_response_tokens) * per_token
-        most = rollout.max_running * -(-sizes.positions // KV_BLOCK) * KV_BLOCK * per_token
-        return min(int(self.card * rollout.kv_memory_fraction), most)
+        if self._kv_is_open:
+            return 0 if room == NO_ROOM else self._kv_need(mesh).of(room)
+        share = VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
+        most = rollout.max_running * -(-self.sizes.positions // KV_BLOCK) * KV_BLOCK * per_token
+        return min(int(self.card * share), most)
+
+    @property
+    def _kv_is_open(self) -> bool:
+        rollout = self.config.rollout
+        return rollout.engine == "native" and rollout.kv_tokens is None and rollout.kv_memory_fraction == "auto"
+
+    def _kv_per_token(self, mesh: Mesh) -> int:
+        sizes = self.sizes
+        return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * self.width // mesh.tensor
+
+    def _kv_need(self, mesh: Mesh) -> KvNeed:
+        # A conversation may grow until the model has no more positions.
+        longest = self._longest if self.config.environment is None else self.sizes.positions
+        return kv_need(self.config.rollout, per_token=self._kv_per_token(mesh), longest=longest)
 
     def _reward(self, mesh: Mesh) -> RoleMemory:
         sizes = self.reward_sizes

@@ -31,6 +31,7 @@ from rollcall.model.files import resolve_model
 from rollcall.model.load import load_tokenizer
 from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.plan.activations import COMPILE_FROM
+from rollcall.plan.memory import VLLM_KV
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
@@ -166,6 +167,11 @@ def check_engine(rollout: RolloutSection) -> None:
         find_python(rollout.vllm.python)
 
 
+def kv_share(rollout: RolloutSection) -> float:
+    """Of the card's memory, where nothing better is known."""
+    return VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
+
+
 def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs: bool = True) -> LocalEngine:
     """The engine of this process, with the weights of ``model``; on CUDA the native one captures ``graphs``."""
     if rollout.engine == "native":
@@ -177,7 +183,7 @@ def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs:
             tokenizer,
             max_running=rollout.max_running,
             kv_tokens=rollout.kv_tokens,
-            kv_fraction=rollout.kv_memory_fraction,
+            kv_fraction=kv_share(rollout),
             compile=rollout.compile,
             graphs=graphs,
         )
@@ -192,7 +198,7 @@ def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs:
             section=rollout.vllm,
             max_running=rollout.max_running,
             kv_tokens=rollout.kv_tokens,
-            kv_fraction=rollout.kv_memory_fraction,
+            kv_fraction=kv_share(rollout),
         )
     except BaseException:  # an interrupt too: it must not go on loading
         child.close()

@@ -1,0 +1,266 @@
+"""How large a learner's micro-batches are, and what happens when one does not fit.
+
+An allocation that fails costs no gradient: what was computed for the micro-batch is dropped, it is packed again with half the tokens,
+and so are all that follow. The smaller size stays. Only where one row alone does not fit does the run end, with the sum of what
+was needed.
+
+Where a model or its tokens are in parts, all ranks are inside the same forward, and one that fails cannot run it again alone: the others wait for it in
+a collective that never comes. So it raises ``BatchTooLargeError``. The attempt ends, and the next one begins at the newest checkpoint
+with half the tokens; the journal has the groups.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcall.config import OptimizerSection
+from rollcall.config.sections import DEFAULT_TOKENS
+from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
+from rollcall.learner.optimizer import Optimizer
+from rollcall.learner.packing import pack
+from rollcall.plan.activations import Passes
+from rollcall.types import Floats, MicroBatch, Sample
+from rollcall.wait import say
+from rollcall.words import counted, size
+
+T = TypeVar("T")
+
+
+class Context(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+class Body(Protocol):
+    """What is asked here of ``Whole`` and ``Sharded``."""
+
+    in_parts: bool
+    together: bool
+    head_dim: int
+    num_tensor: int
+    is_compiled: bool
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def named(self) -> Mapping[str, Tensor]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def whole_shapes(self) -> Mapping[str, torch.Size]: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Fit:
+    """The size in use. It only shrinks, and all ranks of a gang have the same after every update."""
+
+    name: str  # of the section: actor or critic
+    tokens: int
+    recompute: bool  # keep each layer's input only, and run it again in the backward
+    may_recompute: bool = False  # the section leaves it open
+
+    @classmethod
+    def of(cls, section: OptimizerSection, *, name: str) -> Fit:
+        """Before anything is measured: what the section says, or the defaults of a CPU."""
+        tokens, recompute = section.tokens_per_microbatch, section.activation_checkpointing
+        return cls(
+            name=name,
+            tokens=DEFAULT_TOKENS if tokens == "auto" else tokens,
+            recompute=recompute is True,
+            may_recompute=recompute == "auto",
+        )
+
+    def shrink(self, batch: MicroBatch, *, why: str, units: int, trains: bool) -> bool:
+        """Make room after this micro-batch of so many units (rows, or attempts that stay together) did not fit; False: there is
+        no smaller one."""
+        before = min(self.tokens, batch.num_tokens)
+        if units > 1:
+            self.tokens = max(1, before // 2)
+            say(
+                f"{self.name}: a micro-batch of {before} tokens does not fit ({why}); {self.name}.tokens_per_microbatch is "
+                f"{self.tokens} from here on"
+            )
+            return True
+        if trains and self.may_recompute and not self.recompute:
+            self.recompute = True
+            say(
+                f"{self.name}: a row of {batch.num_tokens} tokens does not fit ({why}); {self.name}.activation_checkpointing is "
+                "true from here on"
+            )
+            return True
+        return False
+
+    def agree(self, others: Sequence[tuple[int, bool]]) -> None:
+        """The smallest size that any rank of the gang has."""
+        self.tokens = min(tokens for tokens, _ in others)
+        self.recompute = any(recompute for _, recompute in others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Samples as micro-batches of whatever size fits."""
+
+    samples: Sequence[Sample]
+    weights: Floats
+    max_rows: int | None
+    whole_attempts: bool = False
+
+    def batches(self, rows: Sequence[int], tokens: int) -> list[MicroBatch]:
+        """Of these samples; a micro-batch names its rows by their place among all."""
+        made = pack(
+            [self.samples[row] for row in rows],
+            weights=self.weights[list(rows)],
+            tokens_per_microbatch=tokens,
+            max_rows=self.max_rows,
+            whole_attempts=self.whole_attempts,
+        )
+        if len(rows) == len(self.samples):
+            return made
+        places = np.array(rows, dtype=np.int64)
+        return [replace(batch, sample_index=places[batch.sample_index]) for batch in made]
+
+    def units(self, batch: MicroBatch) -> int:
+        return batch.num_attempts if self.whole_attempts else batch.num_rows
+
+
+def run_fitting(
+    body: Body, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None
+) -> Iterator[tuple[MicroBatch, T]]:
+    """Each micro-batch with what ``run`` gives for it; those that do not fit are made smaller, unless other ranks run
+    the same one."""
+    waiting = packing.batches(range(len(packing.samples)), fit.tokens * body.context.size)
+    while waiting:
+        batch = waiting[0]
+        try:
+            result = run(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if body.together:
+                raise too_large(body, fit, batch, packing, error, optimizer=optimizer) from None
+            why = in_one_line(error)
+        else:
+            del waiting[0]
+            yield batch, result
+            continue
+        # Outside the handler: the error holds the frames, and these the tensors.
+        release(body.device)
+        if not fit.shrink(batch, why=why, units=packing.units(batch), trains=optimizer is not None):
+            raise MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
+        rows = sorted(int(row) for each in waiting for row in each.sample_index)
+        waiting = packing.batches(rows, fit.tokens)
+
+
+def too_large(
+    body: Body, fit: Fit, batch: MicroBatch, packing: Packing, error: Exception, *, optimizer: Optimizer | None
+) -> Exception:
+    """What to raise where all ranks run the micro-batch together."""
+    why, before = in_one_line(error), min(fit.tokens, -(-batch.num_tokens // body.context.size))
+    if packing.units(batch) <= 1:
+        return MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
+    return BatchTooLargeError(
+        f"{fit.name}: a micro-batch of {before} tokens does not fit ({why}), and all ranks run it together; the next attempt "
+        f"has {fit.name}.tokens_per_microbatch={before // 2}",
+        fit.name,
+        max(1, before // 2),
+    )
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of what failed back to the card."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def in_one_line(error: BaseException) -> str:
+    """
+    >>> in_one_line(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"))
+    'CUDA out of memory. Tried to allocate 2.00 GiB'
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return ". ".join(text.split(". ")[:2]).rstrip(".")[:200]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A decoder's, read off its weights."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+def sizes_of(body: Body) -> Sizes:
+    shapes = body.whole_shapes
+    (vocab, hidden), (_, queries) = shapes["embed"], shapes["layers.0.out"]
+    dim = body.head_dim
+    return Sizes(
+        hidden=hidden,
+        intermediate=shapes["layers.0.gate_up"][0] // 2,
+        layers=sum(name.endswith(".gate_up") for name in shapes),
+        heads=queries // dim,
+        kv_heads=(shapes["layers.0.qkv"][0] - queries) // (2 * dim),
+        head_dim=dim,
+        vocab=vocab,
+    )
+
+
+def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None, offload: bool = False) -> Passes:
+    """The arithmetic of this body's passes, as ``rollcall plan`` does it."""
+    trained = sum(tensor.numel() for tensor in body.named.values())
+    return Passes(
+        sizes=sizes_of(body),
+        width=body.dtype.itemsize,
+        num_parameters=trained,
+        gradient_width=4 if body.in_parts else body.dtype.itemsize,
+        has_head="head" not in body.named,
+        tensor=body.num_tensor,
+        compiled=body.is_compiled or body.device.type == "cpu",
+        recompute=fit.recompute if recompute is None else recompute,
+        offload=offload,
+    )
+
+
+def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
+    """The run ends: one row (or one attempt whose rows stay together) does not fit by itself."""
+    rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
+    parts = {"weights": _bytes_of(body.named.values())}
+    if optimizer is not None:
+        parts["optimizer state"] = optimizer.num_bytes
+        parts["gradients"] = 4 * sum(tensor.numel() for tensor in body.named.values())
+    parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))
+    if body.device.type == "cuda":
+        held = torch.cuda.memory_allocated(body.device)
+        parts["KV cache and other roles"] = max(0, held - parts["weights"] - parts.get("optimizer state", 0))
+    summed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+    again = "" if fit.recompute or optimizer is None else f"{fit.name}.activation_checkpointing=true, "
+    return (
+        f"{fit.name}: {rows} of {batch.num_tokens} tokens alone does not fit in memory ({why}). Needed are {summed}: together "
+        f"{size(sum(parts.values()))}{_card(body.device)}. Set {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
+        f"rollout.kv_memory_fraction, or divide the model with {fit.name}.sharding=fsdp over more cards. The run directory is whole: the "
+        "same command goes on from it"
+    )
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _card(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return f", and the card has {size(torch.cuda.get_device_properties(device).total_memory)}"

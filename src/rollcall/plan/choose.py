@@ -1,0 +1,95 @@
+"""What ``auto`` means on a card: the tokens of a micro-batch, whether layers run again, the room for KV. Pure arithmetic, which
+``rollcall plan`` does with the estimate of a pass and a run with the measured one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollcall.config import OptimizerSection, RolloutSection
+
+MOST_TOKENS = 32768  # larger micro-batches are no faster
+ENOUGH_TOKENS = 8192  # smaller ones cost more than to run the layers again
+KV_SHARE = 0.3  # of the room on a card that KV gets before micro-batches grow, if it can use that much
+SAFE = 0.92  # of a card: the allocator cannot use all of it
+KV_BLOCK = 64  # tokens
+
+
+class Needs(Protocol):
+    """Bytes that a pass of so many tokens needs, and the other way round; ``Passes`` and ``Line`` are such."""
+
+    def peak(self, tokens: int) -> int: ...
+    def tokens_in(self, room: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A measured pass."""
+
+    fixed: int
+    per_token: float
+
+    def peak(self, tokens: int) -> int:
+        return int(self.fixed + self.per_token * tokens)
+
+    def tokens_in(self, room: int) -> int:
+        return max(0, int((room - self.fixed) / max(self.per_token, 1e-9)))
+
+    @classmethod
+    def through(cls, few: tuple[int, int], many: tuple[int, int], *, at_least: float) -> Line:
+        """Through two measurements (tokens, bytes). Per token no less than ``at_least``: at small sizes something else is larger.
+
+        >>> Line.through((100, 5_000), (200, 9_000), at_least=10.0)
+        Line(fixed=1000, per_token=40.0)
+        """
+        per_token = max((many[1] - few[1]) / (many[0] - few[0]), at_least)
+        return cls(fixed=max(0, int(many[1] - per_token * many[0])), per_token=per_token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    tokens: int
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvNeed:
+    """Bytes of KV cache."""
+
+    least: int  # of one sequence
+    most: int  # that ``max_running`` sequences can use
+
+    def first(self, room: int) -> int:
+        """What is set aside before micro-batches are sized."""
+        return min(self.most, max(self.least, int(room * KV_SHARE)))
+
+    def of(self, room: int) -> int:
+        return min(self.most, max(self.least, room))
+
+
+NO_KV = KvNeed(least=0, most=0)
+
+
+def choose(
+    section: OptimizerSection, *, room: int, passes: Callable[[bool], Needs], longest: int, kv: KvNeed
+) -> Choice:
+    """Within ``room`` bytes. ``passes`` gives the needs of a pass without and with layers that run again; ``longest`` is a row,
+    which is never split."""
+    given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
+    enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
+    options = (False, True) if wanted == "auto" else (wanted,)
+    beside = room - kv.first(room)
+    recompute = next((each for each in options if passes(each).tokens_in(beside) >= enough), options[-1])
+    if given != "auto":
+        return Choice(tokens=given, recompute=recompute)
+    fits = passes(recompute).tokens_in(beside)
+    if fits < longest:  # KV has to do with less
+        fits = passes(recompute).tokens_in(room - kv.least)
+    return Choice(tokens=max(longest, min(MOST_TOKENS, fits)), recompute=recompute)
+
+
+def kv_need(rollout: RolloutSection, *, per_token: int, longest: int) -> KvNeed:
+    """``longest``: tokens of prompt and completion."""
+    blocks = -(-longest // KV_BLOCK) * KV_BLOCK
+    return KvNeed(least=blocks * per_token, most=rollout.max_running * blocks * per_token)
