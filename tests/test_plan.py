@@ -283,9 +283,11 @@ def test_a_context_size_shows_in_the_mesh_and_divides_long_rows(tmp_path: Path) 
         "data": {"max_prompt_tokens": 24_000},
         "rollout": {"max_response_tokens": 8_768, "max_running": 4},
     }
-    one = make_run(tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768})
+    few = {"tokens_per_microbatch": 4096, "activation_checkpointing": False}
+    one = make_run(tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768}, actor=few)
     two = make_run(
-        tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768}, actor={"context_parallel_size": 2}
+        tmp_path, {"actor,rollout": "all"}, **long, sizes={"max_position_embeddings": 32_768},
+        actor={"context_parallel_size": 2, **few},
     )  # fmt: skip
     assert (
         "mesh (data x context x tensor)" in as_text(two)
