@@ -164,6 +164,24 @@ def test_an_episode_that_a_limit_ended_before_any_reward_scores_0_and_is_no_erro
     assert result.value == 0 and bool(result.kind) is (ended is EndReason.DONE)
 
 
+def test_an_environment_that_fails_is_counted_and_shown_where_another_reward_scores(
+    tmp_path: Path, scripted: Any
+) -> None:
+    def answer(row: Any, texts: list[str]) -> Any:
+        if row["answer"] == "c":
+            raise EnvironmentFailed("the door is locked")
+        return ends()
+
+    scripted(Scripted(answer))
+    config = game(tmp_path, "trainer.steps=1", "data.shuffle=false")
+    summary = finish(config)
+    (failed,) = column(config, "reward_errors/environment")
+    assert failed == summary["reward_errors"] == column(config, "train/reward_errors")[0] > 0
+    assert {(one["reward"], one["why"]) for one in summary["reward_failures"]} == {
+        ("environment", "the door is locked")
+    }
+
+
 def test_a_group_that_failed_does_not_stand_in_for_a_step_while_others_were_scored(
     tmp_path: Path, scripted: Any
 ) -> None:

@@ -193,7 +193,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
             num_overlong=prompts.num_overlong,
             evaluation=evaluation,
             failures=scorer.failures,
-            num_unscored=sum(counts.failed for counts in scorer.counts.values()),
+            num_unscored=evaluation.num_unscored,
             seconds=time.perf_counter() - started,
             max_response_tokens=sampling.max_tokens,
         )

@@ -42,9 +42,9 @@ def batch_metrics(
         metrics["rollout/tokens_per_s"] = clock.engine_tokens / clock.engine_s
     for name in scores[0].parts:
         metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
-        errors = sum(name in score.errors for score in scores)
-        if errors:
-            metrics[f"reward_errors/{name}"] = float(errors)
+    # An environment that failed is among them, also where no reward of the run is its own.
+    for name, count in Counter(name for score in scores for name in score.errors).items():
+        metrics[f"reward_errors/{name}"] = float(count)
     return metrics | _episode_metrics([completion.episode for completion in completions if completion.episode])
 
 

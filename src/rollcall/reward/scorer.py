@@ -232,17 +232,24 @@ class Scorer(AbstractContextManager["Scorer"]):
         if kind:
             what = _headline(why) if kind == "raised" else why.partition("\n")[0]
             job.errors[place][name] = f"{kind}: {what}"
-            self._kept[name, kind] += 1
-            if self._kept[name, kind] <= _MAX_FAILURES_KEPT:
-                text = job.completions[place].text
-                self.failures.append(
-                    Failure(reward=name, kind=kind, prompt_id=job.prompt.id, completion=text, why=why.rstrip())
-                )
+            self._keep(job, kind, why, name=name, place=place)
         job.num_missing -= 1
         if job.num_missing == 0:
             self._finish(job)
 
+    def _keep(self, job: _Job, kind: FailureKind, why: str, *, name: str, place: int) -> None:
+        self._kept[name, kind] += 1
+        if self._kept[name, kind] <= _MAX_FAILURES_KEPT:
+            text = job.completions[place].text
+            self.failures.append(
+                Failure(reward=name, kind=kind, prompt_id=job.prompt.id, completion=text, why=why.rstrip())
+            )
+
     def _finish(self, job: _Job) -> None:
+        for place, completion in enumerate(job.completions if not self._own_rewards else ()):
+            if completion.episode is not None and completion.episode.error:
+                failed = environment_reward(completion)
+                self._keep(job, failed.kind, failed.why, name=ENVIRONMENT, place=place)
         weights = {name: reward.weight for name, reward in zip(self.names, self._rewards, strict=True)}
         job.scores = tuple(
             _failed_score(weights, completion.episode)
