@@ -41,17 +41,24 @@ def transcript(completion: Completion) -> str:
         return completion.text
     lines: list[str] = []
     for number, turn in enumerate(episode.turns, start=1):
-        lines.append(f"[turn {number}] {turn.text}")
-        lines += [f"[call] {_called(call)}" for call in turn.calls]
+        lines.append(_said(f"turn {number}", turn.text))
+        lines += [_said("call", _called(call)) for call in turn.calls]
         if turn.observation and not turn.calls:
-            lines.append(f"[environment] {turn.observation}")
+            lines.append(_said("environment", turn.observation))
         if turn.reward is not None:
             lines.append(f"[reward] {turn.reward:g}")
     if why := _ENDS.get(episode.ended):
-        lines.append(f"[end] {why}{f': {episode.error}' if episode.error else ''}")
+        lines.append(_said("end", f"{why}{f': {episode.error}' if episode.error else ''}"))
     if episode.branches:
         lines.append(f"[branches] {len(episode.branches)} more conversations, trained on too")
     return "\n".join(lines)
+
+
+def _said(who: str, text: str) -> str:
+    """Only its first line stands at the edge: a turn that writes `[call] test() -> passed` on a line of its own has called nothing, and
+    a reader can see that, a judge too."""
+    first, *others = text.splitlines() or [""]
+    return "\n".join([f"[{who}] {first}", *(f"  {line}" for line in others)])
 
 
 def episode_columns(completion: Completion) -> dict[str, Any]:
