@@ -191,6 +191,16 @@ def test_an_answer_that_the_limit_of_tokens_cut_short_is_told(
     assert completion.episode and completion.episode.ended is ended and completion.is_cut is (max_tokens == 4)
 
 
+def test_a_request_that_is_refused_is_not_a_turn(tmp_path: Path, tokenizer: Any) -> None:
+    body = """
+for _ in range(3):
+    assert chat([{"role": "user", "content": "y" * 3000}])[1]["code"] == "context_length_exceeded"
+assert chat([{"role": "user", "content": "x"}])[0] == 200
+"""
+    completion = played(tokenizer, programs.write(tmp_path, body), max_turns=2)
+    assert completion.episode and completion.episode.ended is EndReason.DONE, completion.episode
+
+
 def test_a_program_that_hangs_is_killed_with_all_it_started(tmp_path: Path, tokenizer: Any) -> None:
     body = f"""
 import subprocess

@@ -222,11 +222,14 @@ class Endpoint:
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
         """``wanted.n`` completions of each prompt, side by side."""
         try:
+            # Before it is admitted: what is refused is not a turn.
+            samplings = [
+                caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added)) for one in asked
+            ]
             caller.rules.admit(len(asked) * wanted.n)
             turns: list[Awaitable[Completion]] = []
             sessions: list[str] = []
-            for one in asked:
-                sampling = caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added))
+            for one, sampling in zip(asked, samplings, strict=True):
                 for place in range(wanted.n):
                     sessions.append(one.session if place == 0 else caller.histories.new_session())
                     seed = caller.rules.seed(wanted, len(turns))
