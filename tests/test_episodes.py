@@ -411,6 +411,25 @@ def test_an_environment_that_always_fails_stops_the_run_and_says_why(tmp_path: P
         finish(game(tmp_path))
 
 
+@pytest.mark.parametrize("reward", [[{"type": "exact"}], [{"type": "environment"}]])
+def test_episodes_that_all_failed_are_played_again_once_the_environment_is_put_right(
+    tmp_path: Path, scripted: Any, reward: Any
+) -> None:
+    def broken(row: Any, texts: list[str]) -> Any:
+        raise EnvironmentFailed("no module named browser")
+
+    config = game(tmp_path, reward=reward)
+    scripted(Scripted(broken))
+    with pytest.raises(
+        RunError, match="(?s)the environment failed on all .* Correct the environment, .* are played again"
+    ):
+        finish(config)
+    script = scripted(Scripted(letters_game, reward=lambda texts: float(len(texts))))
+    finish(config)
+    assert script.num_started == 24 * 4 and audit(config.run.dir).is_clean
+    assert not any(score.errors for group in groups(config, 1).values() for score in group.scores)
+
+
 def test_an_environment_can_own_the_task(tmp_path: Path, scripted: Any) -> None:
     script = scripted(Scripted(letters_game, opening="1+1=", reward=lambda texts: float("2" in texts[-1])))
     config = game(tmp_path, "data.train=builtin:environment", "trainer.steps=1", reward=[{"type": "environment"}])

@@ -33,6 +33,13 @@ def test_each_row_is_scored_with_its_answer_with_nothing_and_with_a_text(tmp_pat
     assert set(trial.in_force) == {"exact", "raises"} and trial.in_force["raises"]["network"] == "on"
 
 
+def test_what_an_environment_gives_is_not_tried_and_not_called_broken(tmp_path: Path) -> None:
+    reward = [{"type": "environment"}, {"type": "exact"}]
+    changes = ("environment.type=step", "environment.path=x:X")
+    trial = try_run(make_run(tmp_path, *changes, rows=letter_rows(1), reward=reward), num_rows=1)
+    assert trial.left_out == ["environment"] and not trial.broken and not trial.failures
+
+
 def test_a_reward_that_fails_on_everything_ends_the_command_with_status_1_and_its_traceback(tmp_path: Path) -> None:
     config = make_run(
         tmp_path, rows=letter_rows(2, bad=RAISES), reward=[{"type": "function", "path": "rewards_bad:raises"}]

@@ -23,7 +23,7 @@ from rollcall.loop.episodes import Episodes
 from rollcall.loop.protocols import Workers
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
-from rollcall.reward.scorer import why_unscored
+from rollcall.reward.scorer import ENVIRONMENT, why_unscored
 from rollcall.types import Completion, Group, Prompt, failed_on_all
 
 
@@ -44,7 +44,8 @@ class GroupMaker:
     _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
     # step -> draw -> place in the group -> an attempt of an earlier process, whose group was not finished
     _attempts: dict[int, dict[int, dict[int, Group]]] = field(default_factory=dict)
-    _unscored: set[int] = field(default_factory=set)  # steps in which a reward failed on every completion
+    # step -> the rewards that failed on every completion of it
+    _unscored: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -63,7 +64,7 @@ class GroupMaker:
                 f"{prompt.id!r}): the data has changed since the run began; restore it, or start over with --fresh"
             )
         if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
-            group = await self.rollouts.score_again(group, scorer=self.workers.scorer)
+            group = await self._make_again(group, failed=self._unscored[step])
             await self.call(partial(self.journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
@@ -81,8 +82,7 @@ class GroupMaker:
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
                 f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.workers.scorer)}\n"
-                "Nothing was trained on them. Correct the reward (`rollcall reward test RUN.yaml` tries it), then run the same "
-                "command again (leave out --fresh): the completions are kept and scored again"
+                f"Nothing was trained on them. {_what_to_do(min(failed))}"
             )
 
     def _is_trained(self, draw: int) -> bool:
@@ -93,19 +93,22 @@ class GroupMaker:
         if step not in self._journaled:
             groups = self.journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
-            if failed_on_all(groups):
-                self._unscored.add(step)
+            if failed := failed_on_all(groups):
+                self._unscored[step] = failed
         return self._journaled[step].pop(draw, None)
+
+    async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
+        """The same completions with new scores; episodes whose environment failed are played again."""
+        if ENVIRONMENT not in failed or self.episodes is None or not self.generates:
+            return await self.rollouts.score_again(group, scorer=self.workers.scorer)
+        given = self._given(group.step, group.draw, group.prompt)
+        return await self.episodes.attempt(group.prompt, **given)
 
     async def _generate(self, step: int, draw: int, prompt: Prompt) -> Group:
         if not self.generates:
             raise NothingLeftError
-        # With the draw, a prompt that comes twice in one step (small data, refills) gets different seeds.
-        count = self.config.rollout.samples_per_prompt
-        seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", count)
-        sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
-        given = {"step": step, "draw": draw, "seeds": seeds, "sampling": sampling, "scorer": self.workers.scorer}
-        earlier = self._earlier_attempts(prompt, step=step, draw=draw, seeds=seeds)
+        given = self._given(step, draw, prompt)
+        earlier = self._earlier_attempts(prompt, step=step, draw=draw, seeds=given["seeds"])
         maker = self.rollouts if self.episodes is None else self.episodes
         group = await maker.attempt(prompt, **given, earlier=earlier, keep=self._keep_attempt)
         if not _is_finite(group):
@@ -116,6 +119,13 @@ class GroupMaker:
             )
         await self.call(self.journal.append, group)
         return group
+
+    def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
+        # With the draw, a prompt that comes twice in one step (small data, refills) gets different seeds.
+        count = self.config.rollout.samples_per_prompt
+        seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", count)
+        sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
+        return {"step": step, "draw": draw, "seeds": seeds, "sampling": sampling, "scorer": self.workers.scorer}
 
     def _earlier_attempts(
         self, prompt: Prompt, *, step: int, draw: int, seeds: tuple[int, ...]
@@ -134,6 +144,15 @@ class GroupMaker:
     async def _keep_attempt(self, place: int, attempt: Group) -> None:
         if _is_finite(attempt):  # else the whole group is refused
             await self.call(partial(self.journal.append_attempt, attempt, attempt=place))
+
+
+def _what_to_do(failed: str) -> str:
+    if failed == ENVIRONMENT:
+        return "Correct the environment, then run the same command again (leave out --fresh): these episodes are played again"
+    return (
+        "Correct the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
+        "the completions are kept and scored again"
+    )
 
 
 def _is_finite(group: Group) -> bool:

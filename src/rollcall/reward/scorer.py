@@ -230,8 +230,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
         if kind:
-            what = _headline(why) if kind == "raised" else why.partition("\n")[0]
-            job.errors[place][name] = f"{kind}: {what}"
+            job.errors[place][name] = _short(kind, why)
             self._keep(job, kind, why, name=name, place=place)
         job.num_missing -= 1
         if job.num_missing == 0:
@@ -292,13 +291,18 @@ def _failed_score(names: Iterable[str], episode: Episode) -> Score:
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
     """What to tell of a reward that failed on every completion of these groups: how, and the first failure whole."""
     scores = [score for group in groups for score in group.scores]
-    first = next((failure.why for failure in scorer.failures if failure.reward == reward), scores[0].errors[reward])
+    told = scores[0].errors[reward]
+    # An evaluation may have failed before, in another way.
+    first = next(
+        (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told), told
+    )
     kinds = Counter(score.errors[reward].partition(":")[0] for score in scores)
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     lines = first.strip().splitlines()
     shown = lines if len(lines) <= _MAX_LINES_TOLD else ["...", *lines[-_MAX_LINES_TOLD:]]
-    told = "\n".join(f"  {line}" for line in shown)
-    return f"the reward {reward} failed on {all_of(len(scores), 'completion')} ({how}). The first failure:\n{told}"
+    what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
+    whole = "\n".join(f"  {line}" for line in shown)
+    return f"the {what} failed on {all_of(len(scores), 'completion')} ({how}). The first failure:\n{whole}"
 
 
 def reward_names(rewards: Sequence[Any]) -> list[str]:
@@ -310,6 +314,11 @@ def reward_names(rewards: Sequence[Any]) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
+
+
+def _short(kind: FailureKind, why: str) -> str:
+    what = _headline(why) if kind == "raised" else why.partition("\n")[0]
+    return f"{kind}: {what}"
 
 
 def _headline(why: str) -> str:

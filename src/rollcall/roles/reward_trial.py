@@ -22,6 +22,7 @@ from rollcall.types import Completion, Prompt
 
 SAMPLE_TEXT = "Let me think about it. I do not know the answer."
 ANSWER, EMPTY, SAMPLE = "its answer", "empty", "a text"
+_NEED_THE_POLICY = ("self_certainty", "environment")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,8 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     """Score the prompts' own answers, nothing, and a text that answers nothing."""
-    rewards = [_not_waited_for(reward) for reward in config.reward if reward.type != "self_certainty"]
-    left_out = [reward.type for reward in config.reward if reward.type == "self_certainty"]
+    rewards = [_not_waited_for(reward) for reward in config.reward if reward.type not in _NEED_THE_POLICY]
+    left_out = [reward.type for reward in config.reward if reward.type in _NEED_THE_POLICY]
     if not rewards:
         return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
     from rollcall.model.load import resolve_device
