@@ -47,7 +47,7 @@ Once installed:
   rollcall train examples/gsm8k.yaml model.path=MODEL
   rollcall eval runs/gsm8k     accuracy and samples of the trained model
   rollcall status runs/gsm8k   what it does now; recover: what a resume will do
-  rollcall view runs          a page: curves, samples, tokens, timeline, cluster
+  rollcall view runs           a page: curves, samples, tokens, timeline, cluster
   rollcall serve runs/gsm8k    the trained model behind the OpenAI API
   rollcall stacks runs/gsm8k   what every process does; also trace, profile
   rollcall compare runs/gsm8k runs/other
