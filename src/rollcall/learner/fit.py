@@ -251,8 +251,8 @@ def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer
     return (
         f"{fit.name}: {rows} of {batch.num_tokens} tokens alone does not fit in memory ({why}). Needed are {summed}: together "
         f"{size(sum(parts.values()))}{_card(body.device)}. Set {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
-        f"rollout.kv_memory_fraction, or divide the model with {fit.name}.sharding=fsdp over more cards. The run directory is whole: the "
-        "same command goes on from it"
+        f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
+        f"{fit.name}.context_parallel_size. The run directory is whole: the same command goes on from it"
     )
 
 
