@@ -120,7 +120,7 @@ def test_weights_that_change_here_change_there_only_with_an_update(engine: Any, 
     one = request(random_prompts(1)[0], stop_token_ids=())
     before = run_one(engine, one)
     perturb(model, seed=9)
-    engine.child.memory.write(model.named_parameters())  # sent, and not announced
+    engine.child.memory.write(list(model.named_parameters()))  # sent, and not announced
     after = run_one(engine, one)
     assert after.token_ids.tolist() == before.token_ids.tolist()
     np.testing.assert_array_equal(after.logprobs, before.logprobs)
@@ -141,15 +141,15 @@ def test_a_stale_update_is_refused_and_leaves_the_engine_as_it_was(engine: Any, 
 
 def test_a_torn_update_is_refused_and_sent_again(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = engine.child.memory
-    write, tears = memory.write, [True, False]
+    lay_out, tears = memory._lay_out, [True, False]
 
-    def write_and_tear(tensors: Any) -> Any:
-        message = write(tensors)
+    def write_and_tear(placed: Any, **where: Any) -> Any:
+        message = lay_out(placed, **where)
         if tears.pop(0):
-            os.pwrite(memory.fd, b"\x55" * 40, 400)
+            os.pwrite(memory.fd, b"\x55" * 40, where["offset"] + 400)
         return message
 
-    monkeypatch.setattr(memory, "write", write_and_tear)
+    monkeypatch.setattr(memory, "_lay_out", write_and_tear)
     perturb(model, seed=1)
     engine.update_weights(1)
     assert tears == []
@@ -164,7 +164,53 @@ def test_a_torn_update_is_refused_and_sent_again(engine: Any, model: Any, monkey
 def test_an_update_without_one_of_the_parameters_fails_by_its_name(engine: Any, model: Any) -> None:
     tensors = [pair for pair in model.named_parameters() if pair[0] != "model.norm.weight"]
     with pytest.raises(VllmError, match="no weights were sent for model.norm.weight"):
-        engine.child.ask("update", version=1, **engine.child.memory.write(tensors))
+        engine.load_weights(1, tensors)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_weights_come_part_by_part_and_no_process_keeps_them(
+    child: Child, kind: EngineKind, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int
+) -> None:
+    """From an outline: what is sampled comes from the stream alone. A vocabulary that vLLM pads is kept by it until the end."""
+    monkeypatch.setattr("rollcall.engine.vllm.engine.PART_BYTES", 20_000)
+    model = kind.model("qwen2-untied")
+    with torch.device("meta"):
+        outline = type(model)(model.config).to(model.dtype)
+    engine = VllmEngine(
+        outline, tokenizer, child, section=VllmSection(tensor_parallel_size=tensor_parallel_size), max_running=8,
+        kv_tokens=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    requests = requests_for(random_prompts(2), max_tokens=20, stop_token_ids=())
+    engine.submit(requests[0])
+    with pytest.raises(VllmError, match="no weights have been sent yet"):
+        engine.poll()
+    engine.abort(requests[0].id)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    for version in (0, 1, 2):
+        engine.load_weights(version, ((name, parameter.clone()) for name, parameter in model.named_parameters()))
+        assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+        perturb(model, seed=version)
+    assert os.fstat(child.memory.fd).st_size < whole / 2
+
+
+def test_an_update_that_breaks_off_leaves_nothing_to_sample_from_and_the_next_is_whole(
+    engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.engine.vllm.engine.PART_BYTES", 20_000)
+    requests = requests_for(random_prompts(2))
+
+    def cut() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(model.named_parameters())[:9]
+        raise ConnectionError("the actor is gone")
+
+    with pytest.raises(ConnectionError):
+        engine.load_weights(1, cut())
+    with pytest.raises(VllmError, match="no weights have been sent yet"):
+        run(engine, requests)
+    for one in requests:
+        engine.abort(one.id)
+    engine.load_weights(1, model.named_parameters())
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
 
 def test_seeds_that_vllm_reads_otherwise_are_seeds_all_the_same(engine: Any) -> None:

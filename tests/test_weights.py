@@ -524,7 +524,7 @@ def test_a_sender_listens_on_the_address_it_is_invited_to_and_no_other(tmp_path:
 
 
 class FakeGroup:
-    """Records what a team's processes are asked; the first actor's invitations are its receivers' names."""
+    """Records what a team's processes are asked; an actor's invitations are its receivers' names."""
 
     def __init__(self, nodes: list[int]) -> None:
         self.worker_metadata = [{"node_rank": node, "address": f"10.0.0.{node}"} for node in nodes]
@@ -561,10 +561,11 @@ def test_all_actors_send_and_the_others_are_invited_once_until_one_fails_or_anot
     near = {"rollout rank 0 on node 0": False, "inference rank 0 on node 0": False}
     assert group.calls == [
         (2, "invite", (near, "10.0.0.1")),
+        (3, "invite", (near, "10.0.0.1")),
         (2, "send_weights", (7,)),
         (3, "send_weights", (7,)),
-        (0, "use_weights", (7, "rollout rank 0 on node 0", "ticket of rollout rank 0 on node 0")),
-        (1, "use_weights", (7, "inference rank 0 on node 0", "ticket of inference rank 0 on node 0")),
+        (0, "use_weights", (7, "rollout rank 0 on node 0", ["ticket of rollout rank 0 on node 0"] * 2)),
+        (1, "use_weights", (7, "inference rank 0 on node 0", ["ticket of inference rank 0 on node 0"] * 2)),
     ]
 
     def invites_at(version: int) -> int:
@@ -577,9 +578,9 @@ def test_all_actors_send_and_the_others_are_invited_once_until_one_fails_or_anot
     with pytest.raises(RuntimeError, match="a worker died"):
         sync.push(9)
     group.fails = False
-    assert invites_at(9) == 1
+    assert invites_at(9) == 2, "one from each actor"
     team.members[Role.ROLLOUT] = [3]
-    assert invites_at(10) == 1
+    assert invites_at(10) == 2
 
 
 @pytest.mark.parametrize("transport", ["auto", "delta", "shared_memory"])

@@ -33,6 +33,7 @@ from rollcall.checkpoint.parts import File
 from rollcall.checkpoint.probe import probe_of
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
+from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
@@ -132,11 +133,7 @@ def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: 
 def in_modules(body: Body) -> Weights:
     """The whole weights of a model in parts under the names of transformers, put together one at a time."""
     layouts = {name: body.layout(name) for name in body.named}
-    kinds = {
-        module: (body.dtype, torch.Size((rows, *layout.shape[1:])))
-        for name, layout in layouts.items()
-        for module, rows in zip(module_names(name), layout.rows, strict=True)
-    }
+    kinds = {name: (body.dtype, shape) for name, shape in module_shapes(layouts.values()).items()}
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for name, whole in body.whole_tensors():

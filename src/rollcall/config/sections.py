@@ -218,6 +218,12 @@ class RolloutSection(Section):
         "`run.dir`.",
     )
 
+    @property
+    def keeps_policy(self) -> bool:
+        """Whether a rollout process outside the actor's holds the whole policy: the native engine samples from it. vLLM holds its own;
+        only with `delta`, `file` and `shared_memory`, which write into tensors that stay, is there another copy beside it."""
+        return self.engine == "native" or self.weights not in ("auto", "broadcast")
+
 
 class OptimizerChoice(Section):
     name: str = field("torch.optim.AdamW", "Import path of the optimizer's class.")

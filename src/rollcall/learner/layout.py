@@ -8,7 +8,7 @@ one rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +102,15 @@ class WeightSplit:
         for rank, part in reversed(list(enumerate(self.order.chunk(split.tensor)))):
             owner[part.numpy()] = rank
         return owner[rows] == split.tensor_rank
+
+
+def module_shapes(layouts: Iterable[WeightSplit]) -> dict[str, torch.Size]:
+    """The whole tensors that these weights are fused from, by the names of transformers, in order."""
+    return {
+        module: torch.Size((rows, *layout.shape[1:]))
+        for layout in layouts
+        for module, rows in zip(module_names(layout.name), layout.rows, strict=True)
+    }
 
 
 def fused_rows(name: str, num_rows: int, *, heads: int, kv_heads: int) -> tuple[int, ...]:

@@ -172,8 +172,11 @@ def kv_share(rollout: RolloutSection) -> float:
     return VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
 
 
-def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs: bool = True) -> LocalEngine:
-    """The engine of this process, with the weights of ``model``; on CUDA the native one captures ``graphs``."""
+def build_engine(
+    rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs: bool = True, device: torch.device | None = None
+) -> LocalEngine:
+    """The engine of this process, with the weights of ``model``; on CUDA the native one captures ``graphs``. vLLM takes an outline
+    too, and runs on ``device`` then."""
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
@@ -199,6 +202,7 @@ def build_engine(rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs:
             max_running=rollout.max_running,
             kv_tokens=rollout.kv_tokens,
             kv_fraction=kv_share(rollout),
+            device=device,
         )
     except BaseException:  # an interrupt too: it must not go on loading
         child.close()

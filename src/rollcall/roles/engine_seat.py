@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from rollcall.engine.protocol import Ended, Engine, Finished, Request
+from rollcall.engine.vllm.engine import VllmEngine
 
 
 class CountingEngine(Engine, Protocol):
@@ -54,6 +57,14 @@ class EngineSeat:
         """The parameters are whole: sample from this version. An engine that does already keeps its cache."""
         if version != self.served:
             self.engine.update_weights(version)
+        self._held_at, self.served = None, version
+
+    def load(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Give weights that come one by one to an engine that keeps them elsewhere; ``serve_loaded`` follows once they are checked."""
+        assert isinstance(self.engine, VllmEngine), "only vLLM keeps weights of its own"
+        self.engine.load_weights(version, tensors)
+
+    def serve_loaded(self, version: int) -> None:
         self._held_at, self.served = None, version
 
     def advance(

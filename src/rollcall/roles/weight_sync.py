@@ -1,19 +1,21 @@
 """New weights on the cluster: who sends, who receives, and when they meet.
 
-The first actor process sends. Every process with a rollout or an inference role but no actor receives. A process with an
-actor reads the actor's parameters, so it only notes the version. The controller tells all of them at once (``WeightSync``);
-the bytes go from process to process (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process
-is new, or back after a failure, the sender invites all receivers again, and the first update then carries all weights.
+The first actor process sends, or where they hold parts of the model, each of them (``weights/parts.py``). Every process with a
+rollout or an inference role but no actor receives. A process with an actor reads the actor's parameters, so it only notes the
+version. The controller tells all of them at once (``WeightSync``); the bytes go from process to process (``WorkerWeights``), over the
+transport that ``rollout.weights`` names. When a process is new, or back after a failure, the senders invite all receivers again, and
+the first update then carries all weights.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollcall.config import WeightTransport
@@ -21,8 +23,9 @@ from rollcall.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.roles.team import Team
 from rollcall.weights.line import decline
-from rollcall.weights.protocol import Invitation, StaleUpdateError, WeightReceiver, WeightSender
-from rollcall.weights.transports import open_receiver, open_sender
+from rollcall.weights.parts import Parts, PartsReceiver, Take
+from rollcall.weights.protocol import Invitation, StaleUpdateError, WeightReceiver
+from rollcall.weights.transports import FanOut, open_parts_receiver, open_receiver, open_sender
 
 DECLINE_S = 2.0
 
@@ -33,7 +36,7 @@ class WeightSync:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: invite again
-        self._invitations: Mapping[str, Invitation] = {}
+        self._invitations: Mapping[str, list[Invitation]] = {}  # of each receiver, one from each sender
         self._broken_off: list[Any] = []
 
     def push(self, version: int, *, without: Collection[int] = ()) -> None:
@@ -61,8 +64,9 @@ class WeightSync:
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
             # The sender itself misses a receiver that had connected, and then no longer listens; or it listens on its own
             # host alone.
-            with suppress(MissingPeerError):
-                decline(self._invitations[name], name=name, timeout_s=DECLINE_S)
+            for invitation in self._invitations[name]:
+                with suppress(MissingPeerError):
+                    decline(invitation, name=name, timeout_s=DECLINE_S)
         for worker, future in zip(actors, self._broken_off, strict=False):
             left_s = max(deadline - time.monotonic(), 0.1)
             if not self._team.group.wait_for_some([future], timeout_s=left_s):
@@ -78,10 +82,15 @@ class WeightSync:
         self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
-        metadata, first = self._team.group.worker_metadata, self._team.members[Role.ACTOR][0]
-        node = metadata[first]["node_rank"]
-        on_node = {name: metadata[worker]["node_rank"] == node for worker, name in apart.items()}
-        (self._invitations,) = self._team.call([first], "invite", on_node, metadata[first]["address"])
+        group, actors = self._team.group, self._team.members[Role.ACTOR]
+        metadata = group.worker_metadata
+        futures = []
+        for actor in actors:
+            node = metadata[actor]["node_rank"]
+            on_node = {name: metadata[worker]["node_rank"] == node for worker, name in apart.items()}
+            futures.append(group.run_single_worker_single_data("invite", actor, on_node, metadata[actor]["address"]))
+        from_each = group.get_all_worker_results(futures)  # empty from those that do not send
+        self._invitations = {name: [one[name] for one in from_each if name in one] for name in apart.values()}
         self._invited = apart
 
     def _names(self) -> dict[int, str]:
@@ -95,19 +104,26 @@ class WeightSync:
 
 
 class WorkerWeights:
-    """A process's side: its end of every transport it takes part in."""
+    """A process's side: its end of every transport it takes part in. ``by_parts``: senders send what they hold, and receivers get
+    tensors one by one."""
 
-    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool) -> None:
+    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool, by_parts: bool = False) -> None:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
-        self._sender: WeightSender | None = None
+        self._by_parts = by_parts
+        self._sender: FanOut | None = None
         self._shared: int | None = None  # version of the tensors that learner and engine both read
         self._receiver: WeightReceiver | None = None
-        self._invitation: Invitation | None = None
+        self._parts_receiver: PartsReceiver | None = None
+        self._invitations: Sequence[Invitation] = ()
 
-    def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Become the sender to these receivers, each of which is (or is not) on this host."""
+    @property
+    def sends(self) -> bool:
+        return self._sender is not None
+
+    def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
+        """Become the sender to these receivers, each of which is (or is not) on this host; ``name``: the sender's in messages."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -116,15 +132,20 @@ class WorkerWeights:
         self._sender = open_sender(
             self._transport,
             receivers=receivers,
-            name="actor rank 0",
+            name=name,
             host=host,
             on_gpu=self._on_gpu,
             folder=self._folder,
+            by_parts=self._by_parts,
         )
         return self._sender.invitations
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
         """Send to all that were invited. A process that invited none only helps to gather the tensors."""
+        if isinstance(tensors, Parts):
+            if self._sender is not None:
+                self._sender.send(tensors, version=version)
+            return
         if self._sender is None:
             for _ in tensors:
                 continue
@@ -140,9 +161,28 @@ class WorkerWeights:
         self._shared = version
 
     def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
-        if self._receiver is None or invitation != self._invitation:
+        """Into tensors that are here."""
+        if self._receiver is None or [invitation] != self._invitations:
             if self._receiver is not None:
                 self._receiver.close()
             self._receiver = open_receiver(invitation, name=name, tensors=tensors)
-            self._invitation = invitation
+            self._invitations = [invitation]
         self._receiver.receive(version=version)
+
+    def receive_each(
+        self,
+        take: Take,
+        *,
+        wanted: Mapping[str, Sequence[int]],
+        version: int,
+        name: str,
+        invitations: Sequence[Invitation],
+        device: torch.device,
+    ) -> None:
+        """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together from what each sender holds."""
+        if self._parts_receiver is None or invitations != self._invitations:
+            if self._parts_receiver is not None:
+                self._parts_receiver.close()
+            self._parts_receiver = open_parts_receiver(invitations, name=name, wanted=wanted, device=device)
+            self._invitations = invitations
+        self._parts_receiver.receive(take, version=version)

@@ -1,7 +1,8 @@
 """One process of a run on the cluster: it holds the roles that its slots were given, and does what the controller asks.
 
 Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout but no actor
-has its own policy, which gets new weights after every update.
+has its own policy, which gets new weights after every update. If vLLM samples there, only vLLM has it: this process hands on what
+comes, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import os
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from rollcall.checkpoint.in_parts import num_parts
+from rollcall.checkpoint.training import in_modules
 from rollcall.config import Config
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.learner.gang import Gang
+from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, TokenScores, score_samples, whole_body
 from rollcall.model.load import (
     load_causal_lm,
@@ -50,9 +55,10 @@ from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample
 from rollcall.wait import say
+from rollcall.weights.parts import Parts, SentBlock
 from rollcall.weights.protocol import Invitation
 
-POLICY = (Role.ACTOR, Role.ROLLOUT, Role.INFERENCE)  # roles that need the policy's weights
+POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; an engine may have its own
 # What the controller waits for when it calls a method; {0} is the call's first argument.
 PURPOSES = {
     "build": "to load its model",
@@ -103,8 +109,16 @@ class RoleWorker(Trained):
         self.tokenizer = tokenizer_of(config, model_path)
         self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
+        self._sent_blocks: list[tuple[str, Block]] | None = None
+        # Each actor sends what it holds, and the tensors are put together where they are needed.
+        self._by_parts = config.rollout.weights in ("auto", "broadcast") and (
+            Role.ACTOR in in_parts or not config.rollout.keeps_policy
+        )
         self._weights = WorkerWeights(
-            config.rollout.weights, folder=config.run.dir.resolve() / "weights", on_gpu=self.device.type == "cuda"
+            config.rollout.weights,
+            folder=config.run.dir.resolve() / "weights",
+            on_gpu=self.device.type == "cuda",
+            by_parts=self._by_parts,
         )
 
     def listen(self, address: str) -> int:
@@ -119,20 +133,25 @@ class RoleWorker(Trained):
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
         gang = self._join(ranks, meeting)
+        samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
         unread = None
-        if roles.isdisjoint(POLICY):
-            model = self._outline()
-        else:
+        if samples or not roles.isdisjoint(POLICY):
             # Where a model is in parts, only this process's parts go to the device, unless an engine here reads all.
-            model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=Role.ROLLOUT in roles)
+            model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
+        else:
+            model = self._outline()
         self.learner = None
         if Role.ACTOR in roles:
             self.learner = build_learner(self.config, model, gang=gang, device=self.device, unread=unread)
-            if self.learner.body.in_parts and Role.ROLLOUT not in roles:
+            if self.learner.body.in_parts and not samples:
                 model.to("meta")
         if Role.ROLLOUT in roles:
-            engine = build_engine(self.config.rollout, model, self.tokenizer)
+            engine = build_engine(self.config.rollout, model, self.tokenizer, device=self.device)
             self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
+        # Whether an engine sits beside a part of the model, in any process of the gang: it gets the whole from all of them.
+        self._gathers = (
+            self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.seat is not None))
+        )
         self.critic = self.reference = None
         if Role.CRITIC in roles:
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
@@ -210,26 +229,101 @@ class RoleWorker(Trained):
         assert self.seat is not None
         return self.seat.advance(requests, aborted, ended=ended, give_back=give_back, look_s=look_s)
 
-    def use_weights(self, version: int, name: str, invitation: Invitation) -> None:
-        """Receive this version from the actor's process, which invited this one by that name, and sample from it."""
+    def use_weights(self, version: int, name: str, invitations: Sequence[Invitation]) -> None:
+        """Receive this version from the actor's processes, which invited this one by that name, and sample from it."""
         if self.seat is not None and version != self.seat.served:
             self.seat.hold()  # a failed update leaves a mix of old and new weights
-        self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
+        if self._by_parts:
+            self._weights.receive_each(
+                partial(self._take, version),
+                wanted=module_shapes(self.body.layout(weight) for weight in self.body.named),
+                version=version,
+                name=name,
+                invitations=invitations,
+                device=self.device,
+            )
+        else:
+            (invitation,) = invitations
+            self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
+        self._serve(version)
+
+    @torch.no_grad()
+    def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """New weights, one by one: to the policy that is here, or to the engine that has the only one."""
+        if self._hands_on:
+            assert self.seat is not None
+            if version != self.seat.served:
+                self.seat.load(version, tensors)
+            return
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in tensors:
+            parameters[name].copy_(tensor)
+
+    def _serve(self, version: int) -> None:
         if self.seat is not None:
-            self.seat.serve(version)
+            if self._hands_on:
+                self.seat.serve_loaded(version)
+            else:
+                self.seat.serve(version)
+
+    @property
+    def _hands_on(self) -> bool:
+        """Whether the engine has the only policy of this process."""
+        return self.seat is not None and next(self.model.parameters()).is_meta
 
     # The policy
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Send the policy to these receivers from now on; the value says whether one is on this node."""
-        return self._weights.invite(receivers, host)
+        """Send the policy to these receivers from now on, if this process sends; the value says whether one is on this node."""
+        assert self.learner is not None
+        rank, body = self.learner.gang.rank, self.learner.body
+        sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))
+        return self._weights.invite(receivers if sends else {}, host, name=f"actor rank {rank}")
 
     def send_weights(self, version: int) -> None:
         """The learner holds this version: send it to the invited receivers and to the engine in this process."""
-        self._weights.send(self._whole_policy(), version=version)
+        if self._by_parts:
+            # First, since all processes of the gang take part in it: a receiver that is lost ends only the sending below.
+            if self._gathers:
+                self._pass_on(version)
+            self._weights.send(self._own_parts(), version=version)
+        else:
+            self._weights.send(self._whole_policy(), version=version)
         self._weights.share(version)
-        if self.seat is not None:
-            self.seat.serve(version)
+        self._serve(version)
+
+    def _pass_on(self, version: int) -> None:
+        """Whole weights to the engines beside the learner's parts, one at a time."""
+        assert self.learner is not None
+        weights = iter(in_modules(self.learner.body).values)
+        try:
+            if self.seat is not None:
+                self._take(version, weights)
+        finally:
+            for _ in weights:  # the others need this process's parts of the rest
+                continue
+
+    def _own_parts(self) -> Parts:
+        """What this process sends of the policy."""
+        assert self.learner is not None
+        body = self.learner.body
+        if not self._weights.sends:
+            return Parts([], device=body.device)
+        if self._sent_blocks is None:
+            self._sent_blocks = [(name, block) for name in body.named for block in body.layout(name).blocks(own=True)]
+        return Parts(
+            [
+                SentBlock(
+                    name=block.name,
+                    start=block.start,
+                    whole=block.whole,
+                    dtype=body.dtype,
+                    values=block.of(body.named[name]),
+                )
+                for name, block in self._sent_blocks
+            ],
+            device=body.device,
+        )
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
         """All weights. An engine in this process gets a copy where the learner holds only parts."""

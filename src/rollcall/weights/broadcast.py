@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -123,7 +123,7 @@ class BroadcastOutlet(Outlet):
             self._server.close()
             raise
 
-    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
+    def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
         group = self._group
         sums: list[int] = []
         flying: deque[tuple[Any, Bucket]] = deque()  # a bucket must live until its bytes have left
@@ -165,25 +165,26 @@ class BroadcastInlet(Inlet):
             )
 
     def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
+        return list(self.each(buckets, deadline))
+
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
         group, line = self._group, self._line
-        sums: list[int] = []
         flying: deque[tuple[Any, Bucket, Bucket]] = deque()
 
-        def land() -> None:
+        def land() -> int:
             work, parts, bucket = flying.popleft()
             group.finish(work, {line.peer: line}, deadline)
             as_is = parts is bucket
-            sums.append(checksum(bucket) if as_is else copy_summed(bucket, parts, total_of=bucket))
+            return checksum(bucket) if as_is else copy_summed(bucket, parts, total_of=bucket)
 
         with _naming({line.peer: line}, deadline):
             for bucket in buckets:
                 parts = bucket if group.travels_as_is(bucket) else group.scratch(bucket)
                 flying.append((group.start(parts), parts, bucket))
                 if len(flying) > IN_FLIGHT:
-                    land()
+                    yield land()
             while flying:
-                land()
-        return sums
+                yield land()
 
     def close(self) -> None:
         self._group.close()

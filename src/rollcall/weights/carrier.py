@@ -6,7 +6,7 @@ bucket, the receivers' of what lies in their own memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +29,15 @@ class _End(Protocol):
 class Outlet(_End, Protocol):
     """The sender's end."""
 
-    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]: ...
+    def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]: ...
 
 
 class Inlet(_End, Protocol):
     """A receiver's end."""
+
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
+        """``take`` step by step: the checksum of each bucket once it has come. A few are asked for ahead of that."""
+        ...
 
     def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
         """Raises TornUpdateError if it notices damage by itself and both ends can go on."""

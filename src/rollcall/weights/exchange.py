@@ -26,6 +26,7 @@ from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, visib
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Views, cut, fit, view
 from rollcall.weights.line import Desk, Line, call, hear_all
+from rollcall.weights.parts import Parts
 from rollcall.weights.protocol import (
     Carrying,
     Invitation,
@@ -70,15 +71,12 @@ class StreamSender:
     def invitations(self) -> Mapping[str, Invitation]:
         return dict.fromkeys(self._receivers, self._desk.invitation)
 
-    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
         if self._is_closed:
             raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
         deadline = Wait(self._timeout_s)
         try:
-            views = view(tensors, kept=self._views)
-            if self._views is not None and views.layout != self._views.layout:
-                self._base = self._base_version = None
-            self._views = views
+            views = tensors if isinstance(tensors, Parts) else self._viewed(tensors)
             if self._outlet is None:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet = self._open_outlet(self._lines, hellos, views.device, deadline)
@@ -87,6 +85,13 @@ class StreamSender:
             self.close()
             raise
         return [sent]
+
+    def _viewed(self, tensors: Mapping[str, Tensor]) -> Views:
+        views = view(tensors, kept=self._views)
+        if self._views is not None and views.layout != self._views.layout:
+            self._base = self._base_version = None
+        self._views = views
+        return views
 
     def close(self) -> None:
         self._is_closed = True
@@ -97,7 +102,7 @@ class StreamSender:
             self._outlet.close()
         self._outlet = self._views = self._base = None
 
-    def _exchange(self, views: Views, *, version: int, deadline: Wait) -> Sent:
+    def _exchange(self, views: Views | Parts, *, version: int, deadline: Wait) -> Sent:
         first: dict[str, str] = {}
         for attempt in range(1, MOST_ATTEMPTS + 1):
             refused, num_bytes, is_full = self._attempt(
@@ -111,19 +116,22 @@ class StreamSender:
         raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
 
     def _attempt(
-        self, views: Views, *, version: int, deadline: Wait, in_full: bool, is_last: bool
+        self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool, is_last: bool
     ) -> tuple[dict[str, str], int, bool]:
         """Who refused and why; the bytes that went out; whether they were all of the weights."""
         assert self._outlet is not None
         after_refusal = {"step": "end" if is_last else "again"}
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
-        changes = None if in_full else self._changes(views, held=[word["version"] for word in ready.values()])
+        changes = None
+        if isinstance(views, Views) and not in_full:
+            changes = self._changes(views, held=[word["version"] for word in ready.values()])
         self._tell(
             {
                 "version": version,
                 "layout": views.layout.text,
                 "counts": None if changes is None else changes.counts,
                 "base": None if changes is None else self._base_version,
+                "parts": views.about if isinstance(views, Parts) else None,
             },
             deadline,
         )
@@ -143,7 +151,7 @@ class StreamSender:
         if refused:
             self._base_version = None
             self._tell(after_refusal, deadline)
-        else:
+        elif isinstance(views, Views):
             self._keep(views, version=version, changes=changes)
         return refused, views.layout.num_bytes if changes is None else len(changes.payload), changes is None
 

@@ -67,6 +67,7 @@ class BucketSize:
 
     num_bytes: int
     alone_from: int  # a span of this many bytes is a bucket by itself, so that it needs no packing
+    in_order: bool = False  # small spans do not wait for others behind a large one
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,9 @@ class Layout:
                 span = Span(index, start, min(start + size.num_bytes, entry.num_bytes))
                 length = span.end - span.start
                 if length >= size.alone_from:
+                    if size.in_order and shared:
+                        found.append(shared)
+                        shared, room = [], size.num_bytes
                     found.append([span])
                     continue
                 if length > room:

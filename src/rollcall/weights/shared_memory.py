@@ -12,7 +12,7 @@ import base64
 import mmap
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,11 @@ NUM_SLOTS = 8
 BUCKETS = BucketSize(num_bytes=SLOT_BYTES, alone_from=SLOT_BYTES)
 
 
-def open_outlet(lines: Mapping[str, Line], hellos: Hellos, device: torch.device, deadline: Wait) -> Outlet:
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+def open_outlet(
+    lines: Mapping[str, Line], hellos: Hellos, device: torch.device, deadline: Wait, *, through_host: bool = False
+) -> Outlet:
+    """``through_host``: what is sent does not stay where it lies, so that handles of it would soon mean nothing."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not through_host else None
     by_handle = gpu is not None and all(gpu in hello["gpus"] for hello in hellos.values())
     for line in lines.values():
         line.tell({"gpu": gpu if by_handle else None}, deadline)
@@ -57,8 +60,8 @@ class _RingOutlet(Outlet):
         finally:
             os.close(descriptor)
 
-    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        sums = []
+    def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
+        sums: list[int] = []
         taken = dict.fromkeys(self._lines, 0)
         for index, bucket in enumerate(buckets):
             self._wait(taken, at_least=index - NUM_SLOTS + 1, deadline=deadline)
@@ -66,7 +69,7 @@ class _RingOutlet(Outlet):
             sums.append(copy_summed(parts, bucket, total_of=bucket))
             for line in self._lines.values():
                 line.write(b"+", deadline)
-        self._wait(taken, at_least=len(buckets), deadline=deadline)
+        self._wait(taken, at_least=len(sums), deadline=deadline)
         return sums
 
     def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Wait) -> None:
@@ -97,16 +100,18 @@ class _RingInlet(Inlet):
             os.close(descriptor)
 
     def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        sums = []
+        return list(self.each(buckets, deadline))
+
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
         there = 0
         for index, bucket in enumerate(buckets):
             if there <= index:
                 # The sender says nothing else before all buckets are taken, so every byte is a bucket.
                 there += len(self._line.read_some(NUM_SLOTS, deadline))
             parts = _parts(self._slots[index % NUM_SLOTS], bucket)
-            sums.append(copy_summed(bucket, parts, total_of=bucket))
+            total = copy_summed(bucket, parts, total_of=bucket)
             self._line.write(b"-", deadline)
-        return sums
+            yield total
 
 
 def _map(descriptor: int) -> list[Tensor]:
@@ -128,9 +133,10 @@ class _IpcOutlet(Outlet):
         self._lines = lines
         self._known: list[int] = []  # addresses whose handles the receivers have
 
-    def put(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
+    def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
         from torch.multiprocessing.reductions import reduce_tensor
 
+        buckets = list(buckets)
         sums = [checksum(bucket) for bucket in buckets]  # brings the sums to the host, so all earlier work is done
         spans = [span for bucket in buckets for span in bucket]
         addresses = [span.data_ptr() for span in spans]
@@ -165,6 +171,9 @@ class _IpcInlet(Inlet):
         sums = [checksum(bucket) for bucket in buckets]  # waits for the copies
         self._line.write(b"-", deadline)
         return sums
+
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
+        yield from self.take(list(buckets), deadline)
 
     def _open(self, arguments: tuple[Any, ...]) -> Tensor:
         """A tensor of the sender, whose number for the device is not ours."""

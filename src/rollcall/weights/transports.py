@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollcall.config import WeightTransport
 from rollcall.errors import WeightUpdateError
 from rollcall.weights import shared_memory
 from rollcall.weights.broadcast import BroadcastInlet, BroadcastOutlet
+from rollcall.weights.carrier import OpenInlet
 from rollcall.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
 from rollcall.weights.folder import FolderReceiver, FolderSender
+from rollcall.weights.parts import Parts, PartsReceiver
 from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
 
 
@@ -42,10 +47,11 @@ def open_sender(
     on_gpu: bool,
     folder: Path,
     timeout_s: float = TIMEOUT_S,
+    by_parts: bool = False,
 ) -> FanOut:
     """A sender for these receivers, each of which is (or is not) on this host.
 
-    ``host`` is the address they reach this one by; empty: they share only the folder.
+    ``host`` is the address they reach this one by; empty: they share only the folder. ``by_parts``: it sends ``Parts``.
     """
     if not host and transport != "file":
         raise ValueError(
@@ -60,7 +66,9 @@ def open_sender(
     return FanOut(
         [
             StreamSender(
-                shared_memory.open_outlet if carrying == "shared_memory" else BroadcastOutlet,
+                partial(shared_memory.open_outlet, through_host=by_parts)
+                if carrying == "shared_memory"
+                else BroadcastOutlet,
                 carrying=carrying,
                 name=name,
                 receivers=names,
@@ -76,22 +84,32 @@ def open_sender(
 def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
     if invitation.carrying == "file":
         return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
-    open_inlet = shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
-    return StreamReceiver(open_inlet, invitation=invitation, name=name, tensors=tensors)
+    return StreamReceiver(_open_inlet(invitation), invitation=invitation, name=name, tensors=tensors)
+
+
+def open_parts_receiver(
+    invitations: Sequence[Invitation], *, name: str, wanted: Mapping[str, Sequence[int]], device: torch.device
+) -> PartsReceiver:
+    """A receiver of what several processes hold parts of; ``wanted`` has the tensors' shapes in the order they are sent."""
+    return PartsReceiver(invitations, name=name, wanted=wanted, device=device, open_inlet=_open_inlet)
+
+
+def _open_inlet(invitation: Invitation) -> OpenInlet:
+    return shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
 
 
 class FanOut:
     """Several senders as one; they work side by side."""
 
     def __init__(self, senders: Sequence[WeightSender]) -> None:
-        self._senders = list(senders)
+        self._senders: list[Any] = list(senders)  # those that take Parts, and those that do not
         self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
         return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
 
-    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
         if len(self._senders) == 1:
             return self._senders[0].send(tensors, version=version)
         running = [self._pool.submit(sender.send, tensors, version=version) for sender in self._senders]

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -134,35 +134,63 @@ class Child:
 
 
 class SharedMemory:
-    """A piece of memory without a name, which parent and child see: it is gone when both are, and needs no /dev/shm."""
+    """A piece of memory without a name, which parent and child see: it is gone when both are, and needs no /dev/shm.
+
+    It holds a few parts of an update. A part takes the first room that nobody reads, so the memory grows to what is read at once.
+    """
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("rollcall-weights")
         self._map: mmap.mmap | None = None
+        self._sizes: dict[int, int] = {}  # where a part begins -> its bytes, of the parts that were written last
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Lay the tensors out; the result is what ``update`` needs to find and to check them."""
+    def write(self, tensors: Sequence[tuple[str, Tensor]], *, held: Collection[int] = ()) -> dict[str, Any]:
+        """Lay a part out, away from the parts that begin at ``held``; the result is what the child needs to find and to check
+        its tensors."""
         placed: list[tuple[str, Tensor, int, int]] = []
         size = 0
         for name, tensor in tensors:
             length = tensor.numel() * tensor.element_size()
             placed.append((name, tensor.detach(), size, length))
             size += -(-length // ALIGN) * ALIGN
-        memory = self._of_size(size)
+        self._sizes = {begin: length for begin, length in self._sizes.items() if begin in held}
+        offset = self._room_for(size)
+        self._sizes[offset] = size
+        return self._lay_out(placed, offset=offset, size=size)
 
-        def put(name: str, tensor: Tensor, offset: int, length: int) -> list[Any]:
-            target = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    def write_again(self, tensors: Sequence[tuple[str, Tensor]], written: Mapping[str, Any]) -> None:
+        """The same tensors to the same place."""
+        places = [
+            (*pair, begin, length) for pair, (*_, begin, length, _) in zip(tensors, written["tensors"], strict=True)
+        ]
+        self._lay_out(places, offset=written["offset"], size=written["size"])
+
+    def _lay_out(self, placed: Sequence[tuple[str, Tensor, int, int]], *, offset: int, size: int) -> dict[str, Any]:
+        memory = self._of_size(offset + size)
+
+        def put(name: str, tensor: Tensor, begin: int, length: int) -> list[Any]:
+            at = offset + begin
+            target = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
             target.view(tensor.shape).copy_(tensor)
-            with memoryview(memory) as view, view[offset : offset + length] as part:
+            with memoryview(memory) as view, view[at : at + length] as part:
                 check = checksum(part)
-            return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, length, check]
+            return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin, length, check]
 
         # Copying and summing leave Python's lock alone.
         with ThreadPoolExecutor(max_workers=min(8, torch.get_num_threads())) as pool:
-            return {"size": size, "tensors": list(pool.map(lambda one: put(*one), placed))}
+            return {"offset": offset, "size": size, "tensors": list(pool.map(lambda one: put(*one), placed))}
+
+    def _room_for(self, size: int) -> int:
+        """Where the first gap of this many bytes begins, at a page."""
+        page, free = mmap.ALLOCATIONGRANULARITY, 0
+        for begin, length in sorted(self._sizes.items()):
+            if free + size <= begin:
+                break
+            free = max(free, -(-(begin + length) // page) * page)
+        return free
 
     def _of_size(self, size: int) -> mmap.mmap:
-        if self._map is None or len(self._map) != size:
+        if self._map is None or len(self._map) < size:
             os.ftruncate(self.fd, size)
             self._map = mmap.mmap(self.fd, size)
         return self._map

@@ -11,17 +11,21 @@ generator. Stop strings are looked for here, in the tokenizer's own text.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
-from rollcall.engine.vllm.child import START_S, Child, UpdateRefused
+from rollcall.engine.vllm.child import START_S, Child, UpdateRefused, VllmError
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.types import FinishReason
 
+PART_BYTES = 128 << 20  # of an update that lies in memory at once; two or three do
 STEPS = 8  # tokens of each completion between two looks
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, except 0
 
@@ -37,8 +41,11 @@ class VllmEngine:
         max_running: int,
         kv_tokens: int | None,
         kv_fraction: float = 0.3,
+        device: torch.device | None = None,
     ):
-        self.model = model  # the source of the weights
+        """``model`` is the source of the weights. On the meta device it has none: then ``load_weights`` brings them before anything is
+        sampled, and ``device`` says where vLLM runs."""
+        self.model = model
         self.tokenizer = tokenizer
         self.child = child
         self.version = 0
@@ -49,14 +56,17 @@ class VllmEngine:
         self._num_submitted = 0
         self._is_advancing = False
         self._asleep: set[str] = set()
-        spec = make_spec(model, section, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction)
+        spec = make_spec(
+            model, section, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction, device=device
+        )
         config: Any = model.config
         self.max_positions: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
         self.room: int = spec["kv_tokens"]
         self._sleeps: bool = spec["sleep"]
         child.ask("load", spec=spec, deadline_s=START_S)
-        self._ship(0)
+        if not next(model.parameters()).is_meta:
+            self._ship(0, model.named_parameters())
 
     @property
     def num_unfinished(self) -> int:
@@ -104,9 +114,14 @@ class VllmEngine:
 
     def update_weights(self, version: int) -> None:
         """Send the model's parameters. Running completions go on with them; their context is computed again."""
+        self.load_weights(version, self.model.named_parameters())
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """``update_weights`` with weights that come one by one, under the names of transformers; none is kept here. Those of a module
+        should follow each other: vLLM keeps them until it has them all."""
         self._take_in()
         self._wake("weights")
-        self._ship(version)
+        self._ship(version, tensors)
         self.version = version
 
     def end_session(self, session: str) -> None:
@@ -121,16 +136,37 @@ class VllmEngine:
     def close(self) -> None:
         self.child.close()
 
-    def _ship(self, version: int) -> None:
-        def send() -> None:
-            self.child.ask("update", version=version, **self.child.memory.write(self.model.named_parameters()))
-
+    def _ship(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Part by part: one is laid out while vLLM loads the one before."""
+        self.child.ask("begin", version=version)
+        held: list[int] = []  # parts that vLLM still reads
+        sent: tuple[list[tuple[str, Tensor]], dict[str, Any]] | None = None
         try:
-            send()
+            for part in in_parts(tensors, num_bytes=PART_BYTES):
+                written = self.child.memory.write(part, held=[*held, *([sent[1]["offset"]] if sent else [])])
+                if sent is not None:
+                    before, sent = sent, None
+                    held = self._land(*before)
+                self.child.send("part", **written)
+                sent = part, written
+        except BaseException:  # whoever brings the tensors may fail while vLLM loads
+            if sent is not None:
+                with suppress(VllmError):
+                    self.child.receive()
+            raise
+        if sent is not None:
+            self._land(*sent)
+        self.child.ask("end")
+
+    def _land(self, part: list[tuple[str, Tensor]], written: dict[str, Any]) -> list[int]:
+        """Wait until vLLM has taken a part; a torn one is sent again."""
+        try:
+            return self.child.receive()["held"]
         except UpdateRefused as error:
             if "torn" not in str(error):
                 raise
-            send()
+        self.child.memory.write_again(part, written)
+        return self.child.ask("part", **written)["held"]
 
     def _advance(self) -> None:
         self._wake("weights", "kv_cache")
@@ -171,6 +207,20 @@ class VllmEngine:
         if due := sorted(self._asleep.intersection(tags)):
             self.child.ask("wake", tags=due)
             self._asleep -= set(due)
+
+
+def in_parts(tensors: Iterable[tuple[str, Tensor]], *, num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in lists of about this many bytes, each tensor whole."""
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        part.append((name, tensor))
+        size += tensor.numel() * tensor.element_size()
+        if size >= num_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _row(sequence: Sequence) -> dict[str, Any]:

@@ -7,7 +7,9 @@ parent is gone it ends. A message names what to ``do``:
     load     make an engine from a model's config, with weights that mean nothing until the first update
     advance  take completions in, decode a few steps, answer with the new tokens of every completion
     abort    forget completions
-    update   take the weights that lie in shared memory, unless they are stale or torn
+    begin    refuse a stale version, before any of its weights are sent
+    part     take some of the new weights, which lie in shared memory, unless they are torn
+    end      sample from the new weights; a version that breaks off leaves none that count
     sleep, wake, quit
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
@@ -44,6 +46,8 @@ class Server:
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
         self.version = -1
+        self._due: int | None = None  # the version whose weights are coming
+        self._is_changing = False  # whether some of them have been loaded
         self._preemptions: dict[str, int] = {}  # of the running completions
 
     def serve(self) -> None:
@@ -73,9 +77,11 @@ class Server:
     def do_load(self, spec: dict[str, Any]) -> None:
         """What is loaded already is kept, without its completions; its weights no longer count."""
         if self.engine is not None and spec == self.spec:
+            self._break_off()
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
             self._forget_context()
         else:
+            self._due, self._is_changing = None, False
             self._unload()
             with tempfile.TemporaryDirectory(prefix="rollcall-vllm-") as folder:
                 with open(os.path.join(folder, "config.json"), "w") as file:
@@ -102,13 +108,35 @@ class Server:
     def do_abort(self, rows: list[str]) -> None:
         self.engine.abort_request(rows)
 
-    def do_update(self, version: int, size: int, tensors: list[list[Any]]) -> None:
+    def do_begin(self, version: int) -> None:
         if version < self.version:
             raise Refused(f"version {version} is stale: this engine has version {self.version}")
-        verify(self.memory_path, size, tensors)
-        self.engine.collective_rpc(apply_weights, args=(self.memory_path, size, tensors))
+        self._break_off()
+        self._due = version
+
+    def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
+        """Answers with where parts begin that something here still reads: their memory must stay as it is."""
+        if self._due is None:
+            raise RuntimeError("a part of the weights came, and no version was begun")
+        verify(self.memory_path, offset, size, tensors)
+        if not self._is_changing:  # until here the engine is untouched
+            self._is_changing, self.version = True, -1
+            self.engine.collective_rpc(begin_weights)
+        held = self.engine.collective_rpc(take_weights, args=(self.memory_path, offset, size, tensors))
+        return {"held": sorted({one for each in held for one in each})}
+
+    def do_end(self) -> None:
+        if self._due is None or not self._is_changing:
+            raise RuntimeError("no weights were sent for this version")
+        version, self._due, self._is_changing = self._due, None, False
+        self.engine.collective_rpc(end_weights, args=(True,))
         self._forget_context()
         self.version = version
+
+    def _break_off(self) -> None:
+        if self._is_changing:
+            self.engine.collective_rpc(end_weights, args=(False,))
+        self._due, self._is_changing = None, False
 
     def do_sleep(self) -> None:
         self.engine.sleep(level=1)
@@ -197,57 +225,139 @@ def add_tokens(row: list[Any], output: Any) -> None:
     row[2] = output.finish_reason
 
 
-# Weights. A tensor is [name, dtype, shape, offset, number of bytes, checksum].
+# Weights. A tensor is [name, dtype, shape, where it begins in its part, number of bytes, checksum].
 
 
 def checksum(data: Any) -> int:
     return zlib.crc32(data)
 
 
-def verify(path: str, size: int, tensors: list[list[Any]]) -> None:
-    """Every byte is there and is what was sent; nothing of the engine has been touched so far."""
+def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
+    """Every byte of a part is there and is what was sent; nothing of the engine has been touched by it so far."""
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < size:
-            raise Refused(f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {size} were sent")
-        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
-            for name, _, _, offset, length, expected in tensors:
-                with view[offset : offset + length] as part:
+        if os.fstat(file.fileno()).st_size < offset + size:
+            raise Refused(f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {offset + size} were sent")
+        with (
+            mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
+            memoryview(memory) as view,
+        ):
+            for name, _, _, begin, length, expected in tensors:
+                with view[begin : begin + length] as part:
                     if checksum(part) != expected:
                         raise Refused(f"torn: {name} is not what was sent")
 
 
-def apply_weights(worker: Any, path: str, size: int, tensors: list[list[Any]]) -> None:
-    """In a process of the engine: load in place by vLLM's reload, which knows fused, sharded and repacked layouts.
+# In each process of the engine
+
+
+class Reload:
+    """One reload of the weights by vLLM, which knows fused, divided and repacked layouts, and takes from each tensor what this process
+    needs. It runs in a thread, so that the weights can come part by part: vLLM asks for the next one and waits for it.
+
+    What vLLM still needs of a part it keeps a view of: a module's tensors until it has them all, padded ones until the end. So
+    the memory of a part is free when its mapping is gone.
 
     This corrects two things in the reload of vLLM 0.32: it only logs a parameter that no tensor was sent for, and on a CPU
     an output layer tied to the embeddings keeps a repacked copy of the old ones.
     """
-    import torch
 
-    with open(path, "rb") as file:
-        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # a writable buffer, as torch wants it
+    def __init__(self, worker: Any) -> None:
+        import queue
 
-    def stream() -> Any:
-        for name, dtype, shape, offset, length, _ in tensors:
-            kind = getattr(torch, dtype)
-            yield name, torch.frombuffer(memory, dtype=kind, count=length // kind.itemsize, offset=offset).view(shape)
+        self._worker = worker
+        self._model = worker.get_model()
+        self._wanted = {name for name, _ in self._model.named_parameters()}
+        self._loaded: set[str] = set()
+        self._maps: dict[int, Any] = {}  # where a part begins -> a weak reference to its mapping
+        self._parts: Any = queue.Queue()
+        self._asked: Any = queue.Queue()  # a word for each time that vLLM wants more than it has, and when it is done
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+        self._until_asked()
 
-    model = worker.get_model()
-    wanted = {name for name, _ in model.named_parameters()}
-    loaded: set[str] = set()
-    load_weights = model.load_weights
-    model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
-    try:
-        worker.reload_weights(weights_iterator=stream())
-    finally:
-        del model.load_weights  # the class's own shows again
-    if missing := sorted(wanted - loaded):
-        raise RuntimeError(f"no weights were sent for {', '.join(missing[:3])}; the engine's weights are now mixed")
-    config = worker.model_runner.model_config.hf_config
-    if getattr(config, "tie_word_embeddings", False) and model.lm_head.weight.device.type == "cpu":
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # type: ignore[import-not-found]
+    def take(self, path: str, offset: int, size: int, tensors: list[list[Any]]) -> list[int]:
+        import weakref
 
-        dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+        with open(path, "rb") as file:
+            memory = mmap.mmap(
+                file.fileno(), size, access=mmap.ACCESS_COPY, offset=offset
+            )  # torch wants a writable buffer
+        self._maps[offset] = weakref.ref(memory)
+        self._parts.put((memory, tensors))
+        del memory
+        self._until_asked()
+        return [offset for offset, mapping in self._maps.items() if mapping() is not None]
+
+    def _until_asked(self) -> None:
+        """Wait until vLLM has taken all it was given."""
+        if self._asked.get() == "done":
+            raise self._error or RuntimeError("vLLM has ended its reload before all weights were sent")
+
+    def end(self, *, is_whole: bool) -> None:
+        self._parts.put(None)
+        self._thread.join()
+        if not is_whole:
+            return
+        if self._error is not None:
+            raise self._error
+        if missing := sorted(self._wanted - self._loaded):
+            raise RuntimeError(f"no weights were sent for {', '.join(missing[:3])}; the engine's weights are now mixed")
+        model, config = self._model, self._worker.model_runner.model_config.hf_config
+        if getattr(config, "tie_word_embeddings", False) and model.lm_head.weight.device.type == "cpu":
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # type: ignore[import-not-found]
+
+            dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+    def _run(self) -> None:
+        import torch
+
+        try:
+            if self._worker.device.type == "cuda":
+                torch.cuda.set_device(self._worker.device)  # of this thread
+            with torch.no_grad():
+                self._reload()
+        except BaseException as error:  # noqa: BLE001 - the one who brings the next part gets it
+            self._error = error
+        self._asked.put("done")
+
+    def _reload(self) -> None:
+        model, loaded, load_weights = self._model, self._loaded, self._model.load_weights
+        model.load_weights = lambda weights: loaded.update(load_weights(weights)) or loaded
+        try:
+            self._worker.reload_weights(weights_iterator=self._stream())
+        finally:
+            del model.load_weights  # the class's own shows again
+
+    def _stream(self) -> Any:
+        import torch
+
+        while True:
+            self._asked.put("more")
+            part = self._parts.get()
+            if part is None:
+                return
+            memory, tensors = part
+            for name, dtype, shape, begin, length, _ in tensors:
+                kind = getattr(torch, dtype)
+                yield (
+                    name,
+                    torch.frombuffer(memory, dtype=kind, count=length // kind.itemsize, offset=begin).view(shape),
+                )
+            del part, memory
+
+
+def begin_weights(worker: Any) -> None:
+    worker.rollcall_reload = Reload(worker)
+
+
+def take_weights(worker: Any, path: str, offset: int, size: int, tensors: list[list[Any]]) -> list[int]:
+    return worker.rollcall_reload.take(path, offset, size, tensors)
+
+
+def end_weights(worker: Any, is_whole: bool) -> None:
+    reload, worker.rollcall_reload = worker.rollcall_reload, None
+    reload.end(is_whole=is_whole)
 
 
 def end_with(parent: int) -> None:

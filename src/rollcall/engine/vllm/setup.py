@@ -58,10 +58,12 @@ def make_spec(
     max_running: int,
     kv_tokens: int | None,
     kv_fraction: float,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """What the child needs to make its engine, all of it derived from the model that is here."""
+    """What the child needs to make its engine, all of it derived from the model that is here; ``device``: where an outline would be."""
     config: Any = model.config
-    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    first = next(model.parameters())
+    device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
     block = KV_BLOCK[device.type]
     token_bytes = _kv_token_bytes(config, dtype, section.tensor_parallel_size)

@@ -1,0 +1,272 @@
+"""New weights straight from the processes that hold parts of them: every actor sends its own blocks, and nobody gathers the model.
+
+A sender (``exchange.StreamSender``) gets ``Parts``: blocks of the model's tensors, each brought to the type that engines use when its
+turn comes. A receiver has a line to every sender (``PartsReceiver``) and puts the blocks together, one tensor at a time, in the order
+in which all senders send. So both sides hold a few buckets and about one tensor, whatever the size of the model, and how the
+actor is divided need not be known to the receiver: each block says where it belongs.
+
+Who waits for whom: as in ``exchange.py``, once for each sender. A receiver gives all its senders the same answer, so all of them
+send again or none. The receivers of one update walk through the senders in the same order, so none waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.wait import Wait
+from rollcall.weights.carrier import Bucket, Inlet, visible_gpus
+from rollcall.weights.layout import BucketSize, Entry, Layout, Span
+from rollcall.weights.line import Line, call
+from rollcall.weights.protocol import Invitation, RefusedUpdateError, StaleUpdateError, TornUpdateError
+
+OpenInletFor = Callable[[Invitation], Callable[[Line, Wait], Inlet]]
+Take = Callable[[Iterator[tuple[str, Tensor]]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentBlock:
+    """A block of one tensor of the model, as one process holds it."""
+
+    name: str  # of the tensor, as transformers knows it
+    start: tuple[int, ...]  # where the block begins in the tensor
+    whole: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # in which it travels
+    values: Tensor  # on any device, of any type
+
+    @property
+    def entry(self) -> Entry:
+        shape = tuple(self.values.shape)
+        key = f"{self.name}@{','.join(map(str, self.start))}"
+        return Entry(key, str(self.dtype).removeprefix("torch."), shape, tuple(range(len(shape))))
+
+
+class Parts:
+    """What one process sends, in the place of ``layout.Views``. Nothing is copied before a bucket needs it."""
+
+    has_copies = False
+
+    def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
+        self.device = device
+        self._blocks = blocks
+        self.layout = Layout(tuple(block.entry for block in blocks))
+
+    @property
+    def about(self) -> list[list[Any]]:
+        """Of each entry of the layout: its tensor, where it begins there, and the tensor's shape."""
+        return [[block.name, block.start, block.whole] for block in self._blocks]
+
+    def buckets(self, size: BucketSize) -> Iterator[Bucket]:
+        ready: dict[int, Tensor] = {}  # entry -> its bytes
+        for spans in self.layout.buckets(in_order(size)):
+            ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}
+            for span in spans:
+                if span.entry not in ready:
+                    ready[span.entry] = self._bytes(span.entry)
+            yield [ready[span.entry][span.start : span.end] for span in spans]
+
+    def _bytes(self, index: int) -> Tensor:
+        block = self._blocks[index]
+        return block.values.detach().to(self.device, block.dtype).contiguous().reshape(-1).view(torch.uint8)
+
+
+def in_order(size: BucketSize) -> BucketSize:
+    return replace(size, in_order=True)
+
+
+class PartsReceiver:
+    """Receives whole tensors from several senders. ``wanted`` has their shapes, in the order in which they are sent."""
+
+    def __init__(
+        self,
+        invitations: Sequence[Invitation],
+        *,
+        name: str,
+        wanted: Mapping[str, Sequence[int]],
+        device: torch.device,
+        open_inlet: OpenInletFor,
+    ) -> None:
+        self.name = name
+        self._invitations = invitations
+        self._wanted = {key: tuple(shape) for key, shape in wanted.items()}
+        self._device = device
+        self._open_inlet = open_inlet
+        self._ends: list[tuple[Line, Inlet]] = []
+        self._held: int | None = None
+        self._newest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """What was taken last; None before the first update and after one that broke off."""
+        return self._held
+
+    def receive(self, take: Take, *, version: int) -> None:
+        """Wait for the update to this version. ``take`` gets its tensors one by one; it is called again if what came was torn."""
+        deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
+        try:
+            if not self._ends:
+                self._join(deadline)
+            while True:
+                refusal, step = self._attempt(take, version=version, deadline=deadline)
+                if step == "end":
+                    break
+        except BaseException:
+            self.close()
+            raise
+        if refusal is not None:
+            raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
+        self._held = self._newest = version
+
+    def close(self) -> None:
+        for line, inlet in self._ends:
+            line.close()
+            inlet.close()
+        self._ends = []
+        self._held = None
+
+    def _join(self, deadline: Wait) -> None:
+        about = {"device": self._device.type, "gpus": visible_gpus()}
+        for invitation in self._invitations:
+            line = call(invitation, name=self.name, deadline=deadline, about=about)
+            try:
+                inlet = self._open_inlet(invitation)(line, deadline)
+            except BaseException:
+                line.close()
+                raise
+            self._ends.append((line, inlet))
+
+    def _attempt(
+        self, take: Take, *, version: int, deadline: Wait
+    ) -> tuple[StaleUpdateError | TornUpdateError | None, str]:
+        """Why this receiver refuses, if it does, and what the senders do next."""
+        lines = [line for line, _ in self._ends]
+        for line in lines:
+            line.tell({"version": self._held}, deadline)
+        headers = [line.hear(deadline) for line in lines]
+        refusal: StaleUpdateError | TornUpdateError | None = None
+        try:
+            self._check(headers, version=version)
+        except (StaleUpdateError, TornUpdateError) as error:
+            refusal = error
+        step = self._answer(refusal, deadline)
+        if step != "data":
+            return refusal, step
+        self._held = None
+        streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
+        tensors = self._put_together(streams)
+        take(tensors)
+        for _ in tensors:  # what ``take`` did not want has to be received all the same
+            continue
+        for line, stream in zip(lines, streams, strict=True):
+            if stream.sums != line.hear(deadline)["sums"]:
+                refusal = TornUpdateError(f"checksums of {line.peer} differ after version {version} was received")
+        return refusal, self._answer(refusal, deadline)
+
+    def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
+        """The same answer to all senders; what they do next."""
+        for line, _ in self._ends:
+            line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
+        (step,) = {line.hear(deadline)["step"] for line, _ in self._ends}
+        return step
+
+    def _check(self, headers: Sequence[Mapping[str, Any]], *, version: int) -> None:
+        for header in headers:
+            if header["version"] != version:
+                raise StaleUpdateError(f"version {header['version']} came, and version {version} is due")
+        if self._newest is not None and version <= self._newest:
+            raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that is here")
+        found = dict.fromkeys(self._wanted, 0)
+        for header in headers:
+            for (name, _, whole), entry in zip(header["parts"], Layout.parse(header["layout"]).entries, strict=True):
+                if name not in found:
+                    raise TornUpdateError(f"the update has a tensor {name!r} that is not here")
+                if tuple(whole) != self._wanted[name]:
+                    raise TornUpdateError(
+                        f"tensor {name!r} is {list(whole)} in the update and {list(self._wanted[name])} here"
+                    )
+                found[name] += prod(entry.shape)
+        for name, count in found.items():
+            if count != prod(self._wanted[name]):
+                raise TornUpdateError(f"the update has {count} of the {prod(self._wanted[name])} elements of {name!r}")
+
+    def _put_together(self, streams: Sequence[_Stream]) -> Iterator[tuple[str, Tensor]]:
+        made: dict[str, Tensor] = {}  # tensors of which a part has come, or is on its way
+
+        def room(name: str, dtype: torch.dtype) -> Tensor:
+            if name not in made:
+                made[name] = torch.empty(self._wanted[name], dtype=dtype, device=self._device)
+            return made[name]
+
+        for stream in streams:
+            stream.start(room)
+        for name in self._wanted:
+            for stream in streams:
+                stream.until(name)
+            yield name, made.pop(name)
+        for stream in streams:
+            stream.finish()
+
+
+class _Stream:
+    """What one sender brings in one attempt."""
+
+    def __init__(self, inlet: Inlet, header: Mapping[str, Any], deadline: Wait) -> None:
+        self.sums: list[int] = []
+        self._inlet = inlet
+        self._deadline = deadline
+        self._layout = Layout.parse(header["layout"])
+        self._about = header["parts"]
+        self._buckets = self._layout.buckets(in_order(inlet.bucket_size))
+        self._due: dict[str, int] = {}  # tensor -> how many buckets have all that this sender has of it
+        for number, spans in enumerate(self._buckets, start=1):
+            for span in spans:
+                self._due[self._about[span.entry][0]] = number
+        self._landed: Iterator[int] = iter(())
+        self._apart: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # entry -> bytes that do not lie together in their tensor, and their place
+
+    def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
+        self._landed = self._inlet.each(self._targets(room), self._deadline)
+
+    def until(self, name: str) -> None:
+        """Receive until everything of this tensor is in its place."""
+        while len(self.sums) < self._due.get(name, 0):
+            self.sums.append(next(self._landed))
+            self._place(self._buckets[len(self.sums) - 1])
+
+    def finish(self) -> None:
+        """Let the carrier see that all buckets have come."""
+        self.sums.extend(self._landed)
+
+    def _targets(self, room: Callable[[str, torch.dtype], Tensor]) -> Iterator[Bucket]:
+        flat: dict[int, Tensor] = {}
+        for spans in self._buckets:
+            flat = {index: one for index, one in flat.items() if index >= spans[0].entry}
+            for span in spans:
+                if span.entry not in flat:
+                    flat[span.entry] = self._bytes(span.entry, room)
+            yield [flat[span.entry][span.start : span.end] for span in spans]
+
+    def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:
+        """Where the bytes of an entry go: into the tensor itself, or if they are not in one piece there, beside it."""
+        entry = self._layout.entries[index]
+        name, start, _ = self._about[index]
+        whole = room(name, entry.torch_dtype)
+        place = whole[tuple(slice(begin, begin + size) for begin, size in zip(start, entry.shape, strict=True))]
+        if not place.is_contiguous():
+            apart = torch.empty(entry.shape, dtype=entry.torch_dtype, device=whole.device)
+            self._apart[index] = (apart, place)
+            place = apart
+        return place.reshape(-1).view(torch.uint8)
+
+    def _place(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            if span.entry in self._apart and span.end == self._layout.entries[span.entry].num_bytes:
+                apart, place = self._apart.pop(span.entry)
+                place.copy_(apart)
