@@ -13,13 +13,15 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from test_learner import LONGEST, TEMPERATURE, section
-from tiny import make_model, make_tokenizer, save_model
+from tiny import ARCHITECTURES, make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.training import export_learner
 from rollcall.config import Config, Grpo, RunSection
 from rollcall.learner import from_files
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
+from rollcall.model import unread
+from rollcall.model.decoder import Decoder
 from rollcall.model.load import load_causal_lm, outline_causal_lm
 from rollcall.model.unread import WholeOnly, open_unread
 from rollcall.plan.placement import Role
@@ -135,8 +137,8 @@ def build(gang: Gang, config: Config, path: str) -> tuple[int, list[str]]:
     loads, said = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        load = worker_module.load_causal_lm
-        patch.setattr(worker_module, "load_causal_lm", lambda *args, **how: (loads.append(1), load(*args, **how))[1])
+        load = worker_module.load_onto
+        patch.setattr(worker_module, "load_onto", lambda *args, **how: (loads.append(1), load(*args, **how))[1])
         patch.setattr(worker_module, "say", said.append)
         in_parts = frozenset({Role.ACTOR, Role.REFERENCE})
         worker = RoleWorker(config, path, in_parts=in_parts)
@@ -156,6 +158,24 @@ def test_no_process_of_a_gang_loads_the_model_whole(ranks: Ranks, tmp_path: Path
     first, other = ranks.run(build, config, str(path), size=2)
     assert other == (0, []) and first[0] == 2, "actor and reference"
     assert "the first actor process loads the model whole" in first[1][0] and "no safetensors" in first[1][0]
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "sliding" not in name])
+def test_a_whole_model_comes_to_a_device_piece_by_piece(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cpu = str(save_model(tmp_path, name)), torch.device("cpu")
+    expected = load_causal_lm(path, device=cpu, dtype=torch.bfloat16)
+    monkeypatch.setattr(unread, "PIECE_BYTES", PIECE)
+    meter, outline = Meter(monkeypatch), outline_causal_lm(path, dtype=torch.bfloat16)
+    found = unread.fill(outline, open_unread(path, outline), device=cpu, path=path)
+    assert meter.most <= 2 * PIECE
+    parameters, wanted = (dict(model.named_parameters()) for model in (found, expected))
+    assert parameters.keys() == wanted.keys() and not any(one.requires_grad for one in parameters.values())
+    assert all(torch.equal(parameters[key], wanted[key]) for key in wanted)
+    one, other = Decoder.of(found), Decoder.of(expected)
+    assert torch.equal(one.cos, other.cos) and torch.equal(one.sin, other.sin)
+    assert one.named_tensors().keys() == other.named_tensors().keys()
 
 
 def refused(gang: Gang, path: str) -> str:

@@ -159,12 +159,16 @@ def test_rollout_has_weights_of_its_own_only_away_from_the_actor(tmp_path: Path)
     assert memory_of(apart, "rollout").weights == 2 * apart.sizes.num_parameters
 
 
-def test_vllm_has_a_copy_of_the_weights_beside_the_process_that_receives_them(tmp_path: Path) -> None:
-    engine = {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}
+def test_vllm_has_the_only_copy_of_its_process_unless_the_transport_needs_one(tmp_path: Path) -> None:
+    engine: dict[str, Any] = {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}
     apart = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0-1"}, rollout=engine)
     assert apart.sizes is not None and apart.problems == ()
     whole = 2 * apart.sizes.num_parameters
-    assert memory_of(apart, "rollout").weights == whole + whole // 2
+    assert memory_of(apart, "rollout").weights == whole // 2
+    beside = make_run(tmp_path, {"actor,rollout": "all"}, rollout={"engine": "vllm"}, actor={"sharding": "fsdp"})
+    assert memory_of(beside, "rollout").weights == whole, "vLLM's own, beside the actor's part"
+    changes = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7:0-1"}, rollout={**engine, "weights": "delta"})
+    assert memory_of(changes, "rollout").weights == whole + whole // 2
     awake = make_run(tmp_path, {"actor,rollout": "all"}, rollout={"engine": "vllm"})
     asleep = make_run(tmp_path, {"actor,rollout": "all"}, rollout={"engine": "vllm", "vllm": {"sleep": True}})
     assert memory_of(awake, "rollout").weights == memory_of(asleep, "rollout").weights == whole

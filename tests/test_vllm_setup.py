@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from rollcall.config import VllmSection, load_config
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError
 from rollcall.engine.vllm.engine import vllm_seed
-from rollcall.engine.vllm.server import Refused, verify
+from rollcall.engine.vllm.server import Refused, begin_weights, end_weights, take_weights, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.tiny import char_tokenizer
 from rollcall.training import train
@@ -92,7 +94,7 @@ def test_weights_in_shared_memory_are_found_and_checked() -> None:
         "part of a wider one": torch.randn(8, 6)[:, 2:4],
         "half": torch.randn(9).to(torch.bfloat16),
     }
-    message = memory.write(tensors.items())
+    message = memory.write(list(tensors.items()))
     path = f"/proc/self/fd/{memory.fd}"
     verify(path, **message)
     for name, dtype, shape, offset, length, _ in message["tensors"]:
@@ -110,8 +112,83 @@ def test_weights_in_shared_memory_are_found_and_checked() -> None:
     with pytest.raises(
         Refused, match=rf"torn: {message['size']} bytes of weights where {message['size'] + 1} were sent"
     ):
-        verify(path, message["size"] + 1, message["tensors"])
+        verify(path, 0, message["size"] + 1, message["tensors"])
     memory.close()
+
+
+def test_a_part_takes_the_first_room_that_nobody_reads() -> None:
+    memory = SharedMemory()
+    page, one = mmap.PAGESIZE, torch.ones(mmap.PAGESIZE // 4)
+    places = [memory.write([("one", one)], held=held)["offset"] for held in ((), (0,), (0, page), (page, 2 * page))]
+    assert places == [0, page, 2 * page, 0]
+    two = torch.ones(mmap.PAGESIZE // 2)
+    assert memory.write([("two", two)], held=(page,))["offset"] == 2 * page, "the gap before it is too small"
+    assert memory.write([("two", two)])["offset"] == 0
+    memory.close()
+
+
+class Worker:
+    """A process of vLLM: it keeps what it is given of ``kept`` until the end, as vLLM keeps padded embeddings."""
+
+    device = torch.device("cpu")
+    model_runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=False)))
+
+    def __init__(self, names: list[str], *, kept: str, fails_at: str = "") -> None:
+        self.kept, self.fails_at = kept, fails_at
+        self.loaded: dict[str, torch.Tensor] = {}
+        loading = {"load_weights": lambda model, weights: self.load_weights(weights)}
+        self.model: Any = type("Model", (torch.nn.ParameterDict,), loading)({name: torch.zeros(1) for name in names})
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def reload_weights(self, *, weights_iterator: Any) -> None:
+        self.model.load_weights(weights_iterator)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        later = {}
+        for name, tensor in weights:
+            if name == self.fails_at:
+                raise KeyError(name)
+            if name == self.kept:
+                later[name] = tensor
+            else:
+                self.loaded[name] = tensor.clone()
+        self.loaded |= {name: tensor.clone() for name, tensor in later.items()}
+        return set(self.loaded)
+
+
+def feed(worker: Any, tensors: dict[str, torch.Tensor]) -> tuple[SharedMemory, list[list[int]]]:
+    """Each tensor as a part of its own; which parts were still read after each."""
+    memory, read = SharedMemory(), [list[int]()]
+    begin_weights(worker)
+    for pair in tensors.items():
+        message = memory.write([pair], held=read[-1])
+        read.append(take_weights(worker, f"/proc/self/fd/{memory.fd}", **message))
+    return memory, read
+
+
+def test_what_vllm_still_reads_of_a_part_is_not_written_over() -> None:
+    tensors = {f"w{index}": torch.full((2000,), float(index)) for index in range(8)}
+    worker: Any = Worker(list(tensors), kept="w1")
+    memory, read = feed(worker, tensors)
+    end_weights(worker, True)
+    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in tensors.items())
+    assert all(len(held) <= 2 for held in read), "what is kept, and the last that it was given"
+    assert os.fstat(memory.fd).st_size < 4 * 8192
+    memory.close()
+
+
+def test_a_reload_that_fails_or_lacks_a_tensor_is_told() -> None:
+    tensors = {name: torch.ones(3) for name in ("a", "b")}
+    with pytest.raises(KeyError, match="b"):
+        feed(Worker(["a", "b"], kept="", fails_at="b"), tensors)
+    worker: Any = Worker(["a", "b", "c"], kept="")
+    feed(worker, tensors)
+    with pytest.raises(RuntimeError, match="no weights were sent for c"):
+        end_weights(worker, True)
+    feed(worker, tensors)
+    end_weights(worker, False)  # broken off: nothing is missed
 
 
 def test_weights_of_another_size_fit_the_same_memory() -> None:

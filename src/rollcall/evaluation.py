@@ -29,7 +29,7 @@ from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.files import model_folder, resolve_model
-from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
@@ -38,9 +38,9 @@ from rollcall.reward.scorer import Failure, Scorer
 from rollcall.roles.build import (
     NUM_REWARD_WORKERS,
     LocalEngine,
-    build_engine,
     build_environments,
     check_engine,
+    load_engine,
     set_threads,
     tokenizer_of,
 )
@@ -167,8 +167,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         rewards={reward.type for reward in config.reward},
     )
     dtype = resolve_dtype(config.model.dtype, device)
-    model = load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust)
-    engine = build_engine(config.rollout, model, tokenizer)
+    model, engine = load_engine(config.rollout, path, tokenizer, device=device, dtype=dtype, trust_remote_code=trust)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
     each = config.eval.samples_per_prompt

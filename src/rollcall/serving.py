@@ -30,9 +30,9 @@ from rollcall.evaluation import newest_model_of, sets_model
 from rollcall.loop.aside import together
 from rollcall.loop.group_maker import sampling_of
 from rollcall.model.files import resolve_model
-from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
-from rollcall.roles.build import build_engine, check_engine, set_threads, tokenizer_of
+from rollcall.roles.build import check_engine, load_engine, set_threads, tokenizer_of
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -87,14 +87,16 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     say(f"loading {plan.model_path} ({plan.origin})")
     tokenizer = tokenizer_of(config, path)
     device = resolve_device(config.model.device)
-    model = load_causal_lm(
+    model, engine = load_engine(
+        config.rollout,
         path,
+        tokenizer,
         device=device,
         dtype=resolve_dtype(config.model.dtype, device),
         trust_remote_code=config.model.trust_remote_code,
     )
-    stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
-    with closing(build_engine(config.rollout, model, tokenizer)) as engine:
+    with closing(engine):
+        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
         served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
         rules = Open(served=served, default=sampling_of(config.rollout, stops))
         work = _serve(engine, rules, tokenizer=tokenizer, host=host, port=port, key=key, show=show)

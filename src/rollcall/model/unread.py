@@ -3,22 +3,32 @@
 A checkpoint of any kind that ``stored/`` opens, or a model directory with safetensors whose tensors have the names and shapes
 of the model. Everything else (``.bin`` files, a model under other names, code of its own that converts names) only transformers
 can read, as a whole.
+
+``load_onto`` brings a whole model to an accelerator in the same way, so that loading takes a piece of host memory and not the size
+of the model, however many processes of a node load it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from rollcall.model.decoder import fuse_parameters
 from rollcall.model.fetch import fetch_model
 from rollcall.model.files import model_folder
-from rollcall.model.load import is_stored
+from rollcall.model.load import is_stored, load_causal_lm, non_finite_of, outline_causal_lm, refuse_diverged
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
 from rollcall.stored.outline import ROTARY
 from rollcall.stored.tensors import Stored
 
-HEAD = "lm_head.weight"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
 
 
 class WholeOnly(ValueError):
@@ -49,3 +59,57 @@ def _refuse_other_names(model: Any, stored: Stored) -> None:
     others = [name for name in found if name not in wanted and name != HEAD and not name.endswith(ROTARY)]
     if others:
         raise WholeOnly(f"the files have {others[0]}, and the model does not")
+
+
+def load_onto(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """``load_causal_lm``; onto an accelerator piece by piece, if the files allow it."""
+    if device.type != "cpu":  # where the model is in host memory anyway
+        outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        with suppress(WholeOnly):
+            stored = open_unread(path, outline)
+            refuse_other_head(outline, stored)
+            return fill(outline, stored, device=device, path=path)
+    return load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+@torch.no_grad()
+def fill(outline: Any, stored: Stored, *, device: torch.device, path: str) -> Any:
+    """The outline as a model with the stored weights on ``device``."""
+    model, rotary = outline.to_empty(device=device), outline.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(rotary.config).to(device)  # computed, not stored
+    model.tie_weights()
+    model = model.eval().requires_grad_(False)
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        for start, piece in _pieces(stored, name):
+            parameter[start : start + len(piece)].copy_(piece.to(parameter.dtype))
+    refuse_diverged(path, non_finite_of(named, dtype=model.dtype))
+    fuse_parameters(model)
+    return model
+
+
+def _pieces(stored: Stored, name: str) -> Iterator[tuple[int, Tensor]]:
+    """A tensor in runs of rows, each with the number of its first row."""
+    tensor = stored.tensors[name]
+    rows, *rest = tensor.shape
+    step = max(1, PIECE_BYTES * rows // max(tensor.num_bytes, 1))
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        yield start, stored.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
+
+
+def refuse_other_head(model: Any, stored: Stored) -> None:
+    """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
+    if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
+        return
+    pairs = zip(_pieces(stored, EMBEDDINGS), _pieces(stored, HEAD), strict=True)
+    if not all(torch.equal(one, other) for (_, one), (_, other) in pairs):
+        raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
+
+
+def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The stored weights of an outline, one by one, in its type."""
+    for name, parameter in model.named_parameters():
+        tensor = stored.read(name).to(parameter.dtype)
+        refuse_diverged(path, non_finite_of({name: tensor}, dtype=tensor.dtype))
+        yield name, tensor

@@ -4,9 +4,9 @@ Weights, optimizer state and KV cache are held for the whole run; gradients and 
 in one process take turns, so a slot needs the sum of the first and the largest of the second.
 
 Each tensor group has the learner's whole state. With ``sharding`` the data ranks have parts of it, and gather one layer (and
-the next) and the embeddings while they run; so does a reference in the actor's processes. Rollout and inference hold the
-whole model in each process. Rollout in the process of an actor without sharding uses the actor's weights. vLLM has one more
-copy, divided over the slots of its process.
+the next) and the embeddings while they run; so does a reference in the actor's processes. Inference and the native engine hold the
+whole model in each process; in the process of an actor without sharding they use the actor's weights. vLLM divides its own copy over
+the slots of its process. New weights come to it one tensor at a time, unless `rollout.weights` needs a whole copy to write into.
 """
 
 from __future__ import annotations
@@ -345,9 +345,11 @@ class _Job:
         rollout, sizes = self.config.rollout, self.sizes
         whole = sizes.num_parameters * self.width
         vllm = whole // mesh.tensor if rollout.engine == "vllm" else 0
-        weights = (0 if shares_weights else whole) + vllm
+        weights = (0 if shares_weights or not rollout.keeps_policy else whole) + vllm
         fill = min(FILL_TOKENS, rollout.max_running * self.config.data.max_prompt_tokens)
         working = fill * sizes.working_elements(mesh.tensor) * self.width + rollout.max_running * sizes.vocab * 4
+        if vllm and not shares_weights:  # the largest tensor on its way to vLLM, while nothing is sampled
+            working = max(working, sizes.vocab * sizes.hidden * self.width)
         kv = self._kv(mesh, room)
         lent = vllm + kv if vllm and rollout.vllm.sleep else 0
         return RoleMemory(role=Role.ROLLOUT, weights=weights, kv=kv, activations=working, lent=lent)

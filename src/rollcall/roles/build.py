@@ -28,8 +28,9 @@ from rollcall.learner.learner import Critic, Learner, Reference, make_body, whol
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.decoder import has_compiler
 from rollcall.model.files import resolve_model
-from rollcall.model.load import load_tokenizer
+from rollcall.model.load import load_tokenizer, outline_causal_lm
 from rollcall.model.stop_tokens import check_stop_strings
+from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.memory import VLLM_KV
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
@@ -207,6 +208,39 @@ def build_engine(
     except BaseException:  # an interrupt too: it must not go on loading
         child.close()
         raise
+
+
+def load_engine(
+    rollout: RolloutSection,
+    path: str,
+    tokenizer: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> tuple[Any, LocalEngine]:
+    """A model and its engine, for sampling alone. vLLM reads the weights here tensor by tensor, and has the only copy: the model is
+    an outline then."""
+    load = partial(load_onto, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    if rollout.engine == "native":
+        model = load(device=device)
+        return model, build_engine(rollout, model, tokenizer)
+    model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        unread = open_unread(path, model)
+        refuse_other_head(model, unread)
+    except WholeOnly:  # the whole model is here until vLLM has it
+        model = load(device=torch.device("cpu"))
+        engine = build_engine(rollout, model, tokenizer, device=device)
+        return model.to("meta"), engine
+    engine = build_engine(rollout, model, tokenizer, device=device)
+    assert isinstance(engine, VllmEngine)
+    try:
+        engine.load_weights(0, each_tensor(model, unread, path=path))
+    except BaseException:
+        engine.close()
+        raise
+    return model, engine
 
 
 def build_critic(

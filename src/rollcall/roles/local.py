@@ -13,8 +13,9 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.samples import ScoreSamples
-from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.model.unread import load_onto
 from rollcall.observe.live import Look
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
@@ -72,7 +73,7 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
     inputs = load_inputs(config)
     trust = config.model.trust_remote_code
     say(f"loading the model {config.model.path}")
-    load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
+    load = partial(load_onto, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
