@@ -1,7 +1,7 @@
 """New weights on the cluster: who sends, who receives, and when they meet.
 
-The first actor process sends, or where they hold parts of the model, each of them (``weights/parts.py``). Every process with a
-rollout or an inference role but no actor receives. A process with an actor reads the actor's parameters, so it only notes the
+The first actor process sends, or where vLLM has the only copy of its process, each that holds a part (``weights/parts.py``). Every process
+with a rollout or an inference role but no actor receives. A process with an actor reads the actor's parameters, so it only notes the
 version. The controller tells all of them at once (``WeightSync``); the bytes go from process to process (``WorkerWeights``), over the
 transport that ``rollout.weights`` names. When a process is new, or back after a failure, the senders invite all receivers again, and
 the first update then carries all weights.
@@ -177,12 +177,13 @@ class WorkerWeights:
         version: int,
         name: str,
         invitations: Sequence[Invitation],
-        device: torch.device,
     ) -> None:
-        """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together from what each sender holds."""
+        """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together in host memory from what each sender holds."""
         if self._parts_receiver is None or invitations != self._invitations:
             if self._parts_receiver is not None:
                 self._parts_receiver.close()
-            self._parts_receiver = open_parts_receiver(invitations, name=name, wanted=wanted, device=device)
+            self._parts_receiver = open_parts_receiver(
+                invitations, name=name, wanted=wanted, device=torch.device("cpu")
+            )
             self._invitations = invitations
         self._parts_receiver.receive(take, version=version)

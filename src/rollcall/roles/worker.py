@@ -109,14 +109,12 @@ class RoleWorker(Trained):
         self._listener: socket.socket | None = None
         self.seat: EngineSeat | None = None
         self._sent_blocks: list[tuple[str, Block]] | None = None
-        # Each actor sends what it holds, and the tensors are put together where they are needed.
-        self._by_parts = config.rollout.weights in ("auto", "broadcast") and (
-            Role.ACTOR in in_parts or not config.rollout.keeps_policy
-        )
+        # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
+        self._by_parts = not config.rollout.keeps_policy
         self._weights = WorkerWeights(
             config.rollout.weights,
             folder=config.run.dir.resolve() / "weights",
-            on_gpu=self.device.type == "cuda",
+            on_gpu=self.device.type == "cuda" and not self._by_parts,
             by_parts=self._by_parts,
         )
 
@@ -239,7 +237,6 @@ class RoleWorker(Trained):
                 version=version,
                 name=name,
                 invitations=invitations,
-                device=self.device,
             )
         else:
             (invitation,) = invitations
