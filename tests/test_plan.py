@@ -27,7 +27,16 @@ from rollcall.plan.draw import draw_text, node_runs
 from rollcall.plan.draw_svg import draw_svg
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import RunPlan, plan_run
-from rollcall.plan.memory import GIB, ModelSizes, RoleMemory, SlotMemory, lever, read_sizes
+from rollcall.plan.memory import (
+    GIB,
+    READ_AT_ONCE,
+    VLLM_PARTS,
+    ModelSizes,
+    RoleMemory,
+    SlotMemory,
+    lever,
+    read_sizes,
+)
 from rollcall.plan.placement import Role, roles_together
 
 ROOT = Path(__file__).parents[1]
@@ -177,6 +186,22 @@ def test_vllm_has_the_only_copy_of_its_process_unless_the_transport_needs_one(tm
         memory_of(awake, "actor").working, memory_of(asleep, "rollout").working - memory_of(awake, "rollout").working
     )
     assert awake.memory[0].total - asleep.memory[0].total == lent > 0
+
+
+def test_host_memory_is_that_of_parts_and_not_of_whole_models(tmp_path: Path) -> None:
+    whole = make_run(tmp_path, {"actor": "0-3", "rollout": "4-7"})
+    assert whole.sizes is not None and set(whole.host.values()) == {8 * READ_AT_ONCE}
+    parts = make_run(
+        tmp_path, {"actor": "0-3", "rollout": "4-7"}, actor={"sharding": "fsdp"}, rollout={"engine": "vllm"}
+    )
+    saved, embeddings = 14 * whole.sizes.num_parameters, 2 * whole.sizes.vocab * whole.sizes.hidden
+    (found,) = parts.host.values()
+    assert found == pytest.approx(4 * (READ_AT_ONCE + VLLM_PARTS + embeddings) + saved, abs=100)
+    offloaded = make_run(tmp_path, {"actor,rollout": "0-7"}, actor={"sharding": "fsdp", "cpu_offload": True})
+    assert sum(offloaded.host.values()) == pytest.approx(
+        16 * READ_AT_ONCE + saved + 12 * whole.sizes.num_parameters, abs=100
+    )
+    assert parts.as_json()["host_bytes"] == {"0": found}
 
 
 def test_roles_of_one_process_take_turns_in_working_memory() -> None:

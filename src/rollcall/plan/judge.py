@@ -12,12 +12,23 @@ from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
 from rollcall.errors import PlacementError, SizesUnknown
-from rollcall.plan.memory import GIB, PARTS, ModelSizes, SlotMemory, element_size, lever, read_sizes, slot_memory
+from rollcall.plan.memory import (
+    GIB,
+    PARTS,
+    ModelSizes,
+    SlotMemory,
+    element_size,
+    host_memory,
+    lever,
+    read_sizes,
+    slot_memory,
+)
 from rollcall.plan.mesh import indivisible_heads, split_problems
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 from rollcall.words import counted, ranges
 
 DEFAULT_CARD_GIB = 80.0
+WORTH_SAYING = 16 * GIB  # of host memory; nodes with accelerators have more
 TIGHT = 0.92  # a plan that needs more of the card than this is called tight: the estimate is not exact
 
 
@@ -29,6 +40,7 @@ class RunPlan:
     sizes: ModelSizes | None
     memory: tuple[SlotMemory, ...]  # by group of the plan; empty: it cannot be estimated
     card: int | None  # bytes
+    host: dict[int, int]  # bytes of host memory by node, beside the processes themselves; empty: not estimated
     notes: tuple[str, ...]
     problems: tuple[str, ...]  # why it cannot work; none: it can
 
@@ -53,6 +65,7 @@ class RunPlan:
             "parameters": self.sizes.num_parameters if self.sizes else None,
             "card_bytes": self.card,
             "memory": [_memory_json(entry) for entry in self.memory],
+            "host_bytes": {str(node): size for node, size in self.host.items()},
         }
 
 
@@ -69,10 +82,12 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     notes += plan.notes
     card = _card(cluster, card_gib)
     sizes, memory = None, ()
+    host: dict[int, int] = {}
     try:
         sizes = read_sizes(config.model.path, model_config=model_config)
         reward_sizes = _reward_sizes(config, plan, notes)
         memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
+        host = host_memory(plan, config, sizes) if card is not None else {}
         problems += indivisible(plan, sizes)
     except SizesUnknown as error:
         if model_config is not None:
@@ -81,6 +96,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
     notes += _on_sizes(config, memory, card)
+    notes += _on_host(host)
     notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
     notes += [*_on_environment(config, plan), *_on_elastic(config, plan), *unused(config)]
     return RunPlan(
@@ -90,6 +106,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         sizes=sizes,
         memory=memory,
         card=card,
+        host=host,
         notes=tuple(notes),
         problems=tuple(problems),
     )
@@ -249,6 +266,12 @@ def _on_sizes(config: Config, memory: tuple[SlotMemory, ...], card: int | None) 
         if section.tokens_per_microbatch == "auto" or chosen:
             again = ", and layers run again in the backward" if role.recomputes else ""
             yield f"{role.role}: {role.tokens} tokens in a micro-batch{again} (auto, by estimate)"
+
+
+def _on_host(host: dict[int, int]) -> Iterator[str]:
+    if host and (most := max(host.values())) >= WORTH_SAYING:
+        node = next(node for node, size in host.items() if size == most)
+        yield f"the tensors of the processes on node {node} take at most {gib(most)} of host memory, beside the processes themselves"
 
 
 def _on_batch(config: Config, plan: Plan) -> Iterator[str]:

@@ -32,6 +32,8 @@ RUNTIME = 3 * GIB // 2
 FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
 NO_ROOM = -1  # KV is left out of the count
 VLLM_KV = 0.3  # of a card, where `rollout.kv_memory_fraction` is auto and vLLM samples
+READ_AT_ONCE = 64 << 20  # of stored weights
+VLLM_PARTS = 3 * (128 << 20)  # of an update, in memory that vLLM reads
 REWARD_ROWS = 16  # completions that a reward model scores at once
 
 
@@ -122,6 +124,7 @@ class RoleMemory:
     copied: bool = False  # several data ranks hold the same, and could hold parts
     recomputes: bool = False  # activations are already as few as possible
     tokens: int = 0  # of a micro-batch, where this role trains
+    divides: bool = False  # vLLM's, whose weights more slots of a process would share
 
     @property
     def held(self) -> int:
@@ -192,6 +195,18 @@ def slot_memory(
         SlotMemory(slots=group.slots, roles=job.roles(group, plan.meshes, runtime=runtime), runtime=runtime)
         for group in plan.groups
     )
+
+
+def host_memory(plan: Plan, config: Config, sizes: ModelSizes) -> dict[int, int]:
+    """Bytes of host memory that the tensors of a run on GPUs take on each node, beside the processes themselves."""
+    in_parts = roles_in_parts(config, plan)
+    job = _Job(config=config, sizes=sizes, width=element_size(config), card=None, reward_sizes=None, in_parts=in_parts)
+    found: dict[int, int] = {}
+    for group in plan.groups:
+        of_process = sum(job.on_host(role, plan.meshes[role], group) for role in group.roles)
+        for process in group.processes:
+            found[process.node_rank] = found.get(process.node_rank, 0) + of_process
+    return found
 
 
 def element_size(config: Config) -> int:
@@ -274,6 +289,20 @@ class _Job:
             case Role.ENVIRONMENT:
                 return RoleMemory(role=role)  # memory of its nodes, and none of a slot
 
+    def on_host(self, role: Role, mesh: Mesh, group: RoleGroup) -> int:
+        """Host memory of one process for this role: what it reads at once, its copy of a checkpoint in parts, state that is kept off the
+        accelerator, and weights on their way to vLLM."""
+        if role is Role.ROLLOUT and self.config.rollout.engine == "vllm":
+            return VLLM_PARTS + self.sizes.vocab * self.sizes.hidden * self.width
+        if role not in TRAINED or role not in self.in_parts:
+            return READ_AT_ONCE
+        section, num_parameters = self._section(role), self._num_parameters(role)
+        shards = self._data_shards(section, mesh, group) * mesh.tensor
+        masters = self.width == 2 and section.master_weights
+        optimizer = 4 + 8 if masters else 2 * self.width
+        kept = (0 if masters else self.width) + optimizer if section.cpu_offload else 0
+        return READ_AT_ONCE + num_parameters * (self.width + optimizer + kept) // shards
+
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
         """Data ranks that each hold a part of the state."""
         if section.sharding == "hsdp":
@@ -352,7 +381,14 @@ class _Job:
             working = max(working, sizes.vocab * sizes.hidden * self.width)
         kv = self._kv(mesh, room)
         lent = vllm + kv if vllm and rollout.vllm.sleep else 0
-        return RoleMemory(role=Role.ROLLOUT, weights=weights, kv=kv, activations=working, lent=lent)
+        return RoleMemory(
+            role=Role.ROLLOUT,
+            weights=weights,
+            kv=kv,
+            activations=working,
+            lent=lent,
+            divides=vllm > 0 and not rollout.keeps_policy,
+        )
 
     def _kv(self, mesh: Mesh, room: int | None) -> int:
         rollout, data = self.config.rollout, self.config.data
@@ -418,7 +454,10 @@ def lever(role: RoleMemory) -> str:
             return f"lower {name}.tokens_per_microbatch"
     if role.copied:
         return f"set {name}.sharding=fsdp"
+    if role.divides:
+        return "raise rollout.vllm.tensor_parallel_size and the slots of a rollout process"
     if role.role in HOLDERS:
         makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
-        return f"each of its processes holds the whole model; {makes_room}give it slots without an actor, or use larger cards"
+        divide = ", divide it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""
+        return f"each of its processes holds the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
     return f"give {role.role} more slots"
