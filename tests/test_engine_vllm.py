@@ -185,6 +185,7 @@ def test_weights_come_part_by_part_and_no_process_keeps_them(
     with pytest.raises(VllmError, match="no weights have been sent yet"):
         engine.poll()
     engine.abort(requests[0].id)
+    engine.poll()
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     for version in (0, 1, 2):
         engine.load_weights(version, ((name, parameter.clone()) for name, parameter in model.named_parameters()))
@@ -209,6 +210,7 @@ def test_an_update_that_breaks_off_leaves_nothing_to_sample_from_and_the_next_is
         run(engine, requests)
     for one in requests:
         engine.abort(one.id)
+    engine.poll()
     engine.load_weights(1, model.named_parameters())
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
