@@ -224,6 +224,9 @@ def test_a_context_that_is_too_long_is_refused_with_the_numbers(writer: Writer, 
         with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens.* 118 ") as refused:
             chat(short.client(), "x" * 100)
         assert refused.value.code == "context_length_exceeded"
+        for ask in (chat, lambda client, text: client.completions.create(model=NAME, prompt=text)):
+            with pytest.raises(openai.BadRequestError, match="10,00. characters, which cannot fit"):
+                ask(short.client(), "x" * 10_000)
         chat(short.client(), "x" * 20, max_tokens=1000)
     assert writer.asked[-1].max_tokens == 64 - 38
 

@@ -13,9 +13,10 @@ body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class Endpoint:
     def __init__(self, callers: Callers, *, served: Served, tokenizer: Any, call_format: CallFormat) -> None:
         self._callers, self._served = callers, served
         self._tokenizer = tokenizer
+        self._most_chars = served.max_model_len * max(map(len, tokenizer.get_vocab()))
         self._call_format: CallFormat = call_format
         self._posts: dict[str, Callable[[Caller, dict[str, Any]], Coroutine[Any, Any, Reply]]] = {
             "/v1/chat/completions": self._chat,
@@ -183,6 +185,7 @@ class Endpoint:
                 "the model has no chat template, so it reads no messages; use /v1/completions, or set model.chat_template",
                 code="no_chat_template",
             )
+        self._refuse_endless([*(message["content"] for message in request.messages), json.dumps(request.tools)])
         asked = caller.histories.chat(request.messages, tools=request.tools)
         answered = await self._sample(caller, [asked], request.wanted, request)
         if request.wanted.stream:
@@ -192,6 +195,8 @@ class Endpoint:
     async def _text(self, caller: Caller, given: dict[str, Any]) -> Reply:
         caller.rules.model(_model_name(given))
         request = read_text(given)
+        for prompt in request.prompts:
+            self._refuse_endless([prompt] if isinstance(prompt, str) else [])
         asked = [
             caller.histories.plain(prompt) if isinstance(prompt, str) else self._by_ids(caller, prompt)
             for prompt in request.prompts
@@ -210,6 +215,17 @@ class Endpoint:
     async def _reward(self, caller: Caller, given: dict[str, Any]) -> Reply:
         take_reward(caller, given)
         return Reply(body=to_bytes({"reward": caller.reward}))
+
+    def _refuse_endless(self, texts: Sequence[str]) -> None:
+        """What cannot fit, whatever its tokens are: to tokenise it may take minutes, and all others wait meanwhile."""
+        if (num_chars := sum(map(len, texts))) > self._most_chars:
+            raise Refused(
+                400,
+                f"This model's maximum context length is {self._served.max_model_len} tokens, and the request has {num_chars:,} "
+                "characters, which cannot fit; send fewer",
+                code="context_length_exceeded",
+                param="messages",
+            )
 
     def _by_ids(self, caller: Caller, given: tuple[int, ...]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
