@@ -140,6 +140,16 @@ def test_a_program_that_fails_ends_its_episode_with_its_words(tmp_path: Path, to
     assert "exit status 1" in completion.episode.error and "my own mistake" in completion.episode.error
 
 
+def test_without_room_for_temporary_files_an_episode_fails_and_says_so(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = programs.write(tmp_path, "")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    completion = played(tokenizer, command)
+    assert completion.episode and completion.episode.ended is EndReason.ERROR
+    assert "folder for temporary files" in completion.episode.error and "missing" in completion.episode.error
+
+
 def test_a_program_that_never_calls_has_failed(tmp_path: Path, tokenizer: Any) -> None:
     completion = played(tokenizer, programs.write(tmp_path, 'print("nothing to do")'))
     assert completion.episode and completion.episode.ended is EndReason.ERROR and not len(completion.token_ids)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed
+from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
 
@@ -25,7 +25,7 @@ from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, turn_seed, within
 from rollcall.environments.protocol import EnvironmentFailed, Message
-from rollcall.errors import ConfigError
+from rollcall.errors import ConfigError, JournalError
 from rollcall.inspect.audit import audit
 from rollcall.loop.attempts import RunError
 from rollcall.loop.episodes import Episodes
@@ -428,6 +428,31 @@ def test_episodes_that_all_failed_are_played_again_once_the_environment_is_put_r
     finish(config)
     assert script.num_started == 24 * 4 and audit(config.run.dir).is_clean
     assert not any(score.errors for group in groups(config, 1).values() for score in group.scores)
+
+
+def test_attempts_at_a_row_whose_columns_have_changed_are_not_joined_with_new_ones(
+    tmp_path: Path, scripted: Any
+) -> None:
+    def dies(row: Any, texts: list[str]) -> Any:
+        if script.num_started == 3:
+            raise RuntimeError("the power is cut")
+        return letters_game(row, texts)
+
+    def rows(*prices: int) -> list[dict[str, Any]]:
+        return [{"prompt": "3a=", "answer": "a", "price": price, "parts": {"of": [price]}} for price in prices]
+
+    config = game(tmp_path, "environment.max_running=1", "trainer.steps=1", "data.prompts_per_step=2")
+    write_rows(tmp_path / "train.jsonl", rows(1, 2))
+    script = scripted(Scripted(dies))
+    with pytest.raises(RuntimeError, match="power"):
+        finish(config)
+    write_rows(tmp_path / "train.jsonl", rows(2, 1))
+    scripted(Scripted(letters_game))
+    with pytest.raises(JournalError, match="different columns for draw 0 of step 1"):
+        finish(config)
+    write_rows(tmp_path / "train.jsonl", rows(1, 2))
+    finish(config)
+    assert audit(config.run.dir).is_clean
 
 
 def test_an_environment_can_own_the_task(tmp_path: Path, scripted: Any) -> None:

@@ -236,13 +236,16 @@ def test_a_killed_zygote_fails_what_runs_and_is_started_again() -> None:
     run(play())
 
 
-def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path, is_stopped: bool) -> None:
     async def play() -> None:
         environments = made(f"{MODULE}:Hostile")
         async with episode(environments) as environment:
             started = (await environment.step(call("start"), [])).messages[0].content
             hanging = asyncio.create_task(environment.step(call("hang"), []))
             await asyncio.sleep(0.1)
+            if is_stopped:
+                os.kill(environments.pids[0], signal.SIGSTOP)
             (tmp_path / "pids.tmp").write_text(f"{started} {' '.join(map(str, environments.pids))}")
             (tmp_path / "pids.tmp").rename(tmp_path / "pids")
             await hanging

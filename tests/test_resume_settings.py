@@ -142,6 +142,16 @@ def test_another_length_under_a_decay_is_said_to_change_the_rate(tmp_path: Path)
         assert notes_on([Change(key="run.name", before="a", after="b")], config) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "is_told"), [("path", True), ("max_turns", True), ("kwargs.level", True), ("max_running", False)]
+)
+def test_another_environment_is_told_to_meet_episodes_of_the_old_one(tmp_path: Path, key: str, is_told: bool) -> None:
+    notes = notes_on([Change(key=f"environment.{key}", before="a", after="b")], config_of(tmp_path))
+    assert [note.partition(";")[0] for note in notes] == is_told * [
+        "episodes that the journal already has were played with the old values of environment"
+    ]
+
+
 def test_settings_changed_on_resume_are_applied_told_and_recorded(tmp_path: Path, capsys: Any) -> None:
     """Weight decay alone: a resume with it has other weights than one without."""
     ends: dict[str, dict[str, torch.Tensor]] = {}

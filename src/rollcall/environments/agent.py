@@ -191,20 +191,30 @@ class AgentPlayer:
         )
         caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = self._callers.add(caller)
-        folder = make_folder()
         try:
-            ended, error = await self._run_program(prompt, caller, rules, key=key, folder=folder)
+            ended, error = await self._run_program(prompt, caller, rules, key=key)
         finally:
             self._callers.remove(key)
             await caller.end_requests()
-            remove_folder(folder)
             self._playing.discard(task)
         return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
 
     async def _run_program(
-        self, prompt: Prompt, caller: Caller, rules: EpisodeRules, *, key: str, folder: str
+        self, prompt: Prompt, caller: Caller, rules: EpisodeRules, *, key: str
     ) -> tuple[EndReason, str]:
-        """Why the episode ended, and what was wrong."""
+        """In a folder of its own: why the episode ended, and what was wrong."""
+        try:
+            folder = make_folder()
+        except OSError as error:
+            return EndReason.ERROR, f"the program could not get a folder for temporary files: {error}"
+        try:
+            return await self._run_in(folder, prompt, caller, rules, key=key)
+        finally:
+            remove_folder(folder)
+
+    async def _run_in(
+        self, folder: str, prompt: Prompt, caller: Caller, rules: EpisodeRules, *, key: str
+    ) -> tuple[EndReason, str]:
         try:
             variables = self._variables(prompt, caller.name, key=key, folder=folder)
             program = await Program.start(

@@ -100,11 +100,11 @@ def _tell(ready_fd: int, message: dict[str, Any]) -> None:
 
 
 def _wait_for_control(lifeline_fd: int) -> None:
-    """From here on this process outlives its parent for as long as it takes to end its children."""
+    """From here on this process outlives its parent for as long as it takes to end its children. One that is stopped is woken for it."""
     import fcntl
 
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) & ~os.O_ASYNC)
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGCONT)
 
 
 class _Zygote:

@@ -15,6 +15,7 @@ import numpy as np
 from rollcall.algo.shaping import has_signal
 from rollcall.config import Config, RolloutSection
 from rollcall.data.order import DataOrder
+from rollcall.durable.group_record import columns_as_text
 from rollcall.durable.journal import Journal
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import JournalError
@@ -57,12 +58,7 @@ class GroupMaker:
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        before = group.prompt
-        if before.id != prompt.id or not np.array_equal(before.token_ids, prompt.token_ids):
-            raise JournalError(
-                f"the journal and the data have different prompts for draw {draw} of step {step} ({before.id!r} and "
-                f"{prompt.id!r}): the data has changed since the run began; restore it, or start over with --fresh"
-            )
+        self._refuse_other_row(group, prompt)
         if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
             group = await self._make_again(group, failed=self._unscored[step])
             await self.call(partial(self.journal.append, group, again=True))
@@ -96,6 +92,18 @@ class GroupMaker:
             if failed := failed_on_all(groups):
                 self._unscored[step] = failed
         return self._journaled[step].pop(draw, None)
+
+    def _refuse_other_row(self, journaled: Group, prompt: Prompt) -> None:
+        """Rows of an environment may differ in nothing but their columns: the price, the seed of a game."""
+        before = journaled.prompt
+        is_same = before.id == prompt.id and np.array_equal(before.token_ids, prompt.token_ids)
+        if is_same and (self.episodes is None or columns_as_text(before) == columns_as_text(prompt)):
+            return
+        what = "columns" if is_same else "prompts"
+        raise JournalError(
+            f"the journal and the data have different {what} for draw {journaled.draw} of step {journaled.step} ({before.id!r} "
+            f"and {prompt.id!r}): the data has changed since the run began; restore it, or start over with --fresh"
+        )
 
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """The same completions with new scores; episodes whose environment failed are played again."""
@@ -133,12 +141,13 @@ class GroupMaker:
         """What an earlier process finished of this group."""
         if step not in self._attempts:
             self._attempts[step] = self.journal.read_attempts(step)
+        found = self._attempts[step].pop(draw, {})
+        for one in found.values():
+            self._refuse_other_row(one, prompt)
         return {
             place: one.completions[0]
-            for place, one in self._attempts[step].pop(draw, {}).items()
-            if place < len(seeds)
-            and one.completions[0].seed == seeds[place]
-            and np.array_equal(one.prompt.token_ids, prompt.token_ids)
+            for place, one in found.items()
+            if place < len(seeds) and one.completions[0].seed == seeds[place]
         }
 
     async def _keep_attempt(self, place: int, attempt: Group) -> None:

@@ -33,6 +33,8 @@ FREE_OF_REWARDS = (
 SAME_AS_AUTO = {
     "tokens_per_microbatch": DEFAULT_TOKENS, "activation_checkpointing": False, "kv_memory_fraction": 0.3,
 }  # fmt: skip
+# Of an environment: what an episode is, not how many run or what becomes of them.
+OF_EPISODES = ("type", "path", "kwargs", "tools", "call_format", "run", "config", "max_turns", "max_turn_tokens")
 NOT_SET = "not set"
 MAX_TOLD = 3
 
@@ -106,6 +108,11 @@ def notes_on(changes: list[Change], config: Config) -> list[str]:
             )
     if any(key.startswith("rollout.") for key in keys):
         notes.append("groups that the journal already has were sampled with the old values of rollout")
+    if any(key.startswith("environment.") and key.split(".")[1] in OF_EPISODES for key in keys):
+        notes.append(
+            "episodes that the journal already has were played with the old values of environment; a group that was not finished has "
+            "some of both"
+        )
     return notes
 
 
