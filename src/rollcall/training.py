@@ -49,6 +49,7 @@ from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
+from rollcall.stored.find import ADAPTER_CONFIG
 from rollcall.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.words import all_of, are, counted
 
@@ -383,6 +384,7 @@ def _say_size(config: Config) -> None:
     size = run_size(
         config,
         num_parameters=sizes.num_parameters,
+        adapter_parameters=None if config.model.lora is None else sizes.adapter_parameters(config.model.lora),
         critic_parameters=sizes.body_parameters if config.algorithm.name == "ppo" else 0,
         width=width or element_size(config),
         run_dir=config.run.dir,
@@ -485,7 +487,8 @@ def _say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> N
     if not (run_dir / "model").exists():
         say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
         return
-    say(f"model          {run_dir / 'model'}   (for AutoModelForCausalLM.from_pretrained)")
+    opens = "peft's PeftModel" if (run_dir / "model" / ADAPTER_CONFIG).exists() else "AutoModelForCausalLM"
+    say(f"model          {run_dir / 'model'}   (for {opens}.from_pretrained)")
     if curve is not None:
         say(f"learning curve {curve}")
     say(f"metrics        {run_dir / 'metrics.jsonl'}\nsummary        {run_dir / 'summary.json'}")

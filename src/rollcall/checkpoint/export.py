@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,17 +56,33 @@ def export_model(
     replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
     is written beside the weights. ``weights``: those to write, if ``model`` is only an outline.
     """
+    target = model.dtype if dtype is None else _torch_dtype(dtype)
+
+    def write(tmp: Path) -> None:
+        _write_safetensors(weights or Weights.of(_named_tensors(model)), tmp / "model.safetensors", dtype=target)
+
+    return export_files(model, tokenizer, dir, write=write, dtype=target, stops=stops, probe=probe)
+
+
+def export_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dir: Path,
+    *,
+    write: Callable[[Path], None],
+    dtype: torch.dtype,
+    stops: Sequence[int] = (),
+    probe: TrainedProbe | None = None,
+) -> Path:
+    """As ``export_model``, with the weights (or an adapter) that ``write`` puts into the folder it gets; ``model`` needs none."""
     dir = Path(dir)
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
         raise ValueError(f"{dir} exists and is not a model directory; choose another place, or remove it yourself")
-    target = model.dtype if dtype is None else _torch_dtype(dtype)
     for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # by an export that was killed
         shutil.rmtree(left, ignore_errors=True)
     try:
         with staging(dir) as tmp:
-            _write_configs(model, tokenizer, tmp, dtype=target, stops=stops)
-            weights = weights or Weights.of(_named_tensors(model))
-            _write_safetensors(weights, tmp / "model.safetensors", dtype=target)
+            _write_configs(model, tokenizer, tmp, dtype=dtype, stops=stops)
             tokenizer.save_pretrained(tmp)
             if probe is not None:
                 beside = {path.relative_to(tmp).as_posix(): path for path in tmp.rglob("*") if path.name.endswith(ENDS)}
@@ -74,6 +90,7 @@ def export_model(
                     probe, beside=describe_beside({name: path.read_bytes() for name, path in beside.items()})
                 )
                 (tmp / PROBE).write_text(probe.dump())
+            write(tmp)
             fsync_tree(tmp)
             swap_in(tmp, dir)
     except OSError as error:

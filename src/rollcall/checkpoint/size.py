@@ -53,9 +53,20 @@ class RunSize:
         )
 
 
-def run_size(config: Config, *, num_parameters: int, critic_parameters: int, width: int, run_dir: Path) -> RunSize:
-    """``width`` is the bytes of a weight; ``critic_parameters`` is 0 where the algorithm has no critic."""
-    checkpoint = _trained(num_parameters, config.actor, width=width)
+def run_size(
+    config: Config,
+    *,
+    num_parameters: int,
+    critic_parameters: int,
+    width: int,
+    run_dir: Path,
+    adapter_parameters: int | None = None,
+) -> RunSize:
+    """``width`` is the bytes of a weight; ``critic_parameters`` is 0 where the algorithm has no critic; ``adapter_parameters`` is None
+    where the model's own weights are trained."""
+    trained = num_parameters if adapter_parameters is None else adapter_parameters
+    lora = config.model.lora
+    checkpoint = _trained(trained, config.actor, width=width)
     if critic_parameters:
         checkpoint += _trained(critic_parameters, config.critic, width=width)
     saves = _num_saves(config.trainer)
@@ -64,7 +75,7 @@ def run_size(config: Config, *, num_parameters: int, critic_parameters: int, wid
         checkpoint=checkpoint,
         num_checkpoints=min(saves, kept),
         most_checkpoints=min(saves, kept + 1),
-        model=num_parameters * width,
+        model=(trained if lora is not None and lora.export == "adapter" else num_parameters) * width,
         on_nodes=config.checkpoint.place == "local",
         free=(free_bytes(run_dir.absolute()) or 0) + _held(run_dir / "checkpoints") + _held(run_dir / "model"),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollcall.checkpoint.beside import describe_beside
-from rollcall.checkpoint.export import Weights, export_model, model_files
+from rollcall.checkpoint.export import Weights, export_files, export_model, model_files
 from rollcall.checkpoint.in_parts import (
     PartsOf,
     critic_files,
@@ -35,8 +36,10 @@ from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
 from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
+from rollcall.model.adapter import Deltas
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
+from rollcall.model.peft_files import read_adapter, write_adapter
 from rollcall.stored.files import StoredFile
 from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir, open_parts
@@ -112,15 +115,25 @@ def model_facts(learner: Learner) -> dict[str, Any]:
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
     """``stops``: the tokens at which the run's completions end, for the model's generation config; empty: the model's own."""
     export_learner(learner, tokenizer, directory / "model", stops=stops)
+    state = learner.body.whole_state(learner.optimizer)
     if learner.gang.rank == 0:
-        _save(learner.optimizer.state_dict(), directory / "actor.pt")
+        _save(state, directory / "actor.pt")
 
 
-def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
-    """The model directory alone, from the gang's first rank; ``stops`` as in ``write_learner``."""
+def export_learner(
+    learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = (), merged: bool = False
+) -> None:
+    """The model directory alone, from the gang's first rank; ``stops`` as in ``write_learner``. Of an adapter: the adapter alone, unless
+    it is to be ``merged`` with the weights."""
     refuse_non_finite(learner, name="actor")
-    probe, body = probe_of(learner), learner.body
-    weights = in_modules(body) if body.in_parts else None
+    probe, body, adapter = probe_of(learner), learner.body, learner.adapter
+    if adapter is not None and not merged:
+        tensors = dict(body.whole_tensors())
+        if learner.gang.rank == 0:
+            write = partial(write_adapter, tensors=tensors, section=adapter.section, base=adapter.base)
+            export_files(learner.model, tokenizer, directory, write=write, dtype=body.dtype, stops=stops, probe=probe)
+        return
+    weights = in_modules(body) if body.in_parts or adapter is not None else None
     try:
         if learner.gang.rank == 0:
             export_model(learner.model, tokenizer, directory, stops=stops, probe=probe, weights=weights)
@@ -131,13 +144,17 @@ def export_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: 
 
 
 def in_modules(body: Body) -> Weights:
-    """The whole weights of a model in parts under the names of transformers, put together one at a time."""
-    layouts = {name: body.layout(name) for name in body.named}
+    """The whole weights of a model, an adapter added to them, under the names of transformers, put together one at a time."""
+    layouts = {name: body.layout(name) for name in body.base_names}
     kinds = {name: (body.dtype, shape) for name, shape in module_shapes(layouts.values()).items()}
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        for name, whole in body.whole_tensors():
-            yield from zip(module_names(name), whole.split(layouts[name].rows), strict=True)
+        deltas = (
+            Deltas(dict(body.whole_tensors()), gain=body.adapter.section.gain) if body.adapter is not None else None
+        )
+        for name, whole in body.base_tensors():
+            for module, weight in zip(module_names(name), whole.split(layouts[name].rows), strict=True):
+                yield module, weight if deltas is None else deltas.added_to(weight, module)
 
     return Weights(kinds=kinds, values=values())
 
@@ -153,6 +170,9 @@ def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
 def read_learner(learner: Learner, directory: Path) -> None:
     """Read into the existing tensors: engine and graphs keep reading the same addresses. (If the learner is in parts, the
     engine beside it gets the weights with the next version.)"""
+    if learner.adapter is not None:
+        _read_adapter(learner, directory)
+        return
     in_parts = is_in_parts(directory, "actor")
     weights = open_role(directory, "model") if in_parts else open_model_dir(directory / "model")
     assert weights is not None
@@ -162,6 +182,16 @@ def read_learner(learner: Learner, directory: Path) -> None:
         read_optimizer(learner, directory, "actor", weights=weights)
     else:
         _read_state(learner, directory / "actor.pt", weights=PartsOf(learner.body, weights))
+    learner.refresh()
+
+
+def _read_adapter(learner: Learner, directory: Path) -> None:
+    """Refuses an adapter of another rank, other targets or another model."""
+    assert learner.adapter is not None
+    like = {name: torch.empty(shape, device="meta") for name, shape in learner.body.shapes.items()}
+    tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
+    learner.body.load(tensors)
+    _read_state(learner, directory / "actor.pt", weights=tensors)
     learner.refresh()
 
 

@@ -21,6 +21,7 @@ from rollcall.config.environments import EnvironmentSection
 from rollcall.config.errors import explain_all, shown
 from rollcall.config.finish import FinishSection
 from rollcall.config.launch import LaunchSection, PrepareSection
+from rollcall.config.lora import check_lora
 from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
 from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import ExactReward, Reward
@@ -119,6 +120,7 @@ class Config(Section):
             )
         self._check_algorithm()
         self._check_cluster()
+        check_lora(self)
         return self
 
     def _check_cluster(self) -> None:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollcall.config.base import LONGEST_S, Section, field
 from rollcall.config.checks import check_directory, check_stops, check_variables
+from rollcall.config.lora import LoraSection
 from rollcall.config.parallel import check_section, lift_kwargs
 from rollcall.words import counted
 
@@ -142,6 +143,10 @@ class ModelSection(Section):
     trust_remote_code: bool = field(
         False,
         "Run Python code that comes with the model, its tokenizer or a reward model. false: refuse a model that needs it.",
+    )
+    lora: LoraSection | None = field(
+        None,
+        "Train a low-rank adapter (LoRA) and leave the model's weights as they are, such as `{rank: 16}`. `null`: train all weights.",
     )
 
 

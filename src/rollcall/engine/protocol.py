@@ -32,6 +32,7 @@ class Request:
     seeds: tuple[int, ...]
     sampling: Sampling
     session: str | None = None  # with one seed only
+    adapter: str | None = None  # by its name in the engine; None: the one that is trained, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,8 @@ class Body(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]: ...
+    @property
+    def frozen_bytes(self) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,13 +234,14 @@ def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None, offload: b
         compiled=body.is_compiled or body.device.type == "cpu",
         recompute=fit.recompute if recompute is None else recompute,
         offload=offload,
+        frozen=body.frozen_bytes > 0,
     )
 
 
 def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
     """The run ends: one row (or one attempt whose rows stay together) does not fit by itself."""
     rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
-    parts = {"weights": _bytes_of(body.named.values())}
+    parts = {"weights": _bytes_of(body.named.values()) + body.frozen_bytes}
     if optimizer is not None:
         parts["optimizer state"] = optimizer.num_bytes
         parts["gradients"] = 4 * sum(tensor.numel() for tensor in body.named.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +26,7 @@ from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
+from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.stored.tensors import Stored
@@ -65,21 +67,24 @@ class Learner:
         device: torch.device | None = None,
         mirror: bool = False,
         unread: Stored | None = None,
+        adapter: Adapter | None = None,
     ):
         """If each rank takes only a part of it, ``model`` may be on another device than ``device``. It then does not change,
         unless ``mirror`` asks that it follows the trained weights. ``unread``: where the weights of a model on the meta device
-        are."""
+        are. With an ``adapter`` only that is trained, and it is what follows."""
+        self.adapter = adapter
         self.model = model
         self.gang = gang or Gang.alone()
         self.section = section
         self.algorithm = algorithm
         self.temperature = temperature
         self.max_response_tokens = max_response_tokens
-        self.body = make_body(model, section, gang=self.gang, device=device, unread=unread)
+        self.body = make_body(model, section, gang=self.gang, device=device, unread=unread, adapter=adapter)
         self.fit = self.body.fit = Fit.of(section, name="actor")
         self.optimizer = Optimizer(self.body.named, section, total_updates=total_updates, norm=self.body.norm)
         self.num_tokens_trained = 0
-        self._mirrored = Decoder.of(model).named_tensors() if mirror and self.body.in_parts else {}
+        mirrored = adapter or Decoder.of(model)
+        self._mirrored = mirrored.named_tensors() if mirror and self.body.in_parts else {}
 
     @property
     def rescores(self) -> bool:
@@ -112,6 +117,19 @@ class Learner:
             for name, tensor in self.body.whole_tensors():
                 self._mirrored[name].copy_(tensor)
 
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """What dropout draws in an update depends on the run's seed, the update and the tokens' rank alone."""
+        if self.adapter is None or not self.adapter.section.dropout:
+            yield
+            return
+        device = self.body.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            # The ranks of a tensor group compute with the same tokens, and draw the same.
+            numbers = (self.adapter.seed, self.optimizer.num_updates, self.body.place[0], self.body.context.rank)
+            torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+            yield
+
     def _update_once(self, samples: Sequence[Sample]) -> dict[str, float]:
         counts = np.array([int(sample.mask.sum()) for sample in samples])
         weights = loss_weights(
@@ -121,7 +139,8 @@ class Learner:
             max_response_tokens=self.max_response_tokens,
         )
         rows = self._rows_with_gradient(samples)
-        total = accumulate_gradients(self, samples, rows=rows, weights=weights, loss_of=self._loss)
+        with self._drawing():
+            total = accumulate_gradients(self, samples, rows=rows, weights=weights, loss_of=self._loss)
         self.num_tokens_trained += int(total.pop("packed"))
         weight = total.pop("weight")
         num_tokens = total.pop("tokens")
@@ -232,14 +251,15 @@ class Critic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The frozen policy, asked for the log-probs of samples."""
+    """The frozen policy, asked for the log-probs of samples. ``plain``: it is the weights of ``body`` without the adapter."""
 
     body: Body
     section: OptimizerSection
     temperature: float
+    plain: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        return score_samples(self.body, samples, self.section, temperature=self.temperature)
+        return score_samples(self.body, samples, self.section, temperature=self.temperature, plain=self.plain)
 
 
 def make_body(
@@ -252,9 +272,10 @@ def make_body(
     frozen: bool = False,
     name: str = "actor",
     unread: Stored | None = None,
+    adapter: Adapter | None = None,
 ) -> Body:
     """The model's weights as this rank of the gang has them: all, or a part. ``unread``: where those of a model on the meta device
-    are."""
+    are. With an ``adapter`` only that is trained."""
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
     decoder = Decoder.of(model)
@@ -266,7 +287,7 @@ def make_body(
     if split is None:
         if heads is not None:
             heads = {key: head.to(decoder.device, decoder.dtype) for key, head in heads.items()}
-        return Whole(decoder, gang=gang, heads=heads, context=context)
+        return Whole(decoder, gang=gang, heads=heads, context=context, adapter=adapter)
     from rollcall.learner.sharded import Sharded
 
     where = device or decoder.device
@@ -274,13 +295,23 @@ def make_body(
         raise ValueError(
             f"{name}.cpu_offload=true keeps weights off the accelerator, and this run has none (it is on the CPU); leave it out"
         )
-    return Sharded(decoder, section, gang=gang, split=split, device=where, heads=heads, frozen=frozen, unread=unread)
+    return Sharded(
+        decoder,
+        section,
+        gang=gang,
+        split=split,
+        device=where,
+        heads=heads,
+        frozen=frozen,
+        unread=unread,
+        adapter=adapter,
+    )
 
 
-def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1) -> Body:
+def whole_body(model: Any, *, gang: Gang | None = None, context: int = 1, adapter: Adapter | None = None) -> Body:
     """A whole model in this process, for scoring only. In a ``gang``, ``context`` neighbours divide the tokens of their rows."""
     mine = gang if gang is not None and context > 1 else Gang.alone()
-    return Whole(Decoder.of(model), gang=mine, context=context)
+    return Whole(Decoder.of(model), gang=mine, context=context, adapter=adapter)
 
 
 def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> list[int]:
@@ -329,12 +360,11 @@ def accumulate_gradients(
 
 @torch.no_grad()
 def score_samples(
-    body: Body, samples: Sequence[Sample], section: OptimizerSection, *, temperature: float
+    body: Body, samples: Sequence[Sample], section: OptimizerSection, *, temperature: float, plain: bool = False
 ) -> list[TokenScores]:
     """A model's statistics of the samples' tokens; also how the frozen reference is asked."""
-    rows = zip(
-        *over_samples(body, samples, section, partial(body.stats, temperature=temperature), num_outputs=3), strict=True
-    )
+    run = partial(body.stats, temperature=temperature, plain=plain)
+    rows = zip(*over_samples(body, samples, section, run, num_outputs=3), strict=True)
     return [TokenScores(logprobs=one, entropy=two, certainty=three) for one, two, three in rows]
 
 

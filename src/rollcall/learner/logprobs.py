@@ -55,7 +55,8 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None):  # type: ignore[override]
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # None: the output head is frozen.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         for part in _chunks(len(hidden), weight):
@@ -72,9 +73,10 @@ class _TokenStats(torch.autograd.Function):
             )
             del logits  # the largest tensors here: only one chunk of each is alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
-            _accumulate(grad_weight, grad, hidden[part])
+            if grad_weight is not None:
+                _accumulate(grad_weight, grad, hidden[part])
             del grad
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _has_room(rows: int, weight: Tensor) -> bool:

@@ -34,8 +34,9 @@ from rollcall.learner.logprobs import TokenStats
 from rollcall.learner.mesh import Meshes, make_meshes
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.sharded_modules import LAYER_TENSORS, Shape, ShardedLayer, ShardedRoot, Work
-from rollcall.learner.tensor_parallel import TensorGroup, all_gather, cut_dim, pad_rows, split_order
+from rollcall.learner.tensor_parallel import SHARED_HEADS, TensorGroup, all_gather, cut_dim, pad_rows, split_order
 from rollcall.learner.whole import LossOf, T, everyones
+from rollcall.model.adapter import Adapter
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, after_attention, before_attention, module_names, rope_tables
 from rollcall.model.load import non_finite_of, refuse_diverged
@@ -82,9 +83,11 @@ class Sharded:
         heads: Mapping[str, Tensor] | None = None,
         frozen: bool = False,
         unread: Stored | None = None,
+        adapter: Adapter | None = None,
     ):
         """``decoder`` has the whole weights, on any device, and is not kept. On the meta device this rank reads its part of
-        ``unread``, or without that the first rank sends the weights. ``heads`` are a critic's, which replace the output head."""
+        ``unread``, or without that the first rank sends the weights. ``heads`` are a critic's, which replace the output head. With an
+        ``adapter``, which every rank has whole, only that is trained."""
         self.gang, self.split, self.device, self.dtype = gang, split, device, decoder.dtype
         self.section = section
         self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
@@ -94,6 +97,7 @@ class Sharded:
             )
         self.meshes: Meshes = gang.meshes[split, self.kv_copies]
         self.frozen = frozen
+        self.adapter = adapter
         self.context = join_context(gang, size=split.context, tensor=split.tensor)
         self.in_parts = self.together = True
         # The ranks of a tensor group, and those of a context group, work on the same rows.
@@ -125,7 +129,8 @@ class Sharded:
         )
         self.homes: dict[str, Home] = {}
         self._build(decoder, heads or {})
-        self.named = {name: home.local for name, home in self.homes.items()}
+        trained = self.homes if adapter is None else adapter.named_tensors()
+        self.named = {name: self.homes[name].local for name in trained}
         origins = gang.gather(None if unread is None else unread.origin)
         if any(origins):
             self._read(unread, made=heads or {}, path=next(filter(None, origins)))
@@ -133,16 +138,18 @@ class Sharded:
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
         """Fill this rank's parts from the files, but for what was ``made`` here. All ranks call it, also those that have values."""
         other_head = False
+        base = {name: self.homes[name].local for name in self.base_names}
         if unread is not None:
-            for name, local in self.named.items():
+            for name, local in base.items():
                 if name not in made:
                     read_part(local, self.layout(name), unread, rounded_to=self.dtype)
             (embed,), (head,) = module_names("embed"), module_names("lm_head")
-            if "lm_head" not in self.named and head in unread.tensors and not made:
+            if "lm_head" not in base and head in unread.tensors and not made:
                 other_head = not same_values(self.layout("embed"), unread, name=embed, other=head)
         if any(self.gang.gather(other_head)):
             raise ValueError(f"model.path={path}: {OTHER_HEAD}")
-        refuse_diverged(path, [one for name in self.non_finite() for one in module_names(name)])
+        bad = everyones(self.gang, non_finite_of(base, dtype=self.dtype))
+        refuse_diverged(path, [one for name in bad for one in module_names(name)])
 
     def _build(self, decoder: Decoder, heads: Mapping[str, Tensor]) -> None:
         layers = [self._layer(decoder, index) for index in range(len(decoder.layers))]
@@ -152,7 +159,8 @@ class Sharded:
             if "." not in name and not (heads and name == "lm_head")
         }
         around |= heads
-        parameters = {name: self._parameter(self._whole(tensor)) for name, tensor in around.items()}
+        trained = self.adapter is None
+        parameters = {name: self._parameter(self._whole(tensor), trained=trained) for name, tensor in around.items()}
         root = ShardedRoot(parameters, layers, shape=self.shape)
         self.root = self._shard(root, self.meshes.every, is_root=True)
         body = {
@@ -164,9 +172,11 @@ class Sharded:
 
     def _layer(self, decoder: Decoder, index: int) -> ShardedLayer:
         layer = decoder.layers[index]
-        module = ShardedLayer(index=index, window=layer.window, shape=self.shape)
-        for field in LAYER_TENSORS:
-            whole = getattr(layer, field)
+        lora = None if self.adapter is None else self.adapter.section
+        module = ShardedLayer(index=index, window=layer.window, shape=self.shape, lora=lora)
+        wholes = {field: getattr(layer, field) for field in LAYER_TENSORS}
+        low_rank = {} if self.adapter is None else self.adapter.layers[index]
+        for field, whole in (wholes | low_rank).items():
             if whole is None:
                 module.register_parameter(field, None)
                 continue
@@ -177,8 +187,9 @@ class Sharded:
             name = f"layers.{index}.{field}"
             layout = self._layout(decoder, name, whole.shape, dim=cut_dim(field), order=order)
             self.homes[name] = Home(module=module, field=field, layout=layout)
-            part = layout.tensor_part(self._whole(whole))
-            module.register_parameter(field, self._parameter(part, dim=layout.dim, is_root=False))
+            part = layout.tensor_part(whole if field in low_rank else self._whole(whole))
+            trained = self.adapter is None or field in low_rank
+            module.register_parameter(field, self._parameter(part, dim=layout.dim, is_root=False, trained=trained))
         self._shard(module, self.meshes.data, is_root=False)
         return module
 
@@ -197,9 +208,12 @@ class Sharded:
         dist.broadcast(given, src=0)
         return given
 
-    def _parameter(self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True) -> nn.Parameter:
+    def _parameter(
+        self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True, trained: bool = True
+    ) -> nn.Parameter:
         """In float32 where updates go to master weights: FSDP rounds what it gathers."""
-        dtype = torch.float32 if self.section.master_weights and not self.frozen else self.dtype
+        trained = trained and not self.frozen
+        dtype = torch.float32 if self.section.master_weights and trained else self.dtype
         if tensor.is_meta:  # FSDP takes this rank's part of it, which is filled from the files then
             kept = torch.empty(tensor.shape, device=self.device, dtype=dtype)
         else:
@@ -209,7 +223,7 @@ class Sharded:
         if not is_root and self.split.tensor > 1:
             placement = Replicate() if dim is None else Shard(dim)
             kept = DTensor.from_local(kept, self.meshes.tensor, [placement], run_check=False)
-        return nn.Parameter(kept, requires_grad=not self.frozen)
+        return nn.Parameter(kept, requires_grad=trained)
 
     def _shard(self, module: nn.Module, mesh: Any, *, is_root: bool) -> Any:
         rounds = self.dtype != torch.float32
@@ -228,7 +242,11 @@ class Sharded:
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        return self.shapes
+        return {name: self.layout(name).shape for name in self.base_names}
+
+    @property
+    def frozen_bytes(self) -> int:
+        return 0 if self.adapter is None else sum(self.homes[name].local.nbytes for name in self.base_names)
 
     def compile(self) -> None:
         """Layers that are whole while they run; between tensor ranks there is a collective every few operations."""
@@ -239,8 +257,10 @@ class Sharded:
 
     # The forward
 
-    def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
-        return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute))
+    def stats(
+        self, batch: MicroBatch, *, temperature: float, recompute: bool = False, plain: bool = False
+    ) -> TokenStats:
+        return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute, plain=plain))
 
     def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
         (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
@@ -269,7 +289,9 @@ class Sharded:
                 raise
             raise too_large(self, fit, batch, packing, error, optimizer=optimizer) from None
 
-    def _forward(self, batch: MicroBatch, *, temperature: float, recompute: bool) -> tuple[Tensor, ...]:
+    def _forward(
+        self, batch: MicroBatch, *, temperature: float, recompute: bool, plain: bool = False
+    ) -> tuple[Tensor, ...]:
         device = self.device
         layout = layout_of(batch, device=device, dtype=self.dtype)
         scale = self.head_dim**-0.5
@@ -293,6 +315,7 @@ class Sharded:
                 targets=torch.from_numpy(own.targets).to(device),
                 temperature=temperature,
                 recompute=recompute,
+                plain=plain,
             )
         )
         if not torch.is_grad_enabled():
@@ -322,7 +345,7 @@ class Sharded:
     def _take_gradients(self) -> list[Tensor | None]:
         """This rank's part of what the last backward gave, in the order of ``named``."""
         gradients: list[Tensor | None] = []
-        for home in self.homes.values():
+        for home in map(self.homes.__getitem__, self.named):
             gradient = home.parameter.grad
             gradients.append(None if gradient is None else gradient.to_local())
             home.parameter.grad = None
@@ -345,7 +368,7 @@ class Sharded:
     def _once(self, name: str, tensor: Tensor) -> Tensor:
         """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
         order = self.layout(name).order
-        if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias")):
+        if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias", *SHARED_HEADS)):
             return tensor
         factors = torch.bincount(order).to(tensor.device, tensor.dtype).rsqrt()
         own = self.cut(name, factors)
@@ -361,7 +384,8 @@ class Sharded:
         layout, split = self.layout(name), self.split
         size, group = layout.num_shards, self.meshes.every_group if layout.is_root else self.meshes.shard_group
         cut = layout.dim is not None and split.tensor > 1
-        rows = layout.shape[0] if layout.order is None else len(layout.order) // split.tensor
+        rows = layout.shape[0] if layout.order is None else len(layout.order)
+        rows //= split.tensor if layout.dim == 0 else 1
         part = pad_rows(local.detach().to(self.device), -(-rows // size))
         whole = all_gather(part, group=group, size=size)[:rows]
         if cut:
@@ -377,7 +401,7 @@ class Sharded:
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        return {name: home.layout.shape for name, home in self.homes.items()}
+        return {name: self.layout(name).shape for name in self.named}
 
     def non_finite(self) -> list[str]:
         return everyones(self.gang, non_finite_of(self.named, dtype=self.dtype))
@@ -386,6 +410,15 @@ class Sharded:
         """In the dtype that the model computes in."""
         for name, local in self.named.items():
             yield name, self.gather(name, local.detach().to(self.dtype))
+
+    @property
+    def base_names(self) -> list[str]:
+        """Of the model's own weights, whatever is trained."""
+        return [name for name in self.homes if self.adapter is None or name not in self.named]
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.base_names:
+            yield name, self.gather(name, self.homes[name].local.detach().to(self.dtype))
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -405,6 +438,24 @@ class Sharded:
         optimizer.load_state_dict({**state, "adamw": {**state["adamw"], "state": parts}, "masters": {}})
         if state["masters"]:  # the weights themselves, at the precision that is kept here
             self.load(state["masters"])
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What ``load_state`` of any body takes, on the gang's first rank. For an adapter's state, which is small."""
+        state, own = optimizer.state_dict(), optimizer.states()
+        # The first rank has the first rows of every weight; another may have none, and then no state.
+        parts = {name: [key for key, value in own[name].items() if self._is_part(name, value)] for name in own}
+        keys = self.gang.gather(parts)[0]
+        whole: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(optimizer.names):
+            none = torch.zeros_like(self.named[name], dtype=torch.float32)
+            gathered = {key: self.gather(name, own[name].get(key, none)).cpu() for key in keys[name]}
+            if own[name]:
+                whole[index] = {**own[name], **gathered}
+        masters = {name: self.gather(name, local).cpu() for name, local in self.masters(optimizer).items()}
+        return {**state, "adamw": {**state["adamw"], "state": whole}, "masters": masters}
+
+    def _is_part(self, name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
 
     @property
     def _has_masters(self) -> bool:

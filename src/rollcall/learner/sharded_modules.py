@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.checkpoint import checkpoint
 
+from rollcall.config.lora import LoraSection
 from rollcall.learner.logprobs import token_stats
-from rollcall.learner.tensor_parallel import TensorGroup, cut_dim, run_layer
+from rollcall.learner.tensor_parallel import SHARED_HEADS, TensorGroup, cut_dim, run_layer
 from rollcall.model.decoder import Attend, Layer, after_attention, before_attention, leave_open, rms_norm
+from rollcall.model.low_rank import LayerAdapter, a_of, b_of, fuse
 
-LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name != "window")
+LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name not in ("window", "lora"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,14 +50,16 @@ class Work:
     targets: Tensor  # [M]
     temperature: float
     recompute: bool
+    plain: bool = False  # without the adapter
 
 
 class ShardedLayer(nn.Module):
-    """One decoder layer. The code that makes it registers its weights under the names of ``Layer``."""
+    """One decoder layer. The code that makes it registers its weights under the names of ``Layer``, and those of an adapter under
+    theirs (``low_rank.py``)."""
 
-    def __init__(self, *, index: int, window: int, shape: Shape):
+    def __init__(self, *, index: int, window: int, shape: Shape, lora: LoraSection | None = None):
         super().__init__()
-        self.index, self.window, self.shape = index, window, shape
+        self.index, self.window, self.shape, self.lora = index, window, shape, lora
 
     def forward(self, x: Tensor, work: Work) -> Tensor:
         if work.recompute and torch.is_grad_enabled():
@@ -63,7 +67,7 @@ class ShardedLayer(nn.Module):
         return self._run(x, work)
 
     def _run(self, x: Tensor, work: Work) -> Tensor:
-        shape, layer = self.shape, self._layer()
+        shape, layer = self.shape, self._layer(plain=work.plain)
         if shape.group.size > 1:
             return run_layer(
                 x, layer, index=self.index, cos=work.cos, sin=work.sin, sizes=shape.sizes, attend=work.attend,
@@ -75,9 +79,17 @@ class ShardedLayer(nn.Module):
         leave_open(attended)
         return shape.after(x, attended, layer, shape.eps)
 
-    def _layer(self) -> Layer:
+    def _layer(self, *, plain: bool) -> Layer:
         weights = {name: self._local(name, getattr(self, name)) for name in LAYER_TENSORS}
-        return Layer(**weights, window=self.window)
+        lora = None if self.lora is None or plain else self._adapter(self.lora, half=len(weights["gate_up"]) // 2)
+        return Layer(**weights, window=self.window, lora=lora)
+
+    def _adapter(self, section: LoraSection, *, half: int) -> LayerAdapter:
+        names = [name for module in section.modules for name in (a_of(module), b_of(module))]
+        tensors = {name: self._local(name, getattr(self, name)) for name in names}
+        q, kv = self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim
+        rows = {"qkv": (q, kv, kv), "gate_up": (half, half), "out": (), "down": ()}
+        return fuse(tensors, rows=rows, gain=section.gain, dropout=section.dropout)
 
     def _local(self, name: str, weight: Any) -> Any:
         if not isinstance(weight, DTensor):
@@ -85,11 +97,13 @@ class ShardedLayer(nn.Module):
         group = self.shape.group
         if name in ("qkv", "qkv_bias"):
             return group.with_kv_copies(weight.to_local(), num_own=self.shape.heads * self.shape.head_dim)
+        if name in SHARED_HEADS:
+            return group.with_kv_copies(weight.to_local(), num_own=0)
         if cut_dim(name) is not None:
             return weight.to_local()
-        # All ranks have this weight. A rank computes a part of its gradient: that of its heads, or with sequence parallel that
-        # of its tokens.
-        partial = name in ("q_norm", "k_norm") or group.sequence_parallel
+        # All ranks have this weight. A rank computes a part of its gradient: that of its heads or columns, or with sequence parallel
+        # that of its tokens.
+        partial = name in ("q_norm", "k_norm") or name.endswith(("_lora_A", "_lora_B")) or group.sequence_parallel
         return weight.to_local(grad_placements=[Partial() if partial else Replicate()])
 
 

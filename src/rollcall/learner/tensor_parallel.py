@@ -25,10 +25,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.model.decoder import Attend, Layer, project_qkv, rms_norm, silu_mul
+from rollcall.model.decoder import Attend, Layer, project_gate_up, project_qkv, rms_norm, silu_mul
+from rollcall.model.low_rank import FIELDS, a_of, add_low_rank, b_of
 
-BY_ROWS = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
-BY_COLUMNS = ("out", "down")
+# An adapter's A is cut as the inputs of its module are, its B as the outputs.
+BY_ROWS = (
+    "qkv", "qkv_bias", "gate_up", "gate_up_bias",
+    *(b_of(module) for module, field in FIELDS.items() if field in ("qkv", "gate_up")),
+)  # fmt: skip
+BY_COLUMNS = ("out", "down", *(a_of(module) for module, field in FIELDS.items() if field in ("out", "down")))
+SHARED_HEADS = (b_of("k_proj"), b_of("v_proj"))  # whose rows are key/value heads and nothing else
 Exchange = Callable[[Tensor], Tensor]
 
 # torch 2.13 warns of the names that torch 2.11 has.
@@ -68,8 +74,15 @@ def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate
     [0, 1, 4, 6, 2, 3, 5, 7]
     >>> split_order("qkv", heads=4, kv_heads=1, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 5, 2, 3, 4, 5]
+    >>> split_order("k_proj_lora_B", heads=4, kv_heads=1, dim=2, intermediate=0, tensor=2).tolist()
+    [0, 1, 0, 1]
     """
     if field not in BY_ROWS or tensor == 1:
+        return None
+    if field in SHARED_HEADS:
+        heads_of = torch.arange(kv_heads * dim).chunk(min(tensor, kv_heads))
+        return torch.cat([heads_of[rank * len(heads_of) // tensor] for rank in range(tensor)])
+    if field not in ("qkv", "qkv_bias", "gate_up", "gate_up_bias"):
         return None
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim] if field.startswith("qkv") else [intermediate] * 2
     numbers = [tensor, *[min(tensor, kv_heads)] * 2] if field.startswith("qkv") else [tensor] * 2
@@ -156,12 +169,17 @@ def run_layer(
     group: TensorGroup,
 ) -> Tensor:  # fmt: skip
     """One layer whose ``layer`` holds this rank's heads and columns; ``sizes`` counts them."""
-    count, eps = len(cos), sizes[3]
+    count, eps, lora = len(cos), sizes[3], layer.lora
     q, k, v = project_qkv(group.enter(rms_norm(x, layer.input_norm, eps), count), layer, cos, sin, sizes)
-    x = x + _with_bias(group.leave(F.linear(attend(index, q, k, v), layer.out)), layer.out_bias)
-    normed = group.enter(rms_norm(x, layer.post_norm, eps), count)
-    gated = silu_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
-    return x + _with_bias(group.leave(F.linear(gated, layer.down)), layer.down_bias)
+    attended = attend(index, q, k, v)
+    own = F.linear(attended, layer.out)
+    # What an adapter adds is summed with the rest: each rank has a part of its inputs.
+    own = own if lora is None else add_low_rank(own, attended, lora.out, lora)
+    x = x + _with_bias(group.leave(own), layer.out_bias)
+    gated = silu_mul(project_gate_up(group.enter(rms_norm(x, layer.post_norm, eps), count), layer))
+    own = F.linear(gated, layer.down)
+    own = own if lora is None else add_low_rank(own, gated, lora.down, lora)
+    return x + _with_bias(group.leave(own), layer.down_bias)
 
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.optimizer import Optimizer, norm_of
+from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import non_finite_of, packed_hidden
 from rollcall.types import MicroBatch
@@ -26,11 +27,22 @@ LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class Whole:
     """The weights of one model on one rank of a gang. All ranks make the same calls in the same order."""
 
-    def __init__(self, decoder: Decoder, *, gang: Gang, heads: Mapping[str, Tensor] | None = None, context: int = 1):
-        """``heads`` are a critic's, which take the output head's place. ``context`` neighbours divide the tokens of their rows."""
-        self.decoder = decoder
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        gang: Gang,
+        heads: Mapping[str, Tensor] | None = None,
+        context: int = 1,
+        adapter: Adapter | None = None,
+    ):
+        """``heads`` are a critic's, which take the output head's place. ``context`` neighbours divide the tokens of their rows. With an
+        ``adapter`` only that is trained."""
+        self.base = decoder
+        self.adapter = adapter
+        self.decoder = decoder if adapter is None else adapter.on(decoder)
         self.gang = gang
-        self.named = decoder.named_tensors()  # what the optimizer steps on
+        self.named = (adapter or decoder).named_tensors()  # what the optimizer steps on
         self.context = join_context(gang, size=context)
         self.in_parts = False  # whether a rank has only a part of each weight
         self.together = context > 1  # whether no rank can run a forward or backward alone
@@ -52,11 +64,15 @@ class Whole:
 
     def compile(self) -> None:
         self.is_compiled = True
-        self.decoder.compile()
+        for decoder in {id(one): one for one in (self.decoder, self.base)}.values():
+            decoder.compile()
 
-    def stats(self, batch: MicroBatch, *, temperature: float, recompute: bool = False) -> TokenStats:
+    def stats(
+        self, batch: MicroBatch, *, temperature: float, recompute: bool = False, plain: bool = False
+    ) -> TokenStats:
+        """``plain``: of the model's weights alone, without the adapter."""
         own = self.context.own(batch)
-        picked = self._picked(batch, own, recompute)
+        picked = self._picked(batch, own, recompute, decoder=self.base if plain else self.decoder)
         targets = torch.from_numpy(own.targets).to(picked.device)
         parts = token_stats(picked, self.decoder.lm_head, targets, temperature=temperature)
         return TokenStats(*(self.context.join(part, own) for part in parts))
@@ -64,13 +80,13 @@ class Whole:
     def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
         assert self._heads is not None
         own = self.context.own(batch)
-        picked = self._picked(batch, own, recompute)
+        picked = self._picked(batch, own, recompute, decoder=self.decoder)
         values = torch.nn.functional.linear(picked, self._heads["head"], self._heads["head_bias"])[:, 0].float()
         return self.context.join(values, own)
 
-    def _picked(self, batch: MicroBatch, own: Own, recompute: bool) -> Tensor:
+    def _picked(self, batch: MicroBatch, own: Own, recompute: bool, *, decoder: Decoder) -> Tensor:
         hidden = packed_hidden(
-            self.decoder,
+            decoder,
             batch,
             token_ids=own.token_ids,
             positions=own.positions,
@@ -101,7 +117,7 @@ class Whole:
         optimizer.sum_over(self.gang)
 
     def layout(self, name: str) -> WeightSplit:
-        shape = self.named[name].shape
+        shape = (self.base.named_tensors() | self.named)[name].shape
         heads = dict(heads=self.decoder.num_heads, kv_heads=self.decoder.num_kv_heads)
         return WeightSplit(name=name, shape=shape, rows=fused_rows(name, shape[0], **heads))
 
@@ -119,12 +135,25 @@ class Whole:
         """Of the decoder's weights, trained or not."""
         return {name: tensor.shape for name, tensor in self.decoder.named_tensors().items()}
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Of weights that are here beside those that are trained."""
+        return 0 if self.adapter is None else sum(tensor.nbytes for tensor in self.base.named_tensors().values())
+
     def non_finite(self) -> list[str]:
         """Weights with a NaN or an infinity in them, on any rank."""
         return everyones(self.gang, non_finite_of(self.named, dtype=self.decoder.dtype))
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named.items()
+
+    @property
+    def base_names(self) -> list[str]:
+        """Of the model's own weights, whatever is trained."""
+        return list(self.base.named_tensors())
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.base.named_tensors().items()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -137,6 +166,10 @@ class Whole:
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What ``load_state`` of any body takes."""
+        return optimizer.state_dict()
 
 
 def everyones(gang: Gang, names: list[str]) -> list[str]:

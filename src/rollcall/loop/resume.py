@@ -23,8 +23,9 @@ from rollcall.words import counted
 # With another value the journal or the optimizer state of the checkpoints would not fit.
 FIXED = (
     "run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward",
-    "actor.optimizer.name", "critic.optimizer.name",
+    "actor.optimizer.name", "critic.optimizer.name", "model.lora",
 )  # fmt: skip
+FREE_OF_LORA = ("dropout", "export")
 # Of a reward: how it runs, not what it scores.
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
@@ -52,6 +53,8 @@ class Change:
     def is_fixed(self) -> bool:
         parts = self.key.split(".")
         if parts[0] == "reward" and len(parts) == 3 and parts[2] in FREE_OF_REWARDS:
+            return False
+        if parts[:2] == ["model", "lora"] and parts[2:] and parts[2] in FREE_OF_LORA:
             return False
         return any(self.key == key or self.key.startswith(f"{key}.") for key in FIXED)
 

@@ -13,14 +13,16 @@ from typing import Any
 from rollcall.config.yaml import read_small, read_yaml
 from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
-from rollcall.stored.find import PROBE
+from rollcall.stored.find import ADAPTER_CONFIG, PROBE
 from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
 from rollcall.words import visible
 
 # What belongs to a model beside its weights, by the ends of names; of folders only the one of further templates.
 BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-NOT_BESIDE = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md")
+NOT_BESIDE = (
+    "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
+)  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"
 MOST_BYTES = 1 << 28
 LONGEST_CELL = 300  # characters

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from rollcall.merge.adapter import whole_model
 from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
 from rollcall.merge.copy import copy_unit
 from rollcall.merge.plan import INDEX, MergePlan, Unit, plan_merge, written_dtype
@@ -79,6 +80,10 @@ def merge(
 ) -> Merged:
     """``base``: a model directory with config and tokenizer, for weights that have none beside them. ``progress`` gets the
     bytes that are copied and those that are to be."""
+    if isinstance(source, Path):
+        with whole_model(source, beside=Path(os.path.abspath(out)).parent) as whole:
+            if whole is not None:
+                return merge(whole, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
     started = time.monotonic()
     target, most = _dtype(dtype), _size(max_shard_size)
     stored = source if isinstance(source, Stored) else open_stored(source)

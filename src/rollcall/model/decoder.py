@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from rollcall.model.low_rank import PATHS, LayerAdapter, a_of, add_low_rank, b_of
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
@@ -55,6 +57,7 @@ class Layer:
     down: Tensor  # [C, I]
     down_bias: Tensor | None
     window: int  # 0: full attention
+    lora: LayerAdapter | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Decoder:
     sin: Tensor  # [positions, D], its first half negated: rope is x * cos + swap_halves(x) * sin
     before: Callable[..., tuple[Tensor, Tensor, Tensor]]  # before_attention, or its compiled form
     after: Callable[..., Tensor]
+    adapter_of: Callable[[int], LayerAdapter] | None = None  # of a layer; None: the model's weights alone
 
     @classmethod
     def of(cls, model: nn.Module) -> Decoder:
@@ -143,16 +147,36 @@ class Decoder:
         self.sin = sin
         self.cos = cos
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, *, recompute: bool = False) -> Tensor:
+    def part_rows(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each module in each product of a layer."""
+        layer, q = self.layers[0], self.num_heads * self.head_dim
+        half = len(layer.gate_up) // 2
+        return {
+            "qkv": (q, self.kv_width, self.kv_width), "out": (len(layer.out),), "gate_up": (half, half), "down": (len(layer.down),)
+        }  # fmt: skip
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        recompute: bool = False,
+        gain: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [N, C] after the final norm, for N tokens at their positions.
 
-        ``recompute`` keeps only each layer's input for the backward pass and runs the layer again there.
+        ``recompute`` keeps only each layer's input for the backward pass and runs the layer again there. ``gain`` says which adapter
+        each token has, where there are several (``LayerAdapter.gain``).
         """
         x = F.embedding(token_ids, self.embed)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.eps)
 
         def run(x: Tensor, index: int, layer: Layer) -> Tensor:
+            if self.adapter_of is not None:
+                adapter = self.adapter_of(index)
+                layer = replace(layer, lora=adapter if gain is None else replace(adapter, gain=gain))
             leave_open(x, cos, sin)
             q, k, v = self.before(x, layer, cos, sin, sizes)
             attended = attend(index, q, k, v)
@@ -207,6 +231,8 @@ def project_qkv(
     """The part of ``before_attention`` behind the norm, for the heads that ``layer`` holds."""
     heads, kv_heads, dim, eps = sizes
     qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+    if layer.lora is not None:
+        qkv = add_low_rank(qkv, x, layer.lora.qkv, layer.lora)
     by_head = qkv.view(x.shape[0], heads + 2 * kv_heads, dim)
     qk, v = by_head.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -218,9 +244,23 @@ def project_qkv(
 
 def after_attention(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
     """The output product, and the gated MLP behind its norm, each added to the stream [N, C]."""
+    x = project_out(x, attended, layer)
+    return project_down(x, silu_mul(project_gate_up(rms_norm(x, layer.post_norm, eps), layer)), layer)
+
+
+def project_out(x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
     x = _add_linear(x, attended, layer.out, layer.out_bias)
-    gate_up = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
-    return _add_linear(x, silu_mul(gate_up), layer.down, layer.down_bias)
+    return x if layer.lora is None else add_low_rank(x, attended, layer.lora.out, layer.lora)
+
+
+def project_gate_up(x: Tensor, layer: Layer) -> Tensor:
+    gate_up = F.linear(x, layer.gate_up, layer.gate_up_bias)
+    return gate_up if layer.lora is None else add_low_rank(gate_up, x, layer.lora.gate_up, layer.lora)
+
+
+def project_down(x: Tensor, gated: Tensor, layer: Layer) -> Tensor:
+    x = _add_linear(x, gated, layer.down, layer.down_bias)
+    return x if layer.lora is None else add_low_rank(x, gated, layer.lora.down, layer.lora)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -273,10 +313,10 @@ class _RmsNorm(torch.autograd.Function):
         return (x * inverse).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         x, weight, inverse = ctx.saved_tensors
         normed = x * inverse
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         scaled = grad * weight
         dot = (scaled * normed).mean(-1, keepdim=True)
         return scaled.addcmul_(normed, dot, value=-1).mul_(inverse), grad_weight, None
@@ -384,6 +424,9 @@ _MODULE_NAMES = {  # of a layer: the parameters of the module that make up each 
     "down": ("mlp.down_proj.weight",),
     "down_bias": ("mlp.down_proj.bias",),
 }
+_ADAPTER_NAMES = {a_of(module): (f"{path}.lora_A.weight",) for module, path in PATHS.items()} | {
+    b_of(module): (f"{path}.lora_B.weight",) for module, path in PATHS.items()
+}
 
 
 _OUTER_NAMES = {
@@ -403,14 +446,14 @@ def _layer_of(config: Any, index: int, layer: nn.Module) -> Layer:
 
 
 def module_names(name: str) -> tuple[str, ...]:
-    """The module's parameters that make up one of ``Decoder.named_tensors``, in their order.
+    """The module's parameters that make up one of ``Decoder.named_tensors`` (or an adapter's), in their order.
 
     >>> module_names("layers.3.gate_up")
     ('model.layers.3.mlp.gate_proj.weight', 'model.layers.3.mlp.up_proj.weight')
     """
     if name.startswith("layers."):
         layer, _, field = name.rpartition(".")
-        return tuple(f"model.{layer}.{part}" for part in _MODULE_NAMES[field])
+        return tuple(f"model.{layer}.{part}" for part in (_MODULE_NAMES.get(field) or _ADAPTER_NAMES[field]))
     return (_OUTER_NAMES[name],)
 
 

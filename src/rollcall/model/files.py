@@ -13,7 +13,7 @@ from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
-from rollcall.stored.find import checkpoint_of, config_folder, is_model_dir, verl_folder
+from rollcall.stored.find import ADAPTER_CONFIG, checkpoint_of, config_folder, is_model_dir, verl_folder
 
 MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24
@@ -88,6 +88,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
 def check_model_dir(folder: Path) -> None:
     """Refuse a directory whose config.json describes another model than its weights can hold."""
     fields = read_model_config(folder / "config.json")
+    if (folder / ADAPTER_CONFIG).is_file():
+        return  # the weights are elsewhere
     smallest = _fewest_parameters(fields)
     size = sum(file.stat().st_size for pattern in WEIGHT_FILES for file in folder.glob(pattern) if file.is_file())
     if size and smallest * FEWEST_BYTES > size:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from rollcall.errors import ModelFilesError
+from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Attend, Decoder, fuse_parameters
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
+from rollcall.model.peft_files import read_base, read_section, read_tensors
 from rollcall.stored.files import StoredError
-from rollcall.stored.find import is_model_dir
+from rollcall.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
 from rollcall.stored.open import open_stored
 from rollcall.stored.outline import ROTARY
 from rollcall.stored.tensors import Stored
@@ -61,6 +63,8 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     from transformers import AutoModelForCausalLM
 
     check_model_path(path)
+    if (folder := adapter_folder(Path(path).expanduser())) is not None:
+        return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {
         "dtype": dtype,
         "output_loading_info": True,
@@ -88,6 +92,26 @@ def refuse_diverged(path: str, bad: Sequence[str]) -> None:
             f"model.path={path}: {_tensors(len(bad))} not finite ({_first_few(bad)}), so the model has diverged; give "
             "another, such as an older checkpoint"
         )
+
+
+def _load_with_adapter(
+    path: str, folder: Path, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
+) -> Any:
+    """The base model of an adapter, with the adapter added to its weights."""
+    where = f"model.path={path}"
+    try:
+        section, base = read_section(folder, where=where), read_base(folder, where=where)
+        if adapter_folder(Path(base).expanduser()) is not None and Path(base).resolve() == Path(path).resolve():
+            raise ModelFilesError(f"{where} names itself as its base model; correct {ADAPTER_CONFIG} in it")
+        model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
+        tensors = read_tensors(folder, outline.named_tensors(), where=where)
+    except ModelFilesError as error:
+        raise ModelError(str(error)) from None
+    add_to_weights(model, tensors, gain=section.gain)
+    outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
+    model.generation_config = outer.generation_config  # the run's own stop tokens
+    return model
 
 
 def is_stored(path: str) -> bool:
@@ -274,6 +298,11 @@ def check_model_path(path: str) -> None:
         hub_options(path)
         return
     folder = model_folder(path)
+    if folder is None and (local / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"model.path={path} is an adapter without the config.json of its model; give the model as model.path, and the adapter as "
+            "model.lora.path"
+        )
     if folder is None:
         raise ModelError(
             f"model.path={path} has no config.json, so it is not a transformers model directory, nor a checkpoint with one"

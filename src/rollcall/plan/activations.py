@@ -52,6 +52,7 @@ class Passes:
     compiled: bool = True
     recompute: bool = False  # keep each layer's input only
     offload: bool = False  # what is kept waits in host memory
+    frozen: bool = False  # embeddings and head have no gradient: an adapter of the layers is trained
 
     def peak(self, tokens: int) -> int:
         return max(self.at_head(tokens), self.at_layers(tokens), self.at_end(tokens))
@@ -72,17 +73,18 @@ class Passes:
         sizes = self.sizes
         logits = min(tokens // self.tensor * sizes.vocab, LOGITS_AT_ONCE)
         chunk = (WIDE + self.width) * logits  # and their gradient
-        return tokens * (self._kept_of_all + self._around) + WIDE * sizes.vocab * sizes.hidden + chunk
+        gradient = 0 if self.frozen else WIDE * sizes.vocab * sizes.hidden
+        return tokens * (self._kept_of_all + self._around) + gradient + chunk
 
     def at_layers(self, tokens: int) -> int:
         """The gradient of the head waits for that of the embeddings, which are the same weight or come last."""
-        head = self.sizes.vocab * self.sizes.hidden * self.width if self.has_head else 0
+        head = self.sizes.vocab * self.sizes.hidden * self.width if self.has_head and not self.frozen else 0
         again = self.kept_per_layer if self.recompute else 0
         return tokens * (self._kept_of_all + again + self._gradients_of_layer) + head
 
     def at_end(self, tokens: int) -> int:
         """And the gradient of the embeddings, before it is added to the head's."""
-        embeddings = self.sizes.vocab * self.sizes.hidden * self.width
+        embeddings = 0 if self.frozen else self.sizes.vocab * self.sizes.hidden * self.width
         return self.num_parameters * self.gradient_width + embeddings + tokens * self._gradients_of_layer
 
     @property

@@ -12,12 +12,13 @@ the slots of its process. New weights come to it one tensor at a time, unless `r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config, OptimizerSection
+from rollcall.config.lora import LoraSection
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
@@ -101,6 +102,16 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         return self.body_parameters + (0 if self.tied else self.vocab * self.hidden)
+
+    def adapter_parameters(self, lora: LoraSection) -> int:
+        """Numbers of an adapter: rank times inputs and outputs of each module that has one."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = {
+            "q_proj": self.hidden + q, "k_proj": self.hidden + kv, "v_proj": self.hidden + kv, "o_proj": q + self.hidden,
+            "gate_proj": self.hidden + self.intermediate, "up_proj": self.hidden + self.intermediate,
+            "down_proj": self.intermediate + self.hidden,
+        }  # fmt: skip
+        return self.layers * lora.rank * sum(sides[module] for module in lora.modules)
 
     def working_elements(self, tensor: int) -> int:
         """Numbers alive at once for one token in a forward pass without gradients, which is not compiled."""
@@ -276,6 +287,9 @@ class _Job:
         match role:
             case Role.ACTOR | Role.CRITIC:
                 return self._trained(role, mesh, group, choices[role])
+            case Role.REFERENCE if self.config.model.lora is not None and Role.ACTOR in group.roles:
+                shared = self._frozen(role, mesh, shards=mesh.tensor, choices=choices)
+                return replace(shared, weights=0)  # the actor's own
             case Role.REFERENCE:
                 data = self._data_shards(self.config.actor, mesh, group) if role in self.in_parts else 1
                 return self._frozen(role, mesh, shards=data * mesh.tensor, choices=choices)
@@ -315,29 +329,36 @@ class _Job:
         return Passes(
             sizes=self.sizes,
             width=self.width,
-            num_parameters=self._num_parameters(role) // (self._data_shards(section, mesh, group) * mesh.tensor),
+            num_parameters=self._num_trained(role) // (self._data_shards(section, mesh, group) * mesh.tensor),
             gradient_width=4 if in_parts else self.width,  # FSDP adds them up in float32
             has_head=role is Role.ACTOR,
             tensor=mesh.tensor,
             compiled=self._compiles(section, mesh),
             recompute=recompute,
+            frozen=self.config.model.lora is not None,
         )
 
     def _num_parameters(self, role: Role) -> int:
         return self.sizes.num_parameters if role is Role.ACTOR else self.sizes.body_parameters
 
+    def _num_trained(self, role: Role) -> int:
+        lora = self.config.model.lora
+        return self._num_parameters(role) if lora is None else self.sizes.adapter_parameters(lora)
+
     def _trained(self, role: Role, mesh: Mesh, group: RoleGroup, choice: Choice) -> RoleMemory:
         section, num_parameters = self._section(role), self._num_parameters(role)
+        lora, trained = self.config.model.lora, self._num_trained(role)
         data = self._data_shards(section, mesh, group)
         in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
         # AdamW has two numbers per weight; FSDP's own weights are the masters, and what it gathers is what a forward reads.
-        optimizer = num_parameters * (4 + 8 if masters else 2 * width) // shards
+        optimizer = trained * (4 + 8 if masters else 2 * width) // shards
         gathered = self._gathered(mesh) if in_parts else 0
-        weights = gathered if in_parts and masters else num_parameters * width // shards + gathered
-        gradients = num_parameters * 4 // shards  # the sums over micro-batches
-        if in_parts:  # of one layer, before and while it is added up over the ranks
+        weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
+        weights += trained * width // shards if lora is not None else 0
+        gradients = trained * 4 // shards  # the sums over micro-batches
+        if in_parts and lora is None:  # of one layer, before and while it is added up over the ranks
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -26,7 +27,8 @@ from rollcall.errors import ConfigError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.samples import ScoreSamples
-from rollcall.model.decoder import has_compiler
+from rollcall.model.adapter import Adapter
+from rollcall.model.decoder import Decoder, has_compiler
 from rollcall.model.files import resolve_model
 from rollcall.model.load import load_tokenizer, outline_causal_lm
 from rollcall.model.stop_tokens import check_stop_strings
@@ -41,6 +43,7 @@ from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say
 from rollcall.words import counted
 
+POLICY = "policy"  # the name of the run's adapter in its engine
 NUM_REWARD_WORKERS = 2
 
 
@@ -126,6 +129,7 @@ def build_learner(
     device: torch.device | None = None,
     mirror: bool = False,
     unread: Stored | None = None,
+    adapter: Adapter | None = None,
 ) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
@@ -139,6 +143,7 @@ def build_learner(
         device=device,
         mirror=mirror,
         unread=unread,
+        adapter=adapter,
     )
     on_cpu = learner.body.device.type == "cpu"
     if on_cpu:
@@ -151,6 +156,15 @@ def build_learner(
             say("the first update waits for the compiler (actor.compile; a minute or so)")
         learner.body.compile()
     return learner
+
+
+def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapter | None:
+    """The run's adapter, the same in every process; None: the run trains the model's own weights."""
+    if config.model.lora is None:
+        return None
+    path = resolve_model(config.model.path)
+    base = str(Path(path).expanduser().resolve()) if Path(path).expanduser().is_dir() else path
+    return Adapter.make(Decoder.of(model), config.model.lora, seed=config.run.seed, device=device, base=base)
 
 
 def check_compiler(key: str) -> None:
@@ -174,10 +188,16 @@ def kv_share(rollout: RolloutSection) -> float:
 
 
 def build_engine(
-    rollout: RolloutSection, model: Any, tokenizer: Any, *, graphs: bool = True, device: torch.device | None = None
+    rollout: RolloutSection,
+    model: Any,
+    tokenizer: Any,
+    *,
+    graphs: bool = True,
+    device: torch.device | None = None,
+    adapter: Adapter | None = None,
 ) -> LocalEngine:
-    """The engine of this process, with the weights of ``model``; on CUDA the native one captures ``graphs``. vLLM takes an outline
-    too, and runs on ``device`` then."""
+    """The engine of this process, with the weights of ``model`` and the ``adapter``; on CUDA the native one captures ``graphs``. vLLM
+    takes an outline too, and runs on ``device`` then."""
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
@@ -190,6 +210,7 @@ def build_engine(
             kv_fraction=kv_share(rollout),
             compile=rollout.compile,
             graphs=graphs,
+            adapters=None if adapter is None else {POLICY: adapter},
         )
     say("starting vLLM in a process of its own (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
@@ -204,6 +225,7 @@ def build_engine(
             kv_tokens=rollout.kv_tokens,
             kv_fraction=kv_share(rollout),
             device=device,
+            adapter=adapter,
         )
     except BaseException:  # an interrupt too: it must not go on loading
         child.close()
@@ -262,13 +284,19 @@ def build_reference(
     device: torch.device | None = None,
     unread: Stored | None = None,
 ) -> Reference:
-    """The frozen model, divided over the ``gang`` as the actor is if it is ``in_parts``."""
+    """The frozen model, divided over the ``gang`` as the actor is if it is ``in_parts``. A learner with an adapter has it already
+    (``reference_of``)."""
     if in_parts:
         assert gang is not None
         body = make_body(model, config.actor, gang=gang, device=device, frozen=True, unread=unread)
     else:
         body = whole_body(model, gang=gang, context=config.actor.context_parallel_size)
     return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
+
+
+def reference_of(config: Config, learner: Learner) -> Reference:
+    """The weights of a learner that trains an adapter, without the adapter."""
+    return Reference(body=learner.body, section=config.actor, temperature=config.rollout.temperature, plain=True)
 
 
 def build_scorers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.config import Config, Ppo
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.learner import Critic, Learner, Reference
 from rollcall.loop.samples import ScoreSamples
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
@@ -22,6 +22,7 @@ from rollcall.roles.build import (
     NUM_REWARD_WORKERS,
     Held,
     LocalEngine,
+    build_adapter,
     build_critic,
     build_engine,
     build_environments,
@@ -30,6 +31,7 @@ from rollcall.roles.build import (
     build_scorers,
     check_engine,
     load_inputs,
+    reference_of,
     set_threads,
 )
 from rollcall.roles.trained import Trained
@@ -76,8 +78,9 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
     load = partial(load_onto, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
-    learner = build_learner(config, model, gang=Gang.alone(), mirror=True)
-    engine = build_engine(config.rollout, model, inputs.tokenizer, graphs=not is_bare)
+    adapter = build_adapter(config, model, device=device)
+    learner = build_learner(config, model, gang=Gang.alone(), mirror=True, adapter=adapter)
+    engine = build_engine(config.rollout, model, inputs.tokenizer, graphs=not is_bare, adapter=adapter)
     say("starting the reward processes")
     models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
     scorer, eval_scorer = build_scorers(
@@ -88,7 +91,7 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
         engine=engine,
         learner=learner,
         critic=build_critic(config, load(), gang=Gang.alone()) if isinstance(config.algorithm, Ppo) else None,
-        reference=build_reference(config, load()) if config.needs_reference else None,
+        reference=_reference(config, learner, load) if config.needs_reference else None,
         scorer=scorer,
         eval_scorer=eval_scorer,
         environments=build_environments(config.environment, inputs.tokenizer, inputs.train, inputs.val),
@@ -98,3 +101,8 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
     )
     workers.saving = saving_of(config, workers._call, processes=[0], in_parts=workers.saves_in_parts)
     return workers
+
+
+def _reference(config: Config, learner: Learner, load: Callable[[], Any]) -> Reference:
+    """A second copy of the model, unless the learner leaves the one that is here as it is."""
+    return build_reference(config, load()) if learner.adapter is None else reference_of(config, learner)

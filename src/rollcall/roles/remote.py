@@ -193,7 +193,7 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
             config,
             team.call,
             processes=sorted({worker for role in TRAINED for worker in members.get(role, ())}),
-            in_parts=not in_parts.isdisjoint(TRAINED),
+            in_parts=config.model.lora is None and not in_parts.isdisjoint(TRAINED),
         ),
         on_ray=on_ray,
         plan=plan,

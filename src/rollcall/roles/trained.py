@@ -35,6 +35,9 @@ class Trained:
 
     @property
     def saves_in_parts(self) -> bool:
+        """An adapter is small: one process writes it whole."""
+        if self.learner is not None and self.learner.adapter is not None:
+            return False
         return any(model.body.in_parts for model in (self.learner, self.critic) if model is not None)
 
     def write_whole(self, directory: Path) -> None:
@@ -85,4 +88,6 @@ class Trained:
 
     def export(self, directory: Path) -> None:
         assert self.learner is not None
-        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
+        adapter = self.learner.adapter
+        merged = adapter is not None and adapter.section.export == "merged"
+        export_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids, merged=merged)

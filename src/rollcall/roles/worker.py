@@ -26,7 +26,7 @@ from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
-from rollcall.learner.learner import Body, TokenScores, score_samples, whole_body
+from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
 from rollcall.model.load import (
     outline_causal_lm,
     resolve_device,
@@ -41,10 +41,12 @@ from rollcall.nodes.address import own_address
 from rollcall.plan.placement import Role
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
+    build_adapter,
     build_critic,
     build_engine,
     build_learner,
     build_reference,
+    reference_of,
     set_threads,
     tokenizer_of,
 )
@@ -110,7 +112,8 @@ class RoleWorker(Trained):
         self.seat: EngineSeat | None = None
         self._sent_blocks: list[tuple[str, Block]] | None = None
         # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
-        self._by_parts = not config.rollout.keeps_policy
+        # An adapter is small, and goes whole.
+        self._by_parts = not config.rollout.keeps_policy and config.model.lora is None
         self._weights = WorkerWeights(
             config.rollout.weights,
             folder=config.run.dir.resolve() / "weights",
@@ -138,12 +141,17 @@ class RoleWorker(Trained):
         else:
             model = self._outline()
         self.learner = None
+        # Whole in every process that has the policy: it is small.
+        samples_or_trains = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
+        self.adapter = build_adapter(self.config, model, device=self.device) if samples_or_trains else None
         if Role.ACTOR in roles:
-            self.learner = build_learner(self.config, model, gang=gang, device=self.device, unread=unread)
+            self.learner = build_learner(
+                self.config, model, gang=gang, device=self.device, unread=unread, adapter=self.adapter
+            )
             if self.learner.body.in_parts and not samples:
                 model.to("meta")
         if Role.ROLLOUT in roles:
-            engine = build_engine(self.config.rollout, model, self.tokenizer, device=self.device)
+            engine = build_engine(self.config.rollout, model, self.tokenizer, device=self.device, adapter=self.adapter)
             self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
         # Whether an engine sits beside a part of the model, in any process of the gang: it gets the whole from all of them.
         self._gathers = (
@@ -154,11 +162,7 @@ class RoleWorker(Trained):
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
             self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
         if Role.REFERENCE in roles:
-            frozen, unread = self._load(gang, Role.REFERENCE, in_roles=roles)
-            in_parts = Role.REFERENCE in self._in_parts
-            self.reference = build_reference(
-                self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread
-            )
+            self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
         self.model = model
@@ -166,12 +170,21 @@ class RoleWorker(Trained):
             self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
         )
         context = self.config.actor.context_parallel_size if Role.INFERENCE in roles else 1
-        self.body = self.learner.body if self.learner else whole_body(model, gang=gang, context=context)
+        self.body = (
+            self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)
+        )
         return Facts(
             max_positions=model.config.max_position_embeddings,
             stop_token_ids=self.stop_token_ids,
             tokenizer=tokenizer_mark(self.tokenizer),
         )
+
+    def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
+        in_parts, learner = Role.REFERENCE in self._in_parts, self.learner
+        if learner is not None and learner.adapter is not None and learner.body.in_parts == in_parts:
+            return reference_of(self.config, learner)
+        frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
+        return build_reference(self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread)
 
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
@@ -265,7 +278,7 @@ class RoleWorker(Trained):
     @property
     def _hands_on(self) -> bool:
         """Whether the engine has the only policy of this process."""
-        return self.seat is not None and next(self.model.parameters()).is_meta
+        return self.seat is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
 
@@ -322,10 +335,10 @@ class RoleWorker(Trained):
         )
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights. An engine in this process gets a copy where the learner holds only parts."""
+        """All weights that are trained. An engine in this process gets a copy where the learner holds only parts."""
         assert self.learner is not None
         in_parts = self.learner.body.in_parts
-        own = whole_body(self.model).named if in_parts and self.seat is not None else {}
+        own = whole_body(self.model, adapter=self.adapter).named if in_parts and self.seat is not None else {}
         for name, tensor in self.learner.body.whole_tensors():
             if name in own:
                 own[name].copy_(tensor)

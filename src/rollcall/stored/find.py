@@ -10,6 +10,7 @@ from rollcall.stored.manifest import checkpoints_of, is_checkpoint, newest_check
 LATEST = "latest_checkpointed_iteration.txt"  # of verl
 SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
 PROBE = "probe.json"  # in a model directory of ours: what the trained model computed (``checkpoint/probe.py``)
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT: beside it are the weights of an adapter, not of a model
 METADATA = ".metadata"  # of PyTorch's distributed checkpoints
 
 
@@ -40,6 +41,14 @@ def checkpoint_of(path: Path) -> Path | None:
         if checkpoints_of(folder):
             return newest_checkpoint(folder)
     return None
+
+
+def adapter_folder(path: Path) -> Path | None:
+    """The folder with the adapter that ``path`` is, or that the checkpoint it leads to holds; None: there is none."""
+    candidates = [path]
+    if not is_model_dir(path) and (checkpoint := checkpoint_of(path)) is not None:
+        candidates.append(checkpoint / "model")
+    return next((one for one in candidates if (one / ADAPTER_CONFIG).is_file()), None)
 
 
 def config_folder(path: Path) -> Path | None:

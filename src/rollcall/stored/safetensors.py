@@ -17,6 +17,7 @@ from typing import Any
 from rollcall.config.yaml import read_small
 from rollcall.stored.dtypes import OF_SAFETENSORS, DType
 from rollcall.stored.files import StoredError, StoredFile, open_regular
+from rollcall.stored.find import ADAPTER_CONFIG
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
 INDEX = "model.safetensors.index.json"
@@ -34,6 +35,10 @@ class _Entry:
 
 def open_model_dir(folder: Path) -> Stored:
     """A model directory as transformers writes it: one file, or several with an index."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise StoredError(
+            f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
+        )
     paths, named = _weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in paths:

@@ -15,13 +15,17 @@ those that have begun go on before others begin, and their KV is used while it i
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
+from rollcall.model.adapter import Adapter
 from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
 from rollcall.types import FinishReason
@@ -39,23 +43,38 @@ class NativeEngine:
         compile: bool = False,
         attention: Way | None = None,
         graphs: bool = True,
+        adapters: Mapping[str, Adapter] | None = None,
     ):
         """``attention`` forces one of a CPU's two ways, which is otherwise chosen for this machine. ``graphs``: on CUDA, capture
-        decode steps; without, each runs line by line, for a debugger."""
+        decode steps; without, each runs line by line, for a debugger. ``adapters`` are by the names that requests use; they share the
+        model's weights, and rows of one batch may have different ones. The first is that of requests without a name."""
         decoder = Decoder.of(model)
+        self.served = Served(decoder, adapters) if adapters else None
+        if self.served is not None:
+            decoder = replace(decoder, adapter_of=self.served.adapter_of)
         self.tokenizer = tokenizer
         self.runner: Runner
         if decoder.device.type == "cuda":
             from rollcall.engine.native.paged import PagedRunner
 
             self.runner = PagedRunner(
-                decoder, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction, graphs=graphs
+                decoder,
+                max_running=max_running,
+                kv_tokens=kv_tokens,
+                kv_fraction=kv_fraction,
+                graphs=graphs,
+                served=self.served,
             )
         else:
             from rollcall.engine.native.rows import RowRunner
 
             self.runner = RowRunner(
-                decoder, max_running=max_running, kv_tokens=kv_tokens, compile=compile, attention=attention
+                decoder,
+                max_running=max_running,
+                kv_tokens=kv_tokens,
+                compile=compile,
+                attention=attention,
+                served=self.served,
             )
         self.max_positions = decoder.max_positions
         self.version = 0
@@ -72,6 +91,7 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.runner.room)
+        self._check_adapter(request)
         began = self.runner.began(request.session)
         first = self._num_submitted if began is None else began
         sequences = [Sequence(request=request, index=index, order=first + index) for index in range(len(request.seeds))]
@@ -107,6 +127,8 @@ class NativeEngine:
         if self._started:
             self._settle(goes_on=False)
         self.version = version
+        if self.served is not None:
+            self.served.refresh()
         self.runner.forget(None)
         for row in reversed(range(len(self._running))):
             self._wait(self._drop(row))
@@ -116,6 +138,19 @@ class NativeEngine:
 
     def close(self) -> None:
         """Nothing outlives the object."""
+
+    def _check_adapter(self, request: Request) -> None:
+        names = [] if self.served is None else [BASE, *self.served.adapters]
+        if request.adapter is not None and request.adapter not in names:
+            raise ValueError(
+                f"request {request.id!r} asks for the adapter {request.adapter!r}; "
+                + (f"this engine has {', '.join(names)}" if names else "this engine has none, so leave it out")
+            )
+        if request.adapter is not None and request.session is not None:
+            raise ValueError(
+                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, and sessions go on with the "
+                "engine's first one; leave adapter or session out"
+            )
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=lambda each: each.order)

@@ -21,8 +21,11 @@ AttendPast = Callable[[int, Tensor], Tensor]
 """(layer, q [N, H, D]) -> [N, H * D]: attention of the tokens of the fills with a past over all that is stored."""
 
 
-def run_fills(decoder: Decoder, fills: list[Fill], store: Store, attend_past: AttendPast) -> int:
-    """Compute the keys and values of all fills, in the given order, those with a past last; how many tokens that was."""
+def run_fills(
+    decoder: Decoder, fills: list[Fill], store: Store, attend_past: AttendPast, *, gain: Tensor | None = None
+) -> int:
+    """Compute the keys and values of all fills, in the given order, those with a past last; how many tokens that was. ``gain`` says
+    which adapter each token has."""
     lengths = [len(fill.token_ids) for fill in fills]
     ids = np.concatenate([fill.token_ids for fill in fills]).astype(np.int64)
     positions = np.concatenate([fill.past + np.arange(len(fill.token_ids)) for fill in fills])
@@ -39,7 +42,7 @@ def run_fills(decoder: Decoder, fills: list[Fill], store: Store, attend_past: At
         out = _attend_fresh(*(x[:num_fresh] for x in (q, k, v)), cumulative=cumulative, lengths=fresh, window=window)
         return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))
 
-    decoder.forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attend)
+    decoder.forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attend, gain=gain)
     return sum(lengths)
 
 

@@ -11,6 +11,8 @@ session stay between its requests, also counted. They go, oldest first, when row
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.past import attend_packed
@@ -26,6 +29,7 @@ from rollcall.engine.native.sampler import truncate
 from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
 from rollcall.model.decoder import Decoder
+from rollcall.model.low_rank import add_low_rank
 
 BLOCK = 64  # tokens per KV block
 CHUNK = 16  # steps between two looks at the results
@@ -36,7 +40,14 @@ PAST = 16  # tokens whose keys are read for a fill take less memory than one tok
 
 class PagedRunner:
     def __init__(
-        self, decoder: Decoder, *, max_running: int, kv_tokens: int | None, kv_fraction: float, graphs: bool = True
+        self,
+        decoder: Decoder,
+        *,
+        max_running: int,
+        kv_tokens: int | None,
+        kv_fraction: float,
+        graphs: bool = True,
+        served: Served | None = None,
     ):
         """``graphs``: capture decode steps; without, a debugger can step through them."""
         self.decoder = decoder
@@ -54,11 +65,13 @@ class PagedRunner:
         self.ahead_from: float = AHEAD_ROWS
         self._started = 0  # steps of the chunk on its way
 
-        self._rows = RowState(max_running)
+        self._rows = RowState(max_running, served=served)
+        self._served = served
 
         # Its numbers on the device. Positions are -1 for rows that are past their limit.
         self._state = torch.zeros(5, max_running, dtype=torch.int64, device=device)
         self._sampling = torch.zeros(3, max_running, dtype=torch.float32, device=device)
+        self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # of the rows' adapters
         self._tables = torch.zeros(max_running, 16, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._out_tokens = torch.zeros(CHUNK, max_running, dtype=torch.int64, device=device)
@@ -250,7 +263,8 @@ class PagedRunner:
             window = self.decoder.layers[index].window
             return attend_packed(q, keys[context], values[context], extending, window=window)
 
-        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past)
+        gain = self._rows.fill_gain(fills)
+        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
 
     def _slots(self, parts: list[tuple[int, int, int]]) -> Tensor:
         """Where the tokens of these parts (row, from, to) lie in the cache, end to end."""
@@ -269,6 +283,8 @@ class PagedRunner:
         self._state.copy_(torch.from_numpy(state))
         sampling_state = np.stack((self._rows.temperature, self._rows.top_p, self._rows.top_k.astype(np.float32)))
         self._sampling.copy_(torch.from_numpy(sampling_state))
+        if self._served is not None:
+            self._adapter_slots.copy_(torch.from_numpy(self._rows.slot))
         tables = np.zeros((rows, self._tables.shape[1]), dtype=np.int32)
         for row, blocks in enumerate(self._blocks):
             tables[row, : len(blocks)] = blocks
@@ -315,11 +331,13 @@ class PagedRunner:
         tables = self._tables[:rows]
         num_splits = attention.pick_num_splits(rows, num_kv_heads=decoder.num_kv_heads, max_blocks=tables.shape[1])
         x, residual = F.embedding(tokens, decoder.embed), None
+        gain = None if self._served is None else self._served.gain(self._adapter_slots[:rows])
         for index, layer in enumerate(decoder.layers):
+            add = self._adding(index, gain)
             keys, values = self._cache[index]
             h, residual = kernels.rms_norm(x, layer.input_norm, decoder.eps, residual=residual)
             q = kernels.rope_cache(
-                F.linear(h, layer.qkv, layer.qkv_bias),
+                add("qkv", F.linear(h, layer.qkv, layer.qkv_bias), h),
                 position,
                 self._cos_sin,
                 k_cache=keys,
@@ -339,10 +357,18 @@ class PagedRunner:
                 window=layer.window,
                 num_splits=num_splits,
             )
-            x = F.linear(attended, layer.out, layer.out_bias)
+            x = add("out", F.linear(attended, layer.out, layer.out_bias), attended)
             h, residual = kernels.rms_norm(x, layer.post_norm, decoder.eps, residual=residual)
-            x = F.linear(kernels.silu_mul(F.linear(h, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            gated = kernels.silu_mul(add("gate_up", F.linear(h, layer.gate_up, layer.gate_up_bias), h))
+            x = add("down", F.linear(gated, layer.down, layer.down_bias), gated)
         return kernels.rms_norm(x, decoder.norm, decoder.eps, residual=residual)[0]
+
+    def _adding(self, index: int, gain: Tensor | None) -> Callable[[str, Tensor, Tensor], Tensor]:
+        """(product, what it gives, its input) -> that with what the rows' adapters add in this layer."""
+        if self._served is None or gain is None:
+            return lambda field, out, x: out
+        adapter = replace(self._served.adapter_of(index), gain=gain)
+        return lambda field, out, x: add_low_rank(out, x, getattr(adapter, field), adapter)
 
 
 class BlockPool:

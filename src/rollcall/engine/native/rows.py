@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.extend import plan_extensions
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
@@ -46,6 +47,7 @@ class RowRunner:
         kv_tokens: int | None,
         compile: bool = False,
         attention: Way | None = None,
+        served: Served | None = None,
     ):
         """``attention`` is this machine's own way unless one is given."""
         self.decoder = decoder
@@ -61,7 +63,7 @@ class RowRunner:
         self._column = 0  # where the next token of every row goes
         self._chunk: Chunk | None = None
         self.ahead_from = math.inf  # the host computes: there is nothing to wait for
-        self._rows = RowState(max_running)  # a row starts ``position`` columns back
+        self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
         self._kept = KeptRows()
 
@@ -243,6 +245,7 @@ class RowRunner:
             values=[values[seats, live] for values in self._values],
             masks=[masks[layer.window] for layer in decoder.layers],
             attend=self._attend,
+            gain=self._rows.gain(rows),
         )
         sampled = self._sample(self._logits(decoder, step), rows)
         self._rows.next[:rows] = sampled[0]
@@ -301,7 +304,8 @@ class RowRunner:
                 )
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past)
+        gain = self._rows.fill_gain(fills)
+        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
 
     def _copy_plan(self, fills: list[Fill]) -> tuple[Tensor, Tensor, Tensor]:
         """For every row and token to fill: the packed token it comes from, its row, its column."""
@@ -332,6 +336,7 @@ class Step(NamedTuple):
     values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
     masks: list[Tensor | None]  # of each layer, additive [rows * Hkv, 1, columns]; None: every row sees every column
     attend: Attend
+    gain: Tensor | None = None  # which adapter each row has
 
 
 def next_logits(decoder: Decoder, step: Step) -> Tensor:
@@ -345,7 +350,7 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
         grouped = q.reshape(keys.shape[0], -1, decoder.head_dim).float()
         return step.attend(grouped, keys, values, step.masks[index]).reshape(q.shape[0], -1).to(q.dtype)
 
-    return decoder.logits(decoder.forward(step.token_ids, step.positions, attend))
+    return decoder.logits(decoder.forward(step.token_ids, step.positions, attend, gain=step.gain))
 
 
 def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -368,7 +373,8 @@ def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
     columns += [(tensor, 1) for tensor in step.values]
     for tensor, dim in columns:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    for tensor in (step.token_ids, step.positions, *(tensor for tensor, _ in columns)):
+    rows = [tensor for tensor in (step.token_ids, step.positions, step.gain) if tensor is not None]
+    for tensor in (*rows, *(tensor for tensor, _ in columns)):
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return _compiled()(decoder, step)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from rollcall.engine.native.adapters import Served
 from rollcall.engine.sequence import Sequence
 from rollcall.types import Floats, Ints, Longs
 
@@ -72,13 +74,15 @@ class Runner(Protocol):
 class RowState:
     """What the host knows of each row: [max_running] each."""
 
-    def __init__(self, max_running: int) -> None:
+    def __init__(self, max_running: int, *, served: Served | None = None) -> None:
+        self._served = served
         self.numbers = np.zeros((5, max_running), dtype=np.int64)
         # The token to feed, its position, where the row must end, how many tokens were drawn, the seed of the draws.
         self.next, self.position, self.limit, self.drawn, self.seed = self.numbers
         self.temperature = np.zeros(max_running, dtype=np.float32)
         self.top_p = np.ones(max_running, dtype=np.float32)
         self.top_k = np.zeros(max_running, dtype=np.int64)
+        self.slot = np.full(max_running, -1, dtype=np.int64)  # of its adapter; -1: it has none
 
     def set(self, row: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -90,10 +94,22 @@ class RowState:
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k
+        if self._served is not None:
+            self.slot[row] = self._served.slot(sequence.request.adapter)
 
     def move(self, source: int, *, to: int) -> None:
-        for state in (*self.numbers, self.temperature, self.top_p, self.top_k):
+        for state in (*self.numbers, self.temperature, self.top_p, self.top_k, self.slot):
             state[to] = state[source]
+
+    def gain(self, num_rows: int) -> Tensor | None:
+        """Which adapter each of the first rows has; None: the engine has no adapters."""
+        return None if self._served is None else self._served.gain(self.slot[:num_rows])
+
+    def fill_gain(self, fills: Iterable[Fill]) -> Tensor | None:
+        """Which adapter each token of the fills has."""
+        if self._served is None:
+            return None
+        return self._served.gain(np.concatenate([self.slot[[fill.rows[0]] * len(fill.token_ids)] for fill in fills]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,11 @@ generator. Stop strings are looked for here, in the tokenizer's own text.
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +26,12 @@ from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
 from rollcall.engine.vllm.child import START_S, Child, UpdateRefused, VllmError
 from rollcall.engine.vllm.setup import make_spec
+from rollcall.model.adapter import Adapter
+from rollcall.model.peft_files import write_adapter
 from rollcall.types import FinishReason
 
 PART_BYTES = 128 << 20  # of an update that lies in memory at once; two or three do
+SHARED_MEMORY = "/dev/shm"
 STEPS = 8  # tokens of each completion between two looks
 LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, except 0
 
@@ -42,10 +48,14 @@ class VllmEngine:
         kv_tokens: int | None,
         kv_fraction: float = 0.3,
         device: torch.device | None = None,
+        adapter: Adapter | None = None,
     ):
         """``model`` is the source of the weights. On the meta device it has none: then ``load_weights`` brings them before anything is
-        sampled, and ``device`` says where vLLM runs."""
+        sampled, and ``device`` says where vLLM runs. With an ``adapter`` vLLM reads the model from its own place, and every version is
+        that of the adapter alone."""
         self.model = model
+        self._adapter = adapter
+        self._adapter_folder: tempfile.TemporaryDirectory[str] | None = None
         self.tokenizer = tokenizer
         self.child = child
         self.version = 0
@@ -57,7 +67,13 @@ class VllmEngine:
         self._is_advancing = False
         self._asleep: set[str] = set()
         spec = make_spec(
-            model, section, max_running=max_running, kv_tokens=kv_tokens, kv_fraction=kv_fraction, device=device
+            model,
+            section,
+            max_running=max_running,
+            kv_tokens=kv_tokens,
+            kv_fraction=kv_fraction,
+            device=device,
+            adapter=adapter,
         )
         config: Any = model.config
         self.max_positions: int = config.max_position_embeddings
@@ -65,7 +81,9 @@ class VllmEngine:
         self.room: int = spec["kv_tokens"]
         self._sleeps: bool = spec["sleep"]
         child.ask("load", spec=spec, deadline_s=START_S)
-        if not next(model.parameters()).is_meta:
+        if adapter is not None:
+            self._ship_adapter(adapter, 0)
+        elif not next(model.parameters()).is_meta:
             self._ship(0, model.named_parameters())
 
     @property
@@ -74,6 +92,11 @@ class VllmEngine:
 
     def submit(self, request: Request) -> None:
         check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.room)
+        if request.adapter is not None:
+            raise ValueError(
+                f"request {request.id!r} names the adapter {request.adapter!r}, and vLLM has that of the run alone; leave it out, or use "
+                "rollout.engine=native"
+            )
         if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
@@ -113,8 +136,13 @@ class VllmEngine:
         self._drop(rows)
 
     def update_weights(self, version: int) -> None:
-        """Send the model's parameters. Running completions go on with them; their context is computed again."""
-        self.load_weights(version, self.model.named_parameters())
+        """Send the model's parameters, or the adapter. Running completions go on with them; their context is computed again."""
+        if self._adapter is None:
+            self.load_weights(version, self.model.named_parameters())
+            return
+        self._take_in()
+        self._ship_adapter(self._adapter, version)
+        self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """``update_weights`` with weights that come one by one, under the names of transformers; none is kept here. Those of a module
@@ -135,6 +163,17 @@ class VllmEngine:
 
     def close(self) -> None:
         self.child.close()
+        if self._adapter_folder is not None:
+            self._adapter_folder.cleanup()
+
+    def _ship_adapter(self, adapter: Adapter, version: int) -> None:
+        """As PEFT's files in memory, which is what vLLM reads."""
+        if self._adapter_folder is None:
+            memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+            self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)
+        folder = Path(self._adapter_folder.name)
+        write_adapter(folder, adapter.named_tensors(), adapter.section, base=adapter.base)
+        self.child.ask("adapt", version=version, folder=str(folder))
 
     def _ship(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Part by part: one is laid out while vLLM loads the one before."""

@@ -10,6 +10,7 @@ parent is gone it ends. A message names what to ``do``:
     begin    refuse a stale version, before any of its weights are sent
     part     take some of the new weights, which lie in shared memory, unless they are torn
     end      sample from the new weights; a version that breaks off leaves none that count
+    adapt    take the adapter that lies in a folder, unless it is stale
     sleep, wake, quit
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
@@ -48,6 +49,7 @@ class Server:
         self.version = -1
         self._due: int | None = None  # the version whose weights are coming
         self._is_changing = False  # whether some of them have been loaded
+        self.adapter: Any = None  # vLLM's request for it; None: the model alone
         self._preemptions: dict[str, int] = {}  # of the running completions
 
     def serve(self) -> None:
@@ -86,7 +88,7 @@ class Server:
             with tempfile.TemporaryDirectory(prefix="rollcall-vllm-") as folder:
                 with open(os.path.join(folder, "config.json"), "w") as file:
                     json.dump(spec["config"], file)
-                self.engine = make_engine(spec, folder)
+                self.engine = make_engine(spec, spec["model"] or folder)
             self.spec = spec
         self.version = -1
 
@@ -94,7 +96,8 @@ class Server:
         if self.version < 0:
             raise RuntimeError("no weights have been sent yet")
         for row in submit:
-            self.engine.add_request(row["id"], {"prompt_token_ids": row["prompt"]}, sampling_params(row))
+            prompt = {"prompt_token_ids": row["prompt"]}
+            self.engine.add_request(row["id"], prompt, sampling_params(row), lora_request=self.adapter)
         rows: dict[str, list[Any]] = {}  # id -> tokens, log-probs, finish
         num_preempted = 0
         for _ in range(steps):
@@ -138,6 +141,18 @@ class Server:
             self.engine.collective_rpc(end_weights, args=(False,))
         self._due, self._is_changing = None, False
 
+    def do_adapt(self, version: int, folder: str) -> None:
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+
+        if version < self.version:
+            raise Refused(f"version {version} is stale: this engine has version {self.version}")
+        # Under one number: completions that are running go on with the new adapter. Their own request must not load it again.
+        if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
+            raise RuntimeError(f"vLLM did not load the adapter in {folder}")
+        self.adapter = LoRARequest("policy", 1, folder)
+        self._forget_context()
+        self.version = version
+
     def do_sleep(self) -> None:
         self.engine.sleep(level=1)
 
@@ -176,7 +191,10 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         model=folder,
         skip_tokenizer_init=True,  # token ids in and out: there is no second tokenizer to disagree
         generation_config="vllm",  # sampling is what each request says, and nothing else
-        load_format="dummy",
+        load_format="dummy" if spec["model"] is None else "auto",
+        enable_lora=spec["lora_rank"] > 0,
+        max_loras=1,
+        max_lora_rank=spec["lora_rank"] or 16,
         trust_remote_code=False,  # its own class of this architecture runs; a model's code is the learner's business
         dtype=spec["dtype"],
         max_model_len=spec["max_positions"],

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from rollcall.config import VllmSection
+from rollcall.model.adapter import Adapter
+from rollcall.stored.find import adapter_folder, is_model_dir
 
 PYTHON_VARIABLE = "ROLLCALL_VLLM_PYTHON"
 INSTALL = (
@@ -25,6 +27,7 @@ PROBE_S = 60.0
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 CPU_KV_BYTES = 1 << 30  # at most, unless rollout.kv_tokens asks for more
 KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's own kernels for CPUs want multiples of 32
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM 0.32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 
 
@@ -59,9 +62,12 @@ def make_spec(
     kv_tokens: int | None,
     kv_fraction: float,
     device: torch.device | None = None,
+    adapter: Adapter | None = None,
 ) -> dict[str, Any]:
     """What the child needs to make its engine, all of it derived from the model that is here; ``device``: where an outline would be."""
     config: Any = model.config
+    if adapter is not None:
+        _refuse_adapter(adapter)
     first = next(model.parameters())
     device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
@@ -78,6 +84,9 @@ def make_spec(
     blocks = -(-kv_tokens // block) + 1 + bool(getattr(config, "sliding_window", None))
     return {
         "config": config_fields(model),
+        # With an adapter: where vLLM reads the model, and the room that it keeps for ranks.
+        "model": None if adapter is None else adapter.base,
+        "lora_rank": 0 if adapter is None else next(rank for rank in LORA_RANKS if rank >= adapter.section.rank),
         "dtype": str(dtype).removeprefix("torch."),
         "max_running": max_running,
         "max_positions": min(config.max_position_embeddings, kv_tokens),
@@ -89,6 +98,19 @@ def make_spec(
         "enforce_eager": section.enforce_eager or device.type == "cpu",  # there, compiling costs more than it saves
         "sleep": section.sleep and device.type == "cuda",
     }
+
+
+def _refuse_adapter(adapter: Adapter) -> None:
+    if adapter.section.rank > LORA_RANKS[-1]:
+        raise VllmUnavailable(
+            f"model.lora.rank={adapter.section.rank} is more than vLLM takes ({LORA_RANKS[-1]}); lower it, or use rollout.engine=native"
+        )
+    base = Path(adapter.base)
+    if base.is_absolute() and (not is_model_dir(base) or adapter_folder(base) is not None):
+        raise VllmUnavailable(
+            f"model.path={base} is a checkpoint, and with model.lora vLLM reads the model itself, from a model directory; write one with "
+            "`rollcall merge`, or use rollout.engine=native"
+        )
 
 
 def config_fields(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""The run file's section for training a low-rank adapter in place of the model's own weights (LoRA, arXiv:2106.09685)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator
+
+from rollcall.config.base import Section, field
+
+ALL_LINEAR = "all_linear"
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[str, ...] = get_args(Target)
+
+
+def _targets(given: Any) -> Any:
+    """Names that PEFT's users write for all of them mean the same here."""
+    return ALL_LINEAR if given in ("all-linear", "all_linear") else given
+
+
+def _check_targets(targets: Any) -> Any:
+    if targets == ALL_LINEAR:
+        return targets
+    if not targets:
+        raise ValueError(
+            f"targets is empty, so there is nothing to train; write {ALL_LINEAR}, or some of {', '.join(TARGETS)}"
+        )
+    if twice := next((name for name in targets if targets.count(name) > 1), None):
+        raise ValueError(f"targets names {twice} twice; name it once")
+    return targets
+
+
+class LoraSection(Section):
+    rank: int = field(16, "Rank of each adapter: rows of its A, columns of its B.", ge=1, le=4096)
+    alpha: float = field(32.0, "What an adapter adds is multiplied by `alpha / rank`.", gt=0)
+    targets: Annotated[
+        Literal["all_linear"] | list[Target], BeforeValidator(_targets), AfterValidator(_check_targets)
+    ] = field(
+        "all_linear",
+        "Which modules get an adapter, such as `[q_proj, v_proj]`. `all_linear`: all products of every layer, without the output head.",
+    )
+    dropout: float = field(
+        0.0,
+        "Share of an adapter's inputs that an update sets to 0, drawn from `run.seed`. Sampling and scoring have none.",
+        ge=0,
+        lt=1,
+    )
+    path: str | None = field(
+        None,
+        "Directory of a PEFT adapter to start from. It must have this rank, alpha and targets. `null`: a new adapter, which changes nothing yet.",
+    )
+    export: Literal["adapter", "merged"] = field(
+        "adapter",
+        "What the run leaves in `model/`. `adapter`: the adapter alone, in PEFT's format. `merged`: a whole model directory with the adapter added to the weights.",
+    )
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The targets by name, in the order of a layer."""
+        return tuple(name for name in TARGETS if self.targets == ALL_LINEAR or name in self.targets)
+
+    @property
+    def gain(self) -> float:
+        return self.alpha / self.rank
+
+
+def check_lora(config: Any) -> None:
+    """What does not go together with an adapter, by name."""
+    if config.model.lora is None:
+        return
+    if config.algorithm.name == "ppo":
+        raise ValueError(
+            "model.lora trains an adapter of the policy, and algorithm ppo has a critic, which would be trained whole; use an "
+            "algorithm without a critic (grpo, rloo, ...), or leave model.lora out"
+        )
+    if config.rollout.engine == "vllm" and config.rollout.vllm.sleep:
+        raise ValueError(
+            "rollout.vllm.sleep=true gives vLLM's memory back between rollouts, which does not go together with model.lora; leave "
+            "rollout.vllm.sleep out"
+        )
+    if config.checkpoint.place == "local":
+        raise ValueError(
+            "checkpoint.place=local spreads the parts of a large model over the nodes' own disks, and with model.lora one process writes the "
+            "adapter, which is small, to run.dir; leave checkpoint.place out"
+        )

@@ -1,0 +1,87 @@
+"""The adapters of an engine: fixed buffers that hold all of them, so that rows of one batch may have different ones.
+
+The buffers never move: a captured graph reads them, and ``refresh`` copies new values into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcall.model.adapter import Adapter
+from rollcall.model.decoder import Decoder
+from rollcall.model.low_rank import MODULES, LayerAdapter, LowRank, a_of, b_of
+from rollcall.types import Longs
+
+BASE = "base"  # the name that means no adapter
+
+
+class Served:
+    """Adapters by name. The first is that of requests which name none."""
+
+    def __init__(self, decoder: Decoder, adapters: Mapping[str, Adapter]) -> None:
+        assert adapters and BASE not in adapters
+        self.adapters = dict(adapters)
+        self._slots = {name: slot for slot, name in enumerate(adapters)}
+        self._rank = max(adapter.section.rank for adapter in adapters.values())
+        self._rows = decoder.part_rows()
+        gains = [adapter.section.gain for adapter in adapters.values()]
+        # Row [slots] of each slot, and of none.
+        self._gains = torch.cat((torch.diag(torch.tensor(gains)), torch.zeros(1, len(gains)))).to(decoder.device)
+        self._layers = [self._empty(decoder, index) for index in range(len(decoder.layers))]
+        self.refresh()
+
+    def slot(self, name: str | None) -> int:
+        return 0 if name is None else -1 if name == BASE else self._slots[name]
+
+    def knows(self, name: str | None) -> bool:
+        return name in (None, BASE) or name in self._slots
+
+    def adapter_of(self, index: int) -> LayerAdapter:
+        return self._layers[index]
+
+    def gain(self, slots: Longs | Tensor) -> Tensor:
+        """``LayerAdapter.gain`` for rows with these slots; -1: no adapter."""
+        if isinstance(slots, np.ndarray):
+            slots = torch.from_numpy(slots)
+        return self._gains[slots.to(self._gains.device)]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the adapters' present values."""
+        for slot, adapter in enumerate(self.adapters.values()):
+            for layer, tensors in zip(self._layers, adapter.layers, strict=True):
+                for field, modules in MODULES.items():
+                    pair = getattr(layer, field)
+                    if pair is not None:
+                        self._put(
+                            pair,
+                            [(tensors.get(a_of(name)), tensors.get(b_of(name))) for name in modules],
+                            field,
+                            slot=slot,
+                        )
+
+    def _put(
+        self, pair: LowRank, parts: Sequence[tuple[Tensor | None, Tensor | None]], field: str, *, slot: int
+    ) -> None:
+        row = 0
+        for place, ((a, b), count) in enumerate(zip(parts, self._rows[field], strict=True)):
+            start = (slot * len(parts) + place) * self._rank
+            if a is not None and b is not None:  # else it stays zero
+                pair.a[start : start + len(a)] = a
+                pair.b[row : row + count, start : start + len(a)] = b
+            row += count
+
+    def _empty(self, decoder: Decoder, index: int) -> LayerAdapter:
+        made: dict[str, LowRank] = {}
+        for field, modules in MODULES.items():
+            if not any(module in adapter.section.modules for adapter in self.adapters.values() for module in modules):
+                continue
+            outputs, inputs = getattr(decoder.layers[index], field).shape
+            inner = len(self.adapters) * len(modules) * self._rank
+            like = decoder.embed
+            made[field] = LowRank(a=like.new_zeros(inner, inputs), b=like.new_zeros(outputs, inner))
+        return LayerAdapter(**{field: made.get(field) for field in MODULES}, gain=1.0, dropout=0.0)

@@ -1,0 +1,108 @@
+"""A low-rank adapter (LoRA) of a whole model.
+
+Its tensors have names as the decoder's have (``layers.3.q_proj_lora_A``); ``module_names`` says what transformers calls them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.config.lora import LoraSection
+from rollcall.model.decoder import Decoder, Layer, module_names
+from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
+from rollcall.model.peft_files import read_adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    section: LoraSection
+    layers: list[dict[str, Tensor]]  # of each layer, by ``a_of`` and ``b_of``
+    rows: Mapping[str, tuple[int, ...]]  # of each module in each product of a layer
+    seed: int
+    base: str  # where the model is: a path or a name
+
+    @classmethod
+    def make(cls, decoder: Decoder, section: LoraSection, *, seed: int, device: torch.device, base: str) -> Adapter:
+        """A new one, as PEFT makes it: A uniform up to 1/sqrt(inputs), B zero; or what ``section.path`` holds. ``decoder`` may be on the
+        meta device."""
+        rows = decoder.part_rows()
+        draws = torch.Generator().manual_seed(seed)
+        layers = [_new_layer(layer, section, rows=rows, draws=draws) for layer in decoder.layers]
+        adapter = cls(section=section, layers=layers, rows=rows, seed=seed, base=base)
+        if section.path is not None:
+            folder, where = Path(section.path).expanduser(), f"model.lora.path={section.path}"
+            adapter.load(read_adapter(folder, section, adapter.named_tensors(), where=where))
+        placed = [{name: tensor.to(device, decoder.dtype) for name, tensor in layer.items()} for layer in layers]
+        return replace(adapter, layers=placed)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in layer.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.named_tensors().values())
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.named_tensors().items():
+            tensor.copy_(tensors[name])
+
+    def on(self, decoder: Decoder) -> Decoder:
+        """The decoder with this adapter; both share the model's weights."""
+        return replace(decoder, adapter_of=self._of_layer)
+
+    def _of_layer(self, index: int) -> LayerAdapter:
+        return fuse(self.layers[index], rows=self.rows, gain=self.section.gain, dropout=self.section.dropout)
+
+
+def _new_layer(
+    layer: Layer, section: LoraSection, *, rows: Mapping[str, tuple[int, ...]], draws: torch.Generator
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for module in section.modules:
+        field = FIELDS[module]
+        inputs, outputs = getattr(layer, field).shape[1], rows[field][MODULES[field].index(module)]
+        bound = 1 / math.sqrt(inputs)
+        tensors[a_of(module)] = torch.empty(section.rank, inputs).uniform_(-bound, bound, generator=draws)
+        tensors[b_of(module)] = torch.zeros(outputs, section.rank)
+    return tensors
+
+
+class Deltas:
+    """What an adapter adds to the weights of a model, by the names of transformers. ``tensors`` are by the decoder's names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, gain: float) -> None:
+        self._gain = gain
+        self._pairs = {
+            module_names(name)[0].replace(".lora_A.", "."): (a, tensors[name.removesuffix("_A") + "_B"])
+            for name, a in tensors.items()
+            if name.endswith("_lora_A")
+        }
+
+    @torch.no_grad()
+    def added_to(self, weight: Tensor, name: str) -> Tensor:
+        """In float32, rounded once."""
+        if name not in self._pairs:
+            return weight
+        a, b = (one.detach().to(weight.device).float() for one in self._pairs[name])
+        return torch.addmm(weight.float(), b, a, alpha=self._gain).to(weight.dtype)
+
+
+@torch.no_grad()
+def add_to_weights(model: Any, tensors: Mapping[str, Tensor], *, gain: float) -> None:
+    """Add an adapter to the weights of ``model`` in place. ``tensors`` are by the decoder's names."""
+    deltas = Deltas(tensors, gain=gain)
+    for name, parameter in model.named_parameters():
+        if (added := deltas.added_to(parameter.data, name)) is not parameter.data:
+            parameter.data.copy_(added)

@@ -1,0 +1,583 @@
+"""Low-rank adapters: against `peft` itself, against the merged model, and what must not change beside them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_contract import finish, request
+from ranks import Ranks
+from test_learner import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_logprobs, section, trainable
+from tiny import (
+    compiles,
+    make_model,
+    make_tokenizer,
+    needs_bfloat16,
+    needs_compiler,
+    random_prompts,
+    reference_logprobs,
+    save_model,
+)
+from torch import Tensor
+
+from rollcall.checkpoint.training import export_learner, read_learner, write_learner
+from rollcall.checkpoint.verify import verify
+from rollcall.config import Config, Grpo, RolloutSection, RunSection, load_config
+from rollcall.config.lora import LoraSection
+from rollcall.config.sections import ModelSection
+from rollcall.engine.native.adapters import BASE
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.errors import ConfigError, ModelFilesError
+from rollcall.learner.gang import Gang
+from rollcall.learner.learner import Learner, Reference
+from rollcall.merge.merge import merge
+from rollcall.model.adapter import Adapter, add_to_weights
+from rollcall.model.decoder import Decoder, fuse_parameters, module_names
+from rollcall.model.load import ModelError, load_causal_lm
+from rollcall.model.peft_files import write_adapter
+from rollcall.plan.placement import Role
+from rollcall.roles.worker import RoleWorker
+
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SOME = LoraSection(rank=4, alpha=6, targets=["q_proj", "v_proj", "up_proj"])
+ALL = LoraSection(rank=3, alpha=6)
+
+
+def make_adapter(model: Any, lora: LoraSection = ALL, *, seed: int = 0, full: bool = True) -> Adapter:
+    """``full``: its B is not zero, so that mistakes show."""
+    adapter = Adapter.make(Decoder.of(model), lora, seed=seed, device=model.device, base="base")
+    if full:
+        draws = torch.Generator().manual_seed(seed + 1)
+        for name, tensor in adapter.named_tensors().items():
+            if name.endswith("_B"):
+                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=draws))
+    return adapter
+
+
+def make_learner(
+    model: Any, adapter: Adapter | None, algorithm: Any = None, *, gang: Gang | None = None, **changes: Any
+) -> Learner:
+    return Learner(
+        model,
+        section(**changes),
+        algorithm=algorithm or Grpo(),
+        temperature=TEMPERATURE,
+        max_response_tokens=LONGEST,
+        total_updates=10,
+        gang=gang,
+        adapter=adapter,
+    )
+
+
+def merged(name: str, adapter: Adapter, **shape: Any) -> Any:
+    model = make_model(name, **shape)
+    add_to_weights(model, adapter.named_tensors(), gain=adapter.section.gain)
+    return model
+
+
+def values(adapter: Adapter) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in adapter.named_tensors().items()}
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-untied", "llama-bias"])
+def test_an_adapter_computes_what_the_merged_model_does(name: str, lora: LoraSection) -> None:
+    model = trainable(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    adapter = make_adapter(model, lora)
+    samples = make_samples(make_model(name))[:4]
+    learner = make_learner(model, adapter)
+    other = merged(name, adapter)
+    for sample, row in zip(samples, learner.score(samples), strict=True):
+        expected = reference_logprobs(other, sample.prompt_ids, sample.response_ids, temperature=TEMPERATURE)
+        np.testing.assert_allclose(row.logprobs[sample.mask], expected.numpy()[sample.mask], atol=1e-4)
+    learner.update(samples)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items()), "the base is frozen"
+    assert not any(tensor.requires_grad for tensor in Decoder.of(model).named_tensors().values())
+    assert set(learner.optimizer.named) == set(adapter.named_tensors()), "the optimizer has the adapter alone"
+
+
+def test_a_new_adapter_changes_nothing_and_comes_from_the_seed() -> None:
+    model = trainable()
+    samples = make_samples(make_model())[:3]
+    plain = make_learner(trainable(), None).score(samples)
+    found = make_learner(model, make_adapter(model, full=False)).score(samples)
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    one, same, other = (make_adapter(model, full=False, seed=seed).named_tensors() for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["layers.0.q_proj_lora_A"], other["layers.0.q_proj_lora_A"])
+
+
+def test_the_reference_is_the_model_without_its_adapter() -> None:
+    model = trainable()
+    samples = make_samples(make_model())[:3]
+    learner = make_learner(model, make_adapter(model))
+    reference = Reference(body=learner.body, section=learner.section, temperature=TEMPERATURE, plain=True)
+    expected = make_learner(trainable(), None).score(samples)
+    for one, other in zip(reference(samples), expected, strict=True):
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert not np.allclose(learner.score(samples)[0].logprobs, expected[0].logprobs)
+
+
+def test_dropout_is_drawn_from_the_seed_and_the_same_when_activations_are_recomputed() -> None:
+    samples = make_samples(make_model())
+
+    def trained(seed: int = 0, **changes: Any) -> tuple[dict[str, Tensor], Any]:
+        model = trainable()
+        adapter = make_adapter(model, ALL.model_copy(update={"dropout": 0.5}))
+        adapter = replace(adapter, seed=seed)
+        torch.manual_seed(int(np.random.default_rng().integers(1000)))  # what others draw does not matter
+        learner = make_learner(model, adapter, tokens_per_microbatch=60, **changes)
+        for _ in range(2):
+            learner.update(samples)
+        return values(adapter), learner.score(samples[:1])[0].logprobs
+
+    first, again, recomputed = trained(), trained(), trained(activation_checkpointing=True)
+    for name, tensor in first[0].items():
+        assert torch.equal(tensor, again[0][name]), name
+        torch.testing.assert_close(recomputed[0][name], tensor, atol=1e-5, rtol=1e-4)
+    assert any(not torch.allclose(tensor, first[0][name], atol=1e-5) for name, tensor in trained(seed=1)[0].items())
+    np.testing.assert_array_equal(first[1], again[1])
+
+
+@needs_bfloat16
+def test_a_bfloat16_adapter_has_float32_masters() -> None:
+    model = trainable().bfloat16()
+    adapter = make_adapter(model)
+    learner = make_learner(model, adapter, lr=1e-4)
+    learner.update(make_samples(make_model())[:3])
+    assert {tensor.dtype for tensor in learner.optimizer.targets.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in adapter.named_tensors().values()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_compiled_learner_and_engine_have_the_same_adapter() -> None:
+    samples = make_samples(make_model())[:3]
+    plain, model = make_learner(trainable(), make_adapter(trainable())), trainable()
+    expected = plain.update(samples)
+    with compiles():
+        learner = make_learner(model, make_adapter(model))
+        learner.body.compile()
+        found = learner.update(samples)
+        learner.score(samples)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    prompts = random_prompts(3)
+    outs = []
+    for compile in (False, True):
+        engine = NativeEngine(
+            model, make_tokenizer(), max_running=8, kv_tokens=None, compile=compile, adapters={"a": make_adapter(model)}
+        )
+        outs.append(sample_all(engine, {f"r{place}": (prompt, None) for place, prompt in enumerate(prompts)}))
+    for name, completion in outs[0].items():
+        np.testing.assert_allclose(completion[0].logprobs, outs[1][name][0].logprobs, atol=1e-4)
+
+
+# The engine
+
+
+def sample_all(engine: Any, wanted: dict[str, tuple[np.ndarray, str | None]]) -> dict[str, Any]:
+    for place, (name, (prompt, adapter)) in enumerate(wanted.items()):
+        one = request(prompt, name=name, seeds=(place,), max_tokens=8)
+        engine.submit(type(one)(**{**{key: getattr(one, key) for key in one.__slots__}, "adapter": adapter}))
+    return finish(engine)
+
+
+@pytest.mark.parametrize("way", ["products", "fused", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+def test_rows_of_one_batch_have_different_adapters(way: Any) -> None:
+    on_card, device = way == "cuda", "cuda" if way == "cuda" else "cpu"
+    attention: Any = None if on_card else way
+    shape: dict[str, Any] = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2) if on_card else {}
+    model = make_model(**shape).to(device)
+    fuse_parameters(model)
+    adapters = {"one": make_adapter(model, ALL, seed=5), "two": make_adapter(model, SOME, seed=7)}
+    engine = NativeEngine(
+        model, make_tokenizer(), max_running=3, kv_tokens=4096 if on_card else None,
+        attention=attention, adapters=adapters,
+    )  # fmt: skip
+    others: dict[str | None, Any] = {
+        None: merged("qwen2-tied", adapters["one"], **shape),
+        "two": merged("qwen2-tied", adapters["two"], **shape),
+        BASE: make_model(**shape),
+    }
+    prompts = random_prompts(6)
+    wanted = {f"r{place}": (prompt, [None, "two", BASE][place % 3]) for place, prompt in enumerate(prompts)}
+
+    def check() -> None:
+        for name, (completion,) in sample_all(engine, wanted).items():
+            prompt, adapter = wanted[name]
+            expected = reference_logprobs(others[adapter], prompt, completion.token_ids)
+            atol = 2e-3 if on_card else 1e-4
+            np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=atol, err_msg=f"{name} {adapter}")
+
+    check()
+    # New values reach graphs that were captured before.
+    for tensor in adapters["two"].named_tensors().values():
+        tensor.mul_(1.5)
+    others["two"] = merged("qwen2-tied", adapters["two"], **shape)
+    engine.update_weights(1)
+    check()
+
+
+def test_the_engine_takes_over_what_was_trained_with_the_next_version() -> None:
+    model = trainable()
+    adapter = make_adapter(model)
+    learner, samples = make_learner(model, adapter, lr=0.05), make_samples(make_model())
+    engine = NativeEngine(model, make_tokenizer(), max_running=4, kv_tokens=None, adapters={"policy": adapter})
+    pointers = [pair.a.data_ptr() for layer in engine.served._layers for pair in (layer.qkv, layer.down)]  # type: ignore[union-attr]
+    learner.update(samples)
+    engine.update_weights(1)
+    assert pointers == [pair.a.data_ptr() for layer in engine.served._layers for pair in (layer.qkv, layer.down)]  # type: ignore[union-attr]
+    other, prompts = merged("qwen2-tied", adapter), random_prompts(2)
+    for name, (completion,) in sample_all(
+        engine, {f"r{place}": (prompt, None) for place, prompt in enumerate(prompts)}
+    ).items():
+        expected = reference_logprobs(other, prompts[int(name[1:])], completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_a_request_for_an_unknown_adapter_is_refused() -> None:
+    model = trainable()
+    prompt = random_prompts(1)[0]
+    plain = NativeEngine(model, make_tokenizer(), max_running=2, kv_tokens=None)
+    with pytest.raises(ValueError, match="this engine has none"):
+        sample_all(plain, {"r": (prompt, "two")})
+    engine = NativeEngine(model, make_tokenizer(), max_running=2, kv_tokens=None, adapters={"one": make_adapter(model)})
+    with pytest.raises(ValueError, match="this engine has base, one"):
+        sample_all(engine, {"r": (prompt, "two")})
+
+
+# PEFT
+
+
+def peft_model(folder: Path, name: str, adapter: Adapter, *, trains: bool = False) -> Any:
+    peft = pytest.importorskip(
+        "peft", reason="this test compares with peft, which is not installed (pip install 'rollcall[dev]')"
+    )
+    write_adapter(folder, adapter.named_tensors(), adapter.section, base="base")
+    return peft.PeftModel.from_pretrained(make_model(name), folder, is_trainable=trains).eval()
+
+
+def by_module(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {module_names(name)[0].replace(".weight", ".default.weight"): tensor for name, tensor in named.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-bias"])
+def test_outputs_gradients_and_a_few_steps_are_those_of_peft(tmp_path: Path, name: str, lora: LoraSection) -> None:
+    model = trainable(name)
+    adapter = make_adapter(model, lora)
+    other = peft_model(tmp_path, name, adapter, trains=True)
+    samples = make_samples(make_model(name))
+    algorithm = Grpo(kl_coef=0.1, entropy_coef=0.05)
+    learner = make_learner(model, adapter, algorithm, tokens_per_microbatch=60)
+    for sample, row in zip(samples[:3], learner.score(samples[:3]), strict=True):
+        with torch.no_grad():
+            full = naive_logprobs(other, sample)
+        chosen = full.gather(1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(row.logprobs[sample.mask], chosen[sample.mask], atol=1e-4)
+    trained = {key: parameter for key, parameter in other.named_parameters() if parameter.requires_grad}
+    adamw = torch.optim.AdamW(trained.values(), lr=1e-3, weight_decay=0.0)
+    for step in range(3):
+        adamw.zero_grad()
+        found = naive_gradients(other, algorithm, samples)
+        expected = {key.removeprefix("base_model.model."): grad for key, grad in found.items() if grad is not None}
+        sums: dict[str, Tensor] = {}
+        original = learner.optimizer.step
+
+        def step_and_note(sums: dict[str, Tensor] = sums, original: Any = original) -> Any:
+            sums.update({key: tensor.clone() for key, tensor in learner.optimizer._sums.items()})
+            return original()
+
+        learner.optimizer.step = step_and_note  # type: ignore[method-assign]
+        learner.update(samples)
+        learner.optimizer.step = original  # type: ignore[method-assign]
+        own = by_module(sums)
+        assert own.keys() == expected.keys()
+        scale = max(float(grad.abs().max()) for grad in expected.values())
+        for key, grad in expected.items():
+            assert float((own[key] - grad).abs().max()) <= 1e-4 * scale, (step, key)
+        adamw.step()
+    after = {key.removeprefix("base_model.model."): parameter.detach() for key, parameter in trained.items()}
+    for key, tensor in by_module(values(adapter)).items():
+        torch.testing.assert_close(tensor, after[key], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_peft_initialises_as_this_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip(
+        "peft", reason="this test compares with peft, which is not installed (pip install 'rollcall[dev]')"
+    )
+    torch.manual_seed(0)
+    other = peft.get_peft_model(make_model(), peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    theirs = {name: tensor for name, tensor in other.named_parameters() if "lora_" in name}
+    own = make_adapter(trainable(), LoraSection(rank=8, alpha=16), full=False).named_tensors()
+    assert {name.removeprefix("base_model.model.") for name in theirs} == set(by_module(own))
+    for name, tensor in by_module(own).items():
+        their = theirs[f"base_model.model.{name}"]
+        assert tensor.shape == their.shape and float(tensor.abs().max()) <= 1.001 / tensor.shape[1] ** 0.5
+        assert float(their.detach().std()) == pytest.approx(float(tensor.std()), rel=0.15)
+    other.save_pretrained(tmp_path)
+    lora = LoraSection(rank=8, alpha=16, path=str(tmp_path))
+    read = Adapter.make(Decoder.of(trainable()), lora, seed=0, device=CPU, base="base")
+    for name, tensor in by_module(read.named_tensors()).items():
+        assert torch.equal(tensor, theirs[f"base_model.model.{name}"].detach()), "an adapter that peft wrote is read"
+
+
+def test_an_adapter_begins_where_another_ended(tmp_path: Path) -> None:
+    model = trainable()
+    adapter = make_adapter(model, SOME)
+    write_adapter(tmp_path, adapter.named_tensors(), SOME, base="base")
+    again = make_adapter(model, SOME.model_copy(update={"path": str(tmp_path)}), full=False)
+    assert all(torch.equal(tensor, again.named_tensors()[name]) for name, tensor in adapter.named_tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "words"),
+    [
+        (dict(rank=8), {}, "has rank 4, and model.lora.rank is 8; write model.lora.rank=4"),
+        (
+            dict(targets="all_linear"),
+            {},
+            r"has targets \[q_proj,v_proj,up_proj\].*write model.lora.targets=\[q_proj,v_proj,up_proj\]",
+        ),
+        ({}, dict(use_rslora=True), "use_rslora=true, which is not supported"),
+        ({}, dict(bias="all"), 'bias="all", which is not supported'),
+        ({}, dict(r="many"), "is not that of a LoRA adapter"),
+    ],
+)
+def test_an_adapter_that_is_not_the_run_files_is_refused(
+    tmp_path: Path, changes: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    model = trainable()
+    write_adapter(tmp_path, make_adapter(model, SOME).named_tensors(), SOME, base="base")
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    lora = LoraSection(
+        **{"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "up_proj"], "path": str(tmp_path), **changes}
+    )
+    with pytest.raises(ModelFilesError, match=words):
+        make_adapter(model, lora)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = trainable(num_hidden_layers=1)
+    write_adapter(tmp_path, make_adapter(other).named_tensors(), ALL, base="base")
+    with pytest.raises(
+        ModelFilesError, match=r"lacks base_model.model.model.layers.1.* and 13 more: it is an adapter of another model"
+    ):
+        make_adapter(trainable(), ALL.model_copy(update={"path": str(tmp_path)}))
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(tmp_path: Path) -> None:
+    samples = make_samples(make_model())
+
+    def start() -> tuple[Learner, Adapter]:
+        model = trainable()
+        adapter = make_adapter(model, SOME)
+        return make_learner(model, adapter, weight_decay=0.1, warmup_steps=2), adapter
+
+    learner, adapter = start()
+    for _ in range(2):
+        learner.update(samples)
+    write_learner(learner, make_tokenizer(), tmp_path)
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "config.json", "tokenizer.json", "probe.json"} <= names
+    assert "model.safetensors" not in names
+    again, other = start()
+    read_learner(again, tmp_path)
+    assert all(torch.equal(tensor, values(other)[name]) for name, tensor in values(adapter).items())
+    assert learner.update(samples) == again.update(samples)
+    assert all(torch.equal(tensor, values(other)[name]) for name, tensor in values(adapter).items())
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        (SOME.model_copy(update={"rank": 2, "alpha": 3.0}), "has rank 4, and model.lora.rank is 2"),
+        (SOME.model_copy(update={"targets": "all_linear"}), "has targets"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, lora: LoraSection, words: str) -> None:
+    model = trainable()
+    write_learner(make_learner(model, make_adapter(model, SOME)), make_tokenizer(), tmp_path)
+    with pytest.raises(ModelFilesError, match=words):
+        read_learner(make_learner(model, make_adapter(model, lora)), tmp_path)
+
+
+def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    model = load_causal_lm(str(base), device=CPU, dtype=torch.float32)
+    adapter = replace(make_adapter(model), base=str(base))
+    learner, samples = make_learner(model, adapter), make_samples(make_model())[:2]
+    export_learner(learner, make_tokenizer(), tmp_path / "adapter")
+    export_learner(learner, make_tokenizer(), tmp_path / "merged", merged=True)
+    expected = learner.score(samples)
+    for name in ("adapter", "merged"):
+        loaded = load_causal_lm(str(tmp_path / name), device=CPU, dtype=torch.float32)
+        for one, other in zip(make_learner(loaded, None).score(samples), expected, strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    merge(tmp_path / "adapter", tmp_path / "out")
+    assert verify(tmp_path / "out").difference < 1e-3, "it computes what the adapter computed"
+    for path in (tmp_path / "base").iterdir():
+        path.unlink()
+    base.rmdir()
+    with pytest.raises(ModelError, match="is an adapter of .*base, which does not exist here"):
+        load_causal_lm(str(tmp_path / "adapter"), device=CPU, dtype=torch.float32)
+
+
+# Several processes
+
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp 3, several micro-batches": (3, dict(sharding="fsdp", tokens_per_microbatch=40)),
+    "2 x 2, sequence parallel, recomputed": (
+        4,
+        dict(sharding="fsdp", tensor_parallel_size=2, sequence_parallel=True, activation_checkpointing=True),
+    ),
+    "tensor 4, two of which share a head": (4, dict(tensor_parallel_size=4)),
+    "hsdp 2 x 2": (4, dict(sharding="hsdp", sharding_group_size=2)),
+    "copies 2": (2, {}),
+    "context 2": (2, dict(context_parallel_size=2)),
+    "fsdp 2 x context 2": (4, dict(sharding="fsdp", context_parallel_size=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(most=4)
+    yield ranks
+    ranks.close()
+
+
+def train(gang: Gang, changes: dict[str, Any], lora: LoraSection, start: Path | None, end: Path | None) -> Any:
+    """The metrics of some updates and the adapter after them, and what the reference says; from and to a checkpoint."""
+    model = trainable("qwen3-untied")
+    learner = make_learner(
+        model,
+        make_adapter(model, lora),
+        Grpo(kl_coef=0.1, entropy_coef=0.01),
+        gang=gang,
+        **{"grad_clip": 0.5, "weight_decay": 0.1, "warmup_steps": 2, **changes},
+    )
+    samples = make_samples(make_model("qwen3-untied"))
+    if start is not None:
+        read_learner(learner, start)
+    rows = [learner.update(samples) for _ in range(2)]
+    if end is not None:
+        write_learner(learner, make_tokenizer(), end)
+    reference = Reference(body=learner.body, section=learner.section, temperature=TEMPERATURE, plain=True)
+    scores = [score.logprobs for one in (reference, learner.score) for score in one(samples[:2])]
+    return rows, {name: tensor.detach().numpy() for name, tensor in learner.body.whole_tensors()}, scores
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for left, right in zip(found[0], expected[0], strict=True):
+        assert left == pytest.approx(right, rel=2e-4, abs=2e-5)
+    assert list(found[1]) == list(expected[1])
+    for name, tensor in expected[1].items():
+        np.testing.assert_allclose(found[1][name], tensor, atol=1e-4, err_msg=name)
+    for left, right in zip(found[2], expected[2], strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_divided_learner_trains_the_same_adapter(ranks: Ranks, tmp_path: Path, world: str) -> None:
+    size, changes = WORLDS[world]
+    lora = ALL if "2 x 2" in world else SOME.model_copy(update={"targets": ["k_proj", "o_proj", "gate_proj"]})
+    for path in ("alone", "divided"):
+        (tmp_path / path).mkdir()
+    expected = train(Gang.alone(), {}, lora, None, tmp_path / "alone")
+    for found in ranks.run(train, changes, lora, None, tmp_path / "divided", size=size):
+        assert_same(found, expected)
+    # Each goes on from the other's checkpoint.
+    expected = train(Gang.alone(), {}, lora, tmp_path / "divided", None)
+    assert_same(ranks.run(train, changes, lora, tmp_path / "alone", None, size=size)[0], expected)
+
+
+def test_an_actor_sends_its_adapter_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = Config(
+        run=RunSection(dir=tmp_path / "run"), model=ModelSection(path=str(save_model(tmp_path / "model")), lora=ALL),
+        actor=section(lr=0.05), rollout=RolloutSection(max_running=4, temperature=TEMPERATURE), algorithm=Grpo(kl_coef=0.1),
+    )  # fmt: skip
+    actor, rollout = (RoleWorker(config, config.model.path, in_parts=frozenset()) for _ in range(2))
+    for worker, roles in ((actor, (Role.ACTOR, Role.REFERENCE)), (rollout, (Role.ROLLOUT,))):
+        worker.build(dict.fromkeys(roles, 0), {})
+    sent: list[dict[str, Tensor]] = []
+    send = actor._weights.send
+    monkeypatch.setattr(actor._weights, "send", lambda tensors, version: send(note(tensors, sent), version=version))
+    invitation = actor.invite({"rollout": True}, "127.0.0.1")["rollout"]
+    samples = make_samples(make_model())
+    before = {name: tensor.clone() for name, tensor in rollout.model.named_parameters()}
+    for version in (0, 1):
+        with ThreadPoolExecutor() as pool:
+            taking = pool.submit(rollout.use_weights, version, "rollout", [invitation])
+            actor.send_weights(version)
+            taking.result()
+        actor.update(samples)
+    actor.invite({}, "127.0.0.1")
+    assert actor.adapter is not None and actor.learner is not None
+    assert all(sum(tensor.nbytes for tensor in tensors.values()) == actor.adapter.num_bytes for tensors in sent)
+    assert len(sent) == 2 and sent[1].keys() == actor.adapter.named_tensors().keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.model.named_parameters())
+    plain = actor.score_reference(samples[:1])[0].logprobs
+    np.testing.assert_array_equal(plain, make_learner(actor.model, None).score(samples[:1])[0].logprobs)
+    assert rollout.seat is not None and rollout.adapter is not None
+    other = merged_of(config.model.path, rollout.adapter)
+    prompt = random_prompts(1)[0]
+    (completion,) = sample_all(rollout.seat.engine, {"r": (prompt, None)})["r"]
+    expected = reference_logprobs(other, prompt, completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+    assert rollout.seat.engine.version == 1
+
+
+def note(tensors: Any, sent: list[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    sent.append({})
+    for name, tensor in tensors:
+        sent[-1][name] = tensor
+        yield name, tensor
+
+
+def merged_of(path: str, adapter: Adapter) -> Any:
+    model = load_causal_lm(path, device=CPU, dtype=torch.float32)
+    add_to_weights(model, adapter.named_tensors(), gain=adapter.section.gain)
+    return model
+
+
+# The run file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.lora.rank=0"], "model.lora.rank"),
+        (["model.lora.targets=[lm_head]"], "targets"),
+        (["model.lora.targets=[]"], "nothing to train"),
+        (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
+        (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),
+    ],
+)
+def test_a_lora_section_that_cannot_work_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, overrides)
+
+
+def test_targets_are_named_in_the_order_of_a_layer() -> None:
+    assert load_config(None, ["model.lora.targets=all-linear"]).model.lora.modules[-1] == "down_proj"  # type: ignore[union-attr]
+    assert LoraSection(targets=["v_proj", "q_proj"]).modules == ("q_proj", "v_proj")
+    assert copy.copy(SOME).gain == 1.5
