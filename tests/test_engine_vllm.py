@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("engine_contract")
 
 from engine_contract import *  # noqa: F403
 from engine_contract import TOLERANCE, EngineKind, Tight, off_by, perturb, request, requests_for, run, run_one
+from forked import ForkedBackend
 from runs import column, finish, groups, make_run
 from tiny import random_prompts, save_model
 from typer.testing import CliRunner
@@ -311,3 +312,24 @@ def test_a_run_trains_with_the_engine_and_the_learner_agreeing(python: str, tmp_
     native = make_run(tmp_path, "trainer.steps=4", "actor.lr=0.01", name="native", model=model)
     finish(native)
     assert column(native, "train/entropy")[0] == pytest.approx(column(config, "train/entropy")[0], abs=0.2)
+
+
+def test_a_sharded_actor_sends_its_parts_to_an_engine_of_two_processes(python: str, tmp_path: Path) -> None:
+    """Actors of FSDP 2, vLLM of tensor parallel 2 in another process, which holds no copy of the model itself."""
+    config = make_run(
+        tmp_path,
+        "cluster.num_nodes=1",
+        "cluster.num_gpus_per_node=4",
+        "cluster.accelerator=cpu",
+        "cluster.component_placement={actor: 0-1, rollout: '2-3:0'}",
+        "actor.sharding=fsdp",
+        "rollout.engine=vllm",
+        f"rollout.vllm.python={python}",
+        "rollout.vllm.tensor_parallel_size=2",
+        "trainer.steps=3",
+        "actor.lr=0.01",
+        model=save_model(tmp_path / "model", hidden_size=128),
+    )
+    assert finish(config, backend=ForkedBackend(tmp_path / "nodes"))["steps"] == 3
+    mismatches = column(config, "rollout/logprob_mismatch_max")
+    assert len(mismatches) == 3 and max(mismatches) < 1e-4

@@ -13,7 +13,7 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from test_learner import LONGEST, TEMPERATURE, section
-from tiny import ARCHITECTURES, make_model, make_tokenizer, save_model
+from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.training import export_learner
 from rollcall.config import Config, Grpo, RunSection
@@ -91,8 +91,10 @@ def read_both_ways(gang: Gang, path: str, changes: dict[str, Any], dtype: str) -
 @pytest.mark.parametrize(
     ("name", "changes", "dtype"),
     [
-        ("qwen2-tied", FSDP, "float32"), ("qwen3-untied", BOTH, "float32"), ("llama-bias", BOTH, "bfloat16"),
-        ("llama-tied", FOUR, "float32"), ("qwen2-untied", HSDP, "bfloat16"),
+        ("qwen2-tied", FSDP, "float32"), ("llama-bias", BOTH, "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("qwen3-untied", BOTH, "float32"), ("llama-tied", FOUR, "float32"), ("qwen2-untied", HSDP, "bfloat16"),
+        )),
     ],
 )  # fmt: skip
 def test_a_model_is_read_straight_into_parts(
@@ -120,7 +122,7 @@ def export(gang: Gang, path: str, place: Path, unwritable: Path) -> tuple[str, i
     return said, sum(parameter.numel() for parameter in learner.model.parameters() if not parameter.is_meta)
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "llama-bias"])
+@pytest.mark.parametrize("name", ["qwen2-tied", pytest.param("llama-bias", marks=pytest.mark.slow)])
 def test_a_model_in_parts_is_exported_without_a_whole_copy(ranks: Ranks, tmp_path: Path, name: str) -> None:
     path, place, taken = save_model(tmp_path / "model", name), tmp_path / "out", tmp_path / "taken"
     taken.mkdir()
@@ -160,7 +162,7 @@ def test_no_process_of_a_gang_loads_the_model_whole(ranks: Ranks, tmp_path: Path
     assert "the first actor process loads the model whole" in first[1][0] and "no safetensors" in first[1][0]
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "sliding" not in name])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-untied", "llama-bias", "llama3-rope"])
 def test_a_whole_model_comes_to_a_device_piece_by_piece(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

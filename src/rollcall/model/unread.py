@@ -21,6 +21,7 @@ from torch import Tensor
 from rollcall.model.decoder import fuse_parameters
 from rollcall.model.fetch import fetch_model
 from rollcall.model.files import model_folder
+from rollcall.model.hub import HubError
 from rollcall.model.load import is_stored, load_causal_lm, non_finite_of, outline_causal_lm, refuse_diverged
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
@@ -35,19 +36,37 @@ class WholeOnly(ValueError):
     """The weights cannot be read in blocks; the message says why."""
 
 
-def open_unread(path: str, model: Any) -> Stored:
-    """The stored weights of ``model``, which is the outline of ``path``. Raises WholeOnly if only transformers can read them."""
-    folder = Path(path).expanduser()
-    if not is_stored(path):
-        folder = model_folder(path) or fetch_model(path)
-        if not any(folder.glob("*.safetensors")):
-            raise WholeOnly(f"{folder} has no safetensors")
+def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
+    """The stored weights of ``model``, which is the outline of ``path``. Raises WholeOnly if only transformers can read them. ``fetch``:
+    download a hub's model first, if it is not in the cache."""
+    folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
     try:
         stored = open_stored(folder)
     except StoredError as error:
         raise WholeOnly(str(error)) from None
     _refuse_other_names(model, stored)
     return stored
+
+
+def _folder_of(path: str, *, fetch: bool) -> Path:
+    """The directory with the weights of a local model or of one in the hub's cache."""
+    folder = model_folder(path) or _cached(path)
+    if folder is None and fetch:
+        try:
+            folder = fetch_model(path)
+        except HubError as error:
+            raise WholeOnly(str(error)) from None
+    if folder is None or not any(folder.glob("*.safetensors")):
+        raise WholeOnly(f"{folder or path} has no safetensors" + ("" if folder else " in the hub's cache"))
+    return folder
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
 
 
 def _refuse_other_names(model: Any, stored: Stored) -> None:

@@ -62,6 +62,7 @@ class EngineSeat:
     def load(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Give weights that come one by one to an engine that keeps them elsewhere; ``serve_loaded`` follows once they are checked."""
         assert isinstance(self.engine, VllmEngine), "only vLLM keeps weights of its own"
+        self.served = None  # if it breaks off, the same version has to come again
         self.engine.load_weights(version, tensors)
 
     def serve_loaded(self, version: int) -> None:
