@@ -6,6 +6,7 @@ import importlib.util
 import mmap
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tiny import make_model, make_tokenizer
 
 from rollcall.config import VllmSection, load_config
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
-from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError
+from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError, child_environment
 from rollcall.engine.vllm.engine import vllm_seed
 from rollcall.engine.vllm.server import Refused, begin_weights, end_weights, take_weights, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
@@ -189,6 +190,18 @@ def test_a_reload_that_fails_or_lacks_a_tensor_is_told() -> None:
         end_weights(worker, True)
     feed(worker, tensors)
     end_weights(worker, False)  # broken off: nothing is missed
+
+
+def test_sockets_of_vllm_have_a_short_path_also_in_a_deep_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    assert "VLLM_RPC_BASE_PATH" not in child_environment(num_threads=1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("deep" * 20)))
+    assert child_environment(num_threads=1)["VLLM_RPC_BASE_PATH"] == "/tmp"
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
+    assert child_environment(num_threads=1)["VLLM_RPC_BASE_PATH"] == "/mine"
 
 
 def test_weights_of_another_size_fit_the_same_memory() -> None:

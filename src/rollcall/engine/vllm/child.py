@@ -34,6 +34,7 @@ QUIT_S = 10.0
 SAY_EVERY_S = 10.0
 LOG_LINES, LOG_BYTES = 15, 1 << 16
 ALIGN = 64  # bytes
+LONGEST_SOCKET_FOLDER = 60  # characters; a socket's path has at most 107, and vLLM's name for it 37
 SERVER = Path(__file__).with_name("server.py")
 # Of a gang of ours that this process may belong to: vLLM would take them for its own.
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -203,6 +204,8 @@ class SharedMemory:
 
 def child_environment(*, num_threads: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in DROPPED}
+    if len(tempfile.gettempdir()) > LONGEST_SOCKET_FOLDER:
+        kept.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where its processes have their sockets
     return kept | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the child itself: we are its only client
         "VLLM_NO_USAGE_STATS": "1",
