@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from rollcall.checkpoint.export import export_model
 from rollcall.config import RolloutSection
 from rollcall.engine.protocol import Request, Sampling
-from rollcall.engine.sequence import Sequence, cut_at_stop_string, text_of
+from rollcall.engine.sequence import Sequence, cut_at_stop_string, text_of, texts_of
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.types import FinishReason
@@ -200,3 +200,12 @@ def test_a_look_decodes_no_more_of_a_long_completion_than_of_a_short_one() -> No
     looks = list(range(8, len(tokens), 8))
     assert watched_cut(tokens, looks, ["</answer>"], SimpleNamespace(decode=decode)) is None
     assert max(decoded) < 300 and sum(decoded) < 30 * len(tokens)
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_many_texts_at_once_are_the_texts_one_by_one(cleans: bool) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = cleans
+    draw = np.random.default_rng(0)
+    many = [draw.integers(0, len(tokenizer), length).tolist() for length in (0, 1, 7, 64)]
+    assert texts_of(many, tokenizer) == [text_of(token_ids, tokenizer) for token_ids in many]

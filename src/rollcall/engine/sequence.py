@@ -5,7 +5,7 @@ Stop strings are looked for in the decoded end of a completion, so that a look c
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,46 +124,74 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
             return
 
 
-def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
+def make_completions(sequences: Iterable[Sequence], tokenizer: Any) -> None:
+    """Of those that have ended and have none yet."""
+    new = [sequence for sequence in sequences if sequence.completion is None]
+    for sequence, text in zip(new, texts_of([sequence.token_ids for sequence in new], tokenizer), strict=True):
+        sequence.completion = completion_of(sequence, text)
+
+
+def completion_of(sequence: Sequence, text: str) -> Completion:
     assert sequence.finish is not None
-    if sequence.completion is None:
-        sequence.completion = _make_completion(sequence, sequence.finish, tokenizer)
-    return sequence.completion
-
-
-def _make_completion(sequence: Sequence, finish: FinishReason, tokenizer: Any) -> Completion:
     return Completion(
         token_ids=np.array(sequence.token_ids, dtype=np.int32),
         logprobs=np.array(sequence.logprobs, dtype=np.float32),
         mask=np.ones(len(sequence.token_ids), dtype=np.bool_),
         segments=tuple(sequence.segments),
-        finish=finish,
+        finish=sequence.finish,
         seed=sequence.seed,
-        text=text_of(sequence.token_ids, tokenizer),
+        text=text,
         episode=None,
     )
 
 
 def take_finished(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[Finished]:
     """Take out the requests whose completions have all ended."""
-    done = [name for name, group in requests.items() if all(sequence.finish is not None for sequence in group)]
+    names = [name for name, group in requests.items() if all(sequence.finish is not None for sequence in group)]
+    done = {name: requests.pop(name) for name in names}
+    make_completions((sequence for group in done.values() for sequence in group), tokenizer)
     return [
         Finished(
             request_id=name,
-            completions=tuple(completion_of(sequence, tokenizer) for sequence in requests.pop(name)),
+            completions=tuple(sequence.completion for sequence in group if sequence.completion is not None),
         )
-        for name in done
+        for name, group in done.items()
     ]
 
 
 def take_ended(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[Ended]:
     """Completions that have ended and were not handed over yet."""
-    return [
-        Ended(request_id=name, place=sequence.index, completion=completion_of(sequence, tokenizer))
+    new = [
+        (name, sequence)
         for name, group in requests.items()
         for sequence in group
         if sequence.finish is not None and sequence.completion is None
     ]
+    make_completions((sequence for _, sequence in new), tokenizer)
+    return [
+        Ended(request_id=name, place=sequence.index, completion=sequence.completion)
+        for name, sequence in new
+        if sequence.completion is not None
+    ]
+
+
+def texts_of(many: list[list[int]], tokenizer: Any) -> list[str]:
+    """``text_of`` each. A group ends together, and a tokenizer that is not written in Python decodes many beside each other."""
+    if not _decodes_as_its_backend(tokenizer):
+        return [text_of(token_ids, tokenizer) for token_ids in many]
+    return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)
+
+
+def _decodes_as_its_backend(tokenizer: Any) -> bool:
+    """Whether nothing is done to the text in Python."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    return (
+        isinstance(tokenizer, plain)
+        and (kind.decode, kind._decode) == (plain.decode, plain._decode)
+        and not tokenizer.clean_up_tokenization_spaces
+    )
 
 
 def text_of(token_ids: list[int], tokenizer: Any) -> str:
