@@ -13,6 +13,7 @@ import numpy as np
 
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint
 from rollcall.environments.histories import Histories, Templates
@@ -122,7 +123,12 @@ def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 @contextmanager
 def standing(
-    writer: Any, *, tokenizer: Any, positions: int = POSITIONS, max_kept: int = 1_000_000
+    writer: Any,
+    *,
+    tokenizer: Any,
+    positions: int = POSITIONS,
+    max_kept: int = 1_000_000,
+    call_format: CallFormat = "hermes",
 ) -> Iterator[Standing]:
     """``rollcall serve`` without its command: one key, and requests say how they are sampled."""
     served = Served(name=NAME, max_model_len=positions, vocabulary=len(tokenizer))
@@ -132,7 +138,7 @@ def standing(
         caller = Caller(name=NAME, rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
         callers = Callers()
         key = callers.add(caller)
-        server = EndpointServer(Endpoint(callers, served=served, tokenizer=tokenizer, call_format="hermes"))
+        server = EndpointServer(Endpoint(callers, served=served, tokenizer=tokenizer, call_format=call_format))
         try:
             yield Standing(server=server, callers=callers, caller=caller, rules=rules, key=key)
         finally:

@@ -31,6 +31,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
         (f"{MODULE}:NoReset", "has no reset; give it"),
         (f"{MODULE}:Needs", "give the arguments of its __init__ in environment.kwargs"),
         (f"{MODULE}:add", "not a class"),
+        (f"{MODULE}:GuessPlainly", "needs type: step"),
         (MODULE, "is not module:Class; write for example my_env:Game"),
     ],
 )

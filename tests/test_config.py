@@ -49,10 +49,11 @@ def write(path: Path, text: str) -> Path:
         ("trainer.num_steps", "trainer.steps"),
         ("algorithm.clip_hi", "algorithm.clip_high"),
         ("modle", "model"),
+        ("environment.max_turn", "environment.max_turns"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, meant: str) -> None:
-    raw: dict[str, Any] = {"algorithm": {"name": "grpo"}}
+    raw: dict[str, Any] = {"algorithm": {"name": "grpo"}, "environment": {"type": "class", "path": "x:X"}}
     section, _, key = path.rpartition(".")
     (raw.setdefault(section, {}) if section else raw)[key] = 1
     assert refusal(**raw) == f"{path} is not a field; did you mean {meant}?"

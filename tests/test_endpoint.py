@@ -97,6 +97,13 @@ def test_without_tool_choice_a_call_stays_text(stands: Standing) -> None:
     assert CALL in answer.choices[0].message.content and answer.choices[0].message.tool_calls is None
 
 
+def test_tools_that_the_chat_template_would_leave_out_are_refused(writer: Writer) -> None:
+    with standing(writer, tokenizer=writer.tokenizer, call_format="text") as stands:
+        with pytest.raises(openai.BadRequestError, match="chat template has no place for tools"):
+            chat(stands.client(), tools=TOOLS)
+        assert chat(stands.client(), tools=TOOLS, tool_choice="none").choices[0].message.content
+
+
 def test_a_stream_has_the_text_the_reason_and_the_usage(stands: Standing) -> None:
     whole = chat(stands.client())
     with chat(stands.client(), stream=True, stream_options={"include_usage": True}) as stream:

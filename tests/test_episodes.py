@@ -17,13 +17,14 @@ from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, 
 from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
 
-from rollcall.config import ClassEnvironment, Config, StepEnvironment
+from rollcall.config import ClassEnvironment, Config, DataSection, StepEnvironment
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, turn_seed, within
+from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError, JournalError
 from rollcall.inspect.audit import audit
@@ -31,6 +32,7 @@ from rollcall.loop.attempts import RunError
 from rollcall.loop.episodes import Episodes
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.decoder import fuse_parameters
+from rollcall.observe.transcript import transcript
 from rollcall.roles.build import build_environments
 from rollcall.types import Completion, EndReason, FinishReason, Prompt
 
@@ -350,6 +352,18 @@ def test_plain_prompts_have_an_environment_without_a_chat(monkeypatch: pytest.Mo
     assert given == [None, CHATML]
 
 
+def test_a_row_of_an_unknown_class_is_refused_before_the_run_begins() -> None:
+    class Named(Scripted):
+        def tools_of(self, kind: str) -> Any:
+            return {"shop": ()}[kind_of(kind, ["shop"])]
+
+    rows = [replace(a_prompt(), metadata={"environment": name}) for name in ("shop", "shpo")]
+    for prompts, refused in ((rows, "'shpo', and environment.path has shop"), ([a_prompt()], "no environment column")):
+        given = PromptSet(prompts=prompts, num_overlong=0, source="rows")
+        with pytest.raises(ConfigError, match=refused):
+            build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _: Named(letters_game))
+
+
 def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type": "exact"},)) -> Config:
     changes = ("rollout.max_response_tokens=12", "trainer.steps=3", "environment.type=class", "environment.path=x:Game")
     return make_run(folder, *changes, "environment.max_turn_tokens=3", *overrides, name=name, reward=reward)
@@ -463,9 +477,16 @@ def test_an_environment_can_own_the_task(tmp_path: Path, scripted: Any) -> None:
     (completion, *_) = first.completions
     assert completion.episode is not None and completion.episode.prompt_ids is not None
     assert completion.episode.prompt_ids.tolist() == make_tokenizer()("1+1=")["input_ids"]
+    assert completion.episode.opening == "1+1=" and transcript(completion).startswith("[environment] 1+1=\n[turn 1]")
     script.opening = None
     with pytest.raises(RunError, match="reset has to return the first message"):
         finish(game(tmp_path, "data.train=builtin:environment", name="silent", reward=[{"type": "environment"}]))
+
+
+def test_an_environment_that_owns_the_task_owns_the_held_out_one_too() -> None:
+    assert DataSection(train="builtin:environment").val == "builtin:environment"
+    assert DataSection(train="builtin:environment", val=None).val is None
+    assert DataSection.model_validate({"train": "rows.jsonl"}).val == "builtin:arithmetic"
 
 
 def test_without_an_environment_there_is_nothing_that_could_say_how_to_begin(tmp_path: Path) -> None:

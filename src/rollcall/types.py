@@ -110,6 +110,7 @@ class Episode:
     metrics: dict[str, float]
     ended: EndReason
     error: str  # why the environment failed; empty: it did not
+    opening: str = ""  # what the environment added to the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

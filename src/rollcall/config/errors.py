@@ -13,6 +13,7 @@ from rollcall.config.base import KeyProblem
 from rollcall.redact import redact_source, redact_value
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
+ONE_LETTER = 0.9  # likeness of two names that differ in a letter
 LIKELY = 0.5  # a name less alike than this is not worth suggesting
 LONGEST_NAME = 60  # characters; a longer key is not a misspelling
 MOST_ERRORS = 10  # told at once
@@ -135,9 +136,12 @@ def nearest(given: str, names: list[str]) -> str | None:
     def likeness(name: str) -> float:
         if name == "".join(word[:1] for word in words):
             return 1.0
+        spelling = _ratio(given.lower(), name)
+        if spelling >= ONE_LETTER:  # max_turn is max_turns, though max_turn_tokens has both its words
+            return 1.0 + spelling
         closest = [max(_ratio(word, part) for part in name.split("_")) for word in words]
         shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
-        return max(shared, _ratio(given.lower(), name))
+        return max(shared, spelling)
 
     best = max(names, key=likeness, default=None)  # of equals the first: sections begin with what matters most
     return best if best is not None and likeness(best) >= LIKELY else None

@@ -156,7 +156,10 @@ class DataSection(Section):
         "JSONL or Parquet file with the training rows; or `hub:NAME`, a dataset of the hub or a folder laid out as one; or "
         "`builtin:environment`: no data, the environment says how an episode begins.",
     )
-    val: str | None = field("builtin:arithmetic", "Held-out rows for evaluation; `null`: no evaluation.")
+    val: str | None = field(
+        "builtin:arithmetic",
+        "Held-out rows for evaluation; `null`: no evaluation. With `train: builtin:environment` the default is that too.",
+    )
     split: str = field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")
     val_split: str = field("test", "Split of a `hub:` dataset that `val` means.")
     subset: str | None = field(None, "Subset (configuration) of a `hub:` dataset, such as `main` for gsm8k.")
@@ -173,6 +176,14 @@ class DataSection(Section):
     prompts_per_step: int = field(48, "Prompts (groups) in one training step.", ge=1)
     max_prompt_tokens: int = field(512, "Longest prompt, in tokens. Longer ones are left out and counted.", ge=1)
     shuffle: bool = field(True, "Shuffle each epoch, by the seed.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _same_task(cls, given: Any) -> Any:
+        """An environment that owns the task owns the held-out one too; rows of sums are another task."""
+        if isinstance(given, dict) and given.get("train") == "builtin:environment":
+            return {"val": "builtin:environment", **given}
+        return given
 
 
 class VllmSection(Section):

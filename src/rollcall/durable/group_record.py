@@ -139,6 +139,7 @@ def _told(episode: Episode) -> dict[str, Any]:
         "metrics": episode.metrics,
         "ended": episode.ended.value,
         "error": episode.error,
+        "opening": episode.opening,
     }
 
 
@@ -265,6 +266,7 @@ def _episodes(told: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Ep
             metrics=one["metrics"],
             ended=EndReason(one["ended"]),
             error=one["error"],
+            opening=one.get("opening", ""),
         )
 
     return [None if one is None else episode(one) for one in told]

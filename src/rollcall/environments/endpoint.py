@@ -186,6 +186,14 @@ class Endpoint:
                 code="no_chat_template",
             )
         self._refuse_endless([*(message["content"] for message in request.messages), json.dumps(request.tools)])
+        if request.finds_calls and self._call_format == "text":  # its template would leave them out without a word
+            raise Refused(
+                400,
+                "the model's chat template has no place for tools, so the model would not read them; leave tools out and say in a "
+                "message what the model can do, or set model.chat_template",
+                param="tools",
+                code="no_tools",
+            )
         asked = caller.histories.chat(request.messages, tools=request.tools)
         answered = await self._sample(caller, [asked], request.wanted, request)
         if request.wanted.stream:

@@ -155,6 +155,7 @@ class _OneEpisode:
         self._player, self._prompt, self._seed, self._sampling = player, prompt, seed, sampling
         self._session, self._sample = session, sample
         self._opened: Ints | None = None  # where it is not the row's own prompt
+        self._opening = ""  # what reset returned
         self._row = _Row()
         self._turns: list[Turn] = []
         self._unanswered: Completion | None = None  # the turn that the environment has before it
@@ -185,6 +186,7 @@ class _OneEpisode:
         self._ended, self.error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
     def _open(self, opening: Opening) -> None:
+        self._opening = opening.text or ""
         opened = self._player.conversations.open(self._prompt, added=opening.text, tools=opening.tools)
         most = self._player.max_prompt_tokens
         if not self._prompt.text and not opening.text:
@@ -281,6 +283,7 @@ class _OneEpisode:
                 metrics=self._metrics,
                 ended=self._ended,
                 error=self.error,
+                opening=self._opening,
             ),
         )
 

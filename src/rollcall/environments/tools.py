@@ -72,9 +72,13 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
     parameters = _parameters(function, path=path, is_method=is_method)
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:
+        other = (
+            "a class with reset and step needs type: step"
+            if is_method and path.endswith(".step")
+            else "a method that is not a tool begins with an underscore"
+        )
         raise ToolRefused(
-            f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read "
-            f"(a method that is not a tool begins with an underscore)"
+            f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read ({other})"
         )
     description, told, returned = _read_docstring(doc)
     hints = _hints(function, path=path)

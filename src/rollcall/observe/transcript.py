@@ -27,10 +27,11 @@ def transcript(completion: Completion) -> str:
     ...     Turn(num_sampled=1, num_observed=0, text="it is 3", observation="", calls=(), reward=0.5),
     ... )
     >>> episode = Episode(
-    ...     prompt_ids=None, turns=turns, branches=(), reward=1.0, metrics={}, ended=EndReason.DONE, error=""
+    ...     prompt_ids=None, turns=turns, branches=(), reward=1.0, metrics={}, ended=EndReason.DONE, error="", opening="add them"
     ... )
     >>> from dataclasses import replace
     >>> print(transcript(replace(Completion.given(np.zeros(3, dtype=np.int32)), episode=episode)))
+    [environment] add them
     [turn 1] let me add
     [call] add(a=1, b=2) -> 3
     [turn 2] it is 3
@@ -39,7 +40,7 @@ def transcript(completion: Completion) -> str:
     episode = completion.episode
     if episode is None:
         return completion.text
-    lines: list[str] = []
+    lines = [_said("environment", episode.opening)] if episode.opening else []
     for number, turn in enumerate(episode.turns, start=1):
         lines.append(_said(f"turn {number}", turn.text))
         lines += [_said("call", _called(call)) for call in turn.calls]
@@ -67,6 +68,7 @@ def episode_columns(completion: Completion) -> dict[str, Any]:
     if episode is None:
         return {}
     return {
+        **({"opening": episode.opening} if episode.opening else {}),
         "turns": [_turn(turn) for turn in episode.turns],
         "ended": episode.ended.value,
         **({"error": episode.error} if episode.error else {}),

@@ -337,9 +337,11 @@ def build_environments(
     is_chat = any(MESSAGES in row for row in rows)
     template = tokenizer.chat_template if is_chat else None
     environments = make_environments(section, chat_template=template) if make is None else make(template)
-    for kind in {str(row.get(KIND) or "") for row in rows if MESSAGES in row}:
-        tools = environments.tools_of(kind)
-        Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
+    chats = {str(row.get(KIND) or "") for row in rows if MESSAGES in row}
+    for kind in {str(row.get(KIND) or "") for row in rows}:
+        tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
+        if kind in chats:
+            Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
     return environments
 
 
