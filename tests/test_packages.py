@@ -83,6 +83,12 @@ def test_another_python_without_our_libraries_runs_an_environment() -> None:
     assert results[-1].metrics == {"is_base": 1.0}
 
 
+def test_a_client_of_openenv_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(ModuleNotFoundError, match="aiohttp is not installed in .*; install it there, or name a Python"):
+        asyncio.run(Server("http://127.0.0.1:9").reset({}))
+
+
 def test_a_python_that_is_not_there_is_refused() -> None:
     section = StepEnvironment(path=f"{USERS}:Countdown", python="/nowhere/bin/python")
     with pytest.raises(ConfigError, match="environment.python=/nowhere/bin/python is not a program"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
 # The usual names of an observation's text, in the environments that OpenEnv publishes.
@@ -109,7 +110,7 @@ class Server:
         return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
 
     async def _connect(self) -> None:
-        import aiohttp  # here, where it is needed: it comes with Ray
+        aiohttp = package("aiohttp")  # it comes with Ray; a Python of the server's may lack it
 
         if self._client is None:
             self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(connect=self._connect_timeout_s))
