@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,7 @@ def test_the_lever_is_that_of_the_largest_part() -> None:
     assert "critic.activation_checkpointing" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
     saving = RoleMemory(role=Role.CRITIC, activations=2, weights=1, recomputes=True)
     assert lever(saving) == "lower critic.tokens_per_microbatch"
+    assert "divide the longest rows with critic.context_parallel_size" in lever(replace(saving, tokens=9, longest=9))
     assert "holds the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"

@@ -135,6 +135,7 @@ class RoleMemory:
     copied: bool = False  # several data ranks hold the same, and could hold parts
     recomputes: bool = False  # activations are already as few as possible
     tokens: int = 0  # of a micro-batch, where this role trains
+    longest: int = 0  # a rank's tokens of the longest row; a micro-batch has no fewer
     divides: bool = False  # vLLM's, whose weights more slots of a process would share
 
     @property
@@ -371,6 +372,7 @@ class _Job:
             copied=data < mesh.lanes,
             recomputes=choice.recompute,
             tokens=choice.tokens,
+            longest=-(-self._longest // mesh.context),
         )
 
     def _compiles(self, section: OptimizerSection, mesh: Mesh) -> bool:
@@ -471,6 +473,8 @@ def lever(role: RoleMemory) -> str:
             return "lower the reward's max_tokens"
         case "activations" if role.role in TRAINED and not role.recomputes:
             return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
+        case "activations" if 0 < role.tokens <= role.longest:
+            return f"divide the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
         case "activations":
             return f"lower {name}.tokens_per_microbatch"
     if role.copied:
