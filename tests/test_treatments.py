@@ -164,6 +164,11 @@ def test_an_episode_that_a_limit_ended_before_any_reward_scores_0_and_is_no_erro
     assert result.value == 0 and bool(result.kind) is (ended is EndReason.DONE)
 
 
+def test_an_environment_without_a_reward_is_told_the_three_ways_to_give_one() -> None:
+    result = environment_reward(make_episode([make_turn(2, 0)], seed=0, ended=EndReason.DONE))
+    assert result.kind == "nan" and all(way in result.why for way in ("get_reward", "a step", '{"reward": 1.0}'))
+
+
 def test_an_environment_that_fails_is_counted_and_shown_where_another_reward_scores(
     tmp_path: Path, scripted: Any
 ) -> None:

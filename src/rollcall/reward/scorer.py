@@ -276,7 +276,10 @@ def environment_reward(completion: Completion) -> RewardResult:
     if episode.reward is None and not given:
         if episode.ended in (EndReason.TURNS, EndReason.TOKENS):
             return RewardResult(0.0)  # it was cut off before the environment had a reason to give one
-        why = "the environment gave no reward; let it give one (get_reward, or the reward of a step, 0 too), or name other rewards"
+        why = (
+            "the environment gave no reward; let it give one, 0 too (get_reward, the reward of a step, or the last line of a program, "
+            '{"reward": 1.0}), or name other rewards'
+        )
         return RewardResult(0.0, "nan", why)
     return checked(sum(given) + (episode.reward or 0.0))
 
