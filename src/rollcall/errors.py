@@ -6,7 +6,8 @@ Each message says what was given, what was needed and what to do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 # The run file and the plan
@@ -76,6 +77,26 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
     return type(error) is RuntimeError and any(word in str(error) for word in words)
+
+
+def in_one_line(error: BaseException) -> str:
+    """
+    >>> in_one_line(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"))
+    'CUDA out of memory. Tried to allocate 2.00 GiB'
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return ". ".join(text.split(". ")[:2]).rstrip(".")[:200]
+
+
+@contextmanager
+def short_of_memory(sentence: Callable[[str], str]) -> Iterator[None]:
+    """If an allocation fails in the block, raise this sentence, which gets what torch said, instead of its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryShortError(sentence(in_one_line(error))) from None
 
 
 class RestartsSpentError(RuntimeError):

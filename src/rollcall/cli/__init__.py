@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollcall.errors import in_one_line, is_out_of_memory
 from rollcall.importing import calm_transformers
 from rollcall.stop import ended_by
 from rollcall.wait import say
@@ -114,14 +115,18 @@ class _OnStderr(logging.StreamHandler[Any]):
 def _is_for_the_user(error: Exception) -> bool:
     """Whether the message is enough without a traceback: our own errors, and those of values and files."""
     return (
-        isinstance(error, ValueError | OSError) or type(error).__module__.startswith("rollcall.") or _no_memory(error)
+        isinstance(error, ValueError | OSError)
+        or type(error).__module__.startswith("rollcall.")
+        or is_out_of_memory(error)
     )
 
 
 def _explain(error: Exception) -> str:
-    if _no_memory(error):
-        first = str(error).splitlines()[0]
-        return f"{first}\nlower actor.tokens_per_microbatch, rollout.kv_memory_fraction or data.prompts_per_step"
+    if is_out_of_memory(error):
+        return (
+            f"memory is used up: {in_one_line(error)}\nlower actor.tokens_per_microbatch, rollout.kv_memory_fraction or "
+            "data.prompts_per_step"
+        )
     if isinstance(error, OSError) and not type(error).__module__.startswith("rollcall."):
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
@@ -131,8 +136,3 @@ def _explain(error: Exception) -> str:
 def _shown(text: str) -> str:
     """Names from files of others are in it: they control no terminal, and do not fill it."""
     return visible(text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]} ...")
-
-
-def _no_memory(error: Exception) -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)

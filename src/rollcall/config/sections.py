@@ -221,7 +221,7 @@ class RolloutSection(Section):
     kv_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = field(
         "auto",
         "Share of GPU memory for the KV cache, above 0 and below 1. `auto`: what `max_running` completions can use, as far as the learner "
-        "in the same process leaves room for it; with vLLM 0.3.",
+        "in the same process leaves room for it; with vLLM, and in `eval` and `serve`, 0.3.",
     )
     compile: bool = field(
         False,

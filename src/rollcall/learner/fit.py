@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollcall.config import OptimizerSection
 from rollcall.config.sections import DEFAULT_TOKENS
-from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
+from rollcall.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import pack
 from rollcall.plan.activations import Passes
@@ -184,15 +184,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def in_one_line(error: BaseException) -> str:
-    """
-    >>> in_one_line(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"))
-    'CUDA out of memory. Tried to allocate 2.00 GiB'
-    """
-    text = " ".join(str(error).split()) or type(error).__name__
-    return ". ".join(text.split(". ")[:2]).rstrip(".")[:200]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """A decoder's, read off its weights."""
@@ -256,6 +247,17 @@ def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer
         f"{size(sum(parts.values()))}{_card(body.device)}. Set {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
         f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
         f"{fit.name}.context_parallel_size. The run directory is whole: the same command goes on from it"
+    )
+
+
+def step_sentence(body: Body, fit: Fit, optimizer: Optimizer, why: str) -> str:
+    """The run ends: the weights cannot be updated, whatever the micro-batches."""
+    gradients = 4 * sum(tensor.numel() for tensor in body.named.values())
+    return (
+        f"{fit.name}: there is no memory left to update the weights ({why}). Needed are weights {size(_bytes_of(body.named.values()))}, "
+        f"optimizer state {size(optimizer.num_bytes)} and gradients {size(gradients)}{_card(body.device)}. Lower "
+        f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
+        "cards. The run directory is whole: the same command goes on from it"
     )
 
 

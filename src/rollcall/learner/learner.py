@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
-from rollcall.errors import NonFiniteError
-from rollcall.learner.fit import Fit, Packing
+from rollcall.errors import NonFiniteError, short_of_memory
+from rollcall.learner.fit import Fit, Packing, step_sentence
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.tensor_parallel import refuse_indivisible
@@ -148,9 +148,9 @@ class Learner:
         loss = total.pop("loss")
         mismatch = total.pop("mismatch")
         metrics = {name: value / weight for name, value in total.items()}
-        return {
-            **metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **self.optimizer.step()
-        }  # fmt: skip
+        with short_of_memory(partial(step_sentence, self.body, self.fit, self.optimizer)):
+            stepped = self.optimizer.step()
+        return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 
     def _rows_with_gradient(self, samples: Sequence[Sample]) -> list[int]:
         """Rows that can change the weights. Without KL or entropy in the loss, a row of zero advantages cannot. The loss
@@ -232,7 +232,8 @@ class Critic:
                 counts = np.array([int(sample.mask.sum()) for sample in part])
                 weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
                 total = accumulate_gradients(self, part, rows=range(len(part)), weights=weights, loss_of=self._loss)
-                self.optimizer.step()
+                with short_of_memory(partial(step_sentence, self.body, self.fit, self.optimizer)):
+                    self.optimizer.step()
                 losses.append(total["loss"])
         return {"value_loss": float(np.mean(losses))}
 
@@ -354,7 +355,8 @@ def accumulate_gradients(
     if not math.isfinite(total["loss"]):
         optimizer.discard()
         raise NonFiniteError(f"the loss is {total['loss']}")
-    body.sum_gradients(optimizer)
+    with short_of_memory(partial(step_sentence, body, model.fit, optimizer)):
+        body.sum_gradients(optimizer)
     return total
 
 

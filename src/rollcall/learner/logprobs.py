@@ -7,6 +7,8 @@ Entropy and self-certainty come from the same pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +81,23 @@ class _TokenStats(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
+_may_keep = True
+
+
+@contextmanager
+def not_kept() -> Iterator[None]:
+    """While the block runs no logits are kept: for measuring what is needed at least."""
+    global _may_keep
+    before, _may_keep = _may_keep, False
+    try:
+        yield
+    finally:
+        _may_keep = before
+
+
 def _has_room(rows: int, weight: Tensor) -> bool:
     """Whether a card has twice the memory free that all logits take."""
-    if not weight.is_cuda:
+    if not weight.is_cuda or not _may_keep:
         return False
     device = weight.device
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

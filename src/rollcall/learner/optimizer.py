@@ -53,6 +53,21 @@ class Optimizer:
         on_cuda = next(iter(self.targets.values())).is_cuda
         self.adamw = make_optimizer(groups, section, on_cuda=on_cuda)
 
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Make Adam's state at the start, as its first step would: a card that is too small for it says so before anything is sampled.
+        Other optimizers make theirs in the first update."""
+        if not isinstance(self.adamw, torch.optim.Adam | torch.optim.AdamW) or self.adamw.state:
+            return
+        for group in self.adamw.param_groups:
+            group["lr"] = 0.0  # so the step changes no weight; every update sets its own
+        for target in self.targets.values():
+            target.grad = torch.zeros_like(target)
+            self.adamw.step()
+            target.grad = None
+        for entry in self.adamw.state.values():
+            entry["step"].zero_()
+
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, in the order of ``named``, to the float32 sums: all of them, or none if memory ends."""
         given = {name: gradient for name, gradient in zip(self.named, gradients, strict=True) if gradient is not None}

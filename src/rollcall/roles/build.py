@@ -23,7 +23,7 @@ from rollcall.engine.vllm.setup import find_python
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import KIND
 from rollcall.environments.protocol import Environments
-from rollcall.errors import ConfigError
+from rollcall.errors import ConfigError, short_of_memory
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.samples import ScoreSamples
@@ -41,7 +41,7 @@ from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say
-from rollcall.words import counted
+from rollcall.words import counted, size
 
 POLICY = "policy"  # the name of the run's adapter in its engine
 NUM_REWARD_WORKERS = 2
@@ -195,23 +195,27 @@ def build_engine(
     graphs: bool = True,
     device: torch.device | None = None,
     adapter: Adapter | None = None,
+    kv_tokens: int | None = None,
 ) -> LocalEngine:
     """The engine of this process, with the weights of ``model`` and the ``adapter``; on CUDA the native one captures ``graphs``. vLLM
-    takes an outline too, and runs on ``device`` then."""
+    takes an outline too, and runs on ``device`` then. ``kv_tokens``: what there is room for (``card.settle``), where the run file leaves
+    that open."""
+    kv_tokens = rollout.kv_tokens if rollout.kv_tokens is not None else kv_tokens
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
             check_compiler("rollout.compile")
             say("the first completions wait for the compiler (rollout.compile; half a minute)")
-        return NativeEngine(
-            model,
-            tokenizer,
-            max_running=rollout.max_running,
-            kv_tokens=rollout.kv_tokens,
-            kv_fraction=kv_share(rollout),
-            compile=rollout.compile,
-            graphs=graphs,
-            adapters=None if adapter is None else {POLICY: adapter},
-        )
+        with short_of_memory(partial(_engine_sentence, model)):
+            return NativeEngine(
+                model,
+                tokenizer,
+                max_running=rollout.max_running,
+                kv_tokens=kv_tokens,
+                kv_fraction=kv_share(rollout),
+                compile=rollout.compile,
+                graphs=graphs,
+                adapters=None if adapter is None else {POLICY: adapter},
+            )
     say("starting vLLM in a process of its own (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
     try:
@@ -222,7 +226,7 @@ def build_engine(
             child,
             section=rollout.vllm,
             max_running=rollout.max_running,
-            kv_tokens=rollout.kv_tokens,
+            kv_tokens=kv_tokens,
             kv_fraction=kv_share(rollout),
             device=device,
             adapter=adapter,
@@ -230,6 +234,14 @@ def build_engine(
     except BaseException:  # an interrupt too: it must not go on loading
         child.close()
         raise
+
+
+def _engine_sentence(model: Any, why: str) -> str:
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    return (
+        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be "
+        "beside them. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
+    )
 
 
 def load_engine(

@@ -34,6 +34,7 @@ from rollcall.roles.build import (
     reference_of,
     set_threads,
 )
+from rollcall.roles.card import settle
 from rollcall.roles.trained import Trained
 from rollcall.wait import say
 
@@ -80,9 +81,15 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
     stops = stop_token_ids(inputs.tokenizer, model.config, model.generation_config, rollout=config.rollout)
     adapter = build_adapter(config, model, device=device)
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True, adapter=adapter)
-    engine = build_engine(config.rollout, model, inputs.tokenizer, graphs=not is_bare, adapter=adapter)
-    say("starting the reward processes")
+    critic = build_critic(config, load(), gang=Gang.alone()) if isinstance(config.algorithm, Ppo) else None
+    reference = _reference(config, learner, load) if config.needs_reference else None
     models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
+    # What is held for the whole run is there; the engine gets what is left.
+    kv_tokens = settle(config, model, learners=[each for each in (learner, critic) if each is not None], samples=True)
+    engine = build_engine(
+        config.rollout, model, inputs.tokenizer, graphs=not is_bare, adapter=adapter, kv_tokens=kv_tokens
+    )
+    say("starting the reward processes")
     scorer, eval_scorer = build_scorers(
         config.reward, score=learner.score, models=models, num_workers=1 if is_bare else NUM_REWARD_WORKERS
     )
@@ -90,8 +97,8 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
         tokenizer=inputs.tokenizer,
         engine=engine,
         learner=learner,
-        critic=build_critic(config, load(), gang=Gang.alone()) if isinstance(config.algorithm, Ppo) else None,
-        reference=_reference(config, learner, load) if config.needs_reference else None,
+        critic=critic,
+        reference=reference,
         scorer=scorer,
         eval_scorer=eval_scorer,
         environments=build_environments(config.environment, inputs.tokenizer, inputs.train, inputs.val),

@@ -24,7 +24,15 @@ from rollcall.checkpoint.training import (
     write_critic,
     write_learner,
 )
+from rollcall.errors import short_of_memory
 from rollcall.learner.learner import Critic, Learner
+
+
+def _saving(why: str) -> str:
+    return (
+        f"there is no memory left to save a checkpoint ({why}); it is copied to host memory first. Leave more of it free on this node; on a "
+        "card lower rollout.kv_memory_fraction or actor.tokens_per_microbatch. The checkpoints before this one are whole"
+    )
 
 
 class Trained:
@@ -41,10 +49,11 @@ class Trained:
         return any(model.body.in_parts for model in (self.learner, self.critic) if model is not None)
 
     def write_whole(self, directory: Path) -> None:
-        if self.learner is not None:
-            write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
-        if self.critic is not None:
-            write_critic(self.critic, directory)
+        with short_of_memory(_saving):
+            if self.learner is not None:
+                write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
+            if self.critic is not None:
+                write_critic(self.critic, directory)
 
     @cached_property
     def _parts(self) -> PartWriter:
@@ -59,8 +68,9 @@ class Trained:
         beside: Mapping[str, bytes] = {}
         if self.learner is not None:
             beside = self._beside.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
-        files, facts = files_in_parts(self.learner, self.critic, beside=beside)
-        self._parts.copy(files, facts=facts)
+        with short_of_memory(_saving):
+            files, facts = files_in_parts(self.learner, self.critic, beside=beside)
+            self._parts.copy(files, facts=facts)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:
         """Begin to write the copy to the checkpoint's folder; with ``run`` to the folder of that name on this node."""

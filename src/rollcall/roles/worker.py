@@ -23,6 +23,7 @@ from rollcall.checkpoint.training import in_modules
 from rollcall.config import Config
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.errors import short_of_memory
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
@@ -50,6 +51,7 @@ from rollcall.roles.build import (
     set_threads,
     tokenizer_of,
 )
+from rollcall.roles.card import settle
 from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.roles.trained import Trained
 from rollcall.roles.weight_sync import WorkerWeights
@@ -93,6 +95,13 @@ class Facts:
     max_positions: int
     stop_token_ids: tuple[int, ...]
     tokenizer: str  # its mark
+
+
+def _syncing(why: str) -> str:
+    return (
+        f"there is no memory left to send new weights to the engines ({why}); one tensor at a time is copied on its way. Lower "
+        "actor.tokens_per_microbatch or rollout.kv_memory_fraction; with rollout.weights=shared_memory the node's /dev/shm holds a copy"
+    )
 
 
 class RoleWorker(Trained):
@@ -150,13 +159,6 @@ class RoleWorker(Trained):
             )
             if self.learner.body.in_parts and not samples:
                 model.to("meta")
-        if Role.ROLLOUT in roles:
-            engine = build_engine(self.config.rollout, model, self.tokenizer, device=self.device, adapter=self.adapter)
-            self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
-        # Whether an engine sits beside a part of the model, in any process of the gang: it gets the whole from all of them.
-        self._gathers = (
-            self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.seat is not None))
-        )
         self.critic = self.reference = None
         if Role.CRITIC in roles:
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
@@ -165,6 +167,23 @@ class RoleWorker(Trained):
             self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
+        # What is held for the whole run is there; the engine gets what is left.
+        learners = [each for each in (self.learner, self.critic) if each is not None]
+        kv_tokens = settle(self.config, model, learners=learners, samples=Role.ROLLOUT in roles)
+        if Role.ROLLOUT in roles:
+            engine = build_engine(
+                self.config.rollout,
+                model,
+                self.tokenizer,
+                device=self.device,
+                adapter=self.adapter,
+                kv_tokens=kv_tokens,
+            )
+            self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
+        # Whether an engine sits beside a part of the model, in any process of the gang: it gets the whole from all of them.
+        self._gathers = (
+            self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.seat is not None))
+        )
         self.model = model
         self.stop_token_ids = stop_token_ids(
             self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
@@ -239,6 +258,7 @@ class RoleWorker(Trained):
         assert self.seat is not None
         return self.seat.advance(requests, aborted, ended=ended, give_back=give_back, look_s=look_s)
 
+    @short_of_memory(_syncing)
     def use_weights(self, version: int, name: str, invitations: Sequence[Invitation]) -> None:
         """Receive this version from the actor's processes, which invited this one by that name, and sample from it."""
         if self.seat is not None and version != self.seat.served:
@@ -289,6 +309,7 @@ class RoleWorker(Trained):
         sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))
         return self._weights.invite(receivers if sends else {}, host, name=f"actor rank {rank}")
 
+    @short_of_memory(_syncing)
     def send_weights(self, version: int) -> None:
         """The learner holds this version: send it to the invited receivers and to the engine in this process."""
         if self._by_parts:

@@ -25,10 +25,12 @@ from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Ended, Finished, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
+from rollcall.errors import short_of_memory
 from rollcall.model.adapter import Adapter
 from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
 from rollcall.types import FinishReason
+from rollcall.words import size
 
 
 class NativeEngine:
@@ -76,6 +78,7 @@ class NativeEngine:
                 attention=attention,
                 served=self.served,
             )
+        self._weight_bytes = sum(each.numel() * each.element_size() for each in decoder.named_tensors().values())
         self.max_positions = decoder.max_positions
         self.version = 0
         self.num_preemptions = 0
@@ -101,13 +104,22 @@ class NativeEngine:
             self._wait(sequence)
 
     def poll(self) -> list[Finished]:
-        if not self._started:
-            self._admit()
-            if self._running:
-                self._start(self._make_room())
-        if self._started:
-            self._settle(goes_on=True)
+        with short_of_memory(self._sentence):
+            if not self._started:
+                self._admit()
+                if self._running:
+                    self._start(self._make_room())
+            if self._started:
+                self._settle(goes_on=True)
         return take_finished(self._requests, self.tokenizer)
+
+    def _sentence(self, why: str) -> str:
+        """What sampling has when it runs out of memory."""
+        return (
+            f"the native engine is out of memory ({why}). It has weights of {size(self._weight_bytes)} and a KV cache of "
+            f"{self.runner.room} tokens, and samples {len(self._running)} completions; lower rollout.kv_memory_fraction, "
+            "rollout.kv_tokens or rollout.max_running"
+        )
 
     def take_ended(self) -> list[Ended]:
         return take_ended(self._requests, self.tokenizer)

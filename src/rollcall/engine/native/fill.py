@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.runner import Fill
+from rollcall.errors import is_out_of_memory
 from rollcall.model.attention import flash, runs_flash
 from rollcall.model.decoder import Decoder
 
@@ -44,6 +45,21 @@ def run_fills(
 
     decoder.forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attend, gain=gain)
     return sum(lengths)
+
+
+def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:
+    """Run all fills at once; if memory ends, each half of them by itself. What was stored before is stored again, the same.
+    ``smaller`` gets the tokens of what did not fit. One fill alone that does not fit raises."""
+    try:
+        run(fills)
+        return
+    except Exception as error:
+        if len(fills) == 1 or not is_out_of_memory(error):
+            raise
+    smaller(sum(len(fill.token_ids) for fill in fills))
+    half = len(fills) // 2
+    for part in (fills[:half], fills[half:]):
+        run_halved(part, run, smaller=smaller)
 
 
 def _attend_fresh(q: Tensor, k: Tensor, v: Tensor, *, cumulative: Tensor, lengths: list[int], window: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
-from rollcall.engine.native.fill import run_fills
+from rollcall.engine.native.fill import run_fills, run_halved
 from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.past import attend_packed
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, order_fills, plan_fills
@@ -30,6 +30,7 @@ from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
 from rollcall.model.decoder import Decoder
 from rollcall.model.low_rank import add_low_rank
+from rollcall.wait import say
 
 BLOCK = 64  # tokens per KV block
 CHUNK = 16  # steps between two looks at the results
@@ -62,6 +63,7 @@ class PagedRunner:
         self._kept: KeptSessions[list[int]] = KeptSessions()
         self.num_rows = 0
         self.num_filled_tokens = 0
+        self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
         self._started = 0  # steps of the chunk on its way
 
@@ -240,13 +242,22 @@ class PagedRunner:
         size = 0
         for fill in order_fills(fills):
             own = len(fill.token_ids) + fill.past // PAST
-            if batch and size + own > FILL_TOKENS:
-                self._run_fill(batch)
+            if batch and size + own > self._fill_tokens:
+                self._run_fitting(batch)
                 batch, size = [], 0
             batch.append(fill)
             size += own
         if batch:
-            self._run_fill(batch)
+            self._run_fitting(batch)
+
+    def _run_fitting(self, fills: list[Fill]) -> None:
+        def smaller(tokens: int) -> None:
+            torch.cuda.empty_cache()
+            if tokens // 2 < self._fill_tokens:
+                self._fill_tokens = max(1, tokens // 2)
+                say(f"rollout: prompts of {tokens} tokens do not fit at once; at most {self._fill_tokens} from here on")
+
+        run_halved(fills, self._run_fill, smaller=smaller)
 
     def _run_fill(self, fills: list[Fill]) -> None:
         target = self._slots([(fill.rows[0], fill.past, fill.past + len(fill.token_ids)) for fill in fills])

@@ -1,0 +1,166 @@
+"""What ``auto`` comes to on the card of this process: the learners' micro-batches first, then the KV cache of the native engine.
+
+Everything that is held for the whole run is on the card by then, the optimizer's state too. What is free is divided by the arithmetic of
+``plan/choose.py``: first by the plan's estimate, then by a measured pass. All ranks of a gang take the smallest size that any of
+them found. On a CPU nothing is done: there ``auto`` is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollcall.config import Config, RolloutSection
+from rollcall.errors import short_of_memory
+from rollcall.learner.fit import Fit, passes_of
+from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.measure import Rows, measured
+from rollcall.model.decoder import Decoder
+from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose, kv_need
+from rollcall.plan.memory import FILL_TOKENS, VLLM_KV
+from rollcall.wait import say
+from rollcall.words import size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """A pass with the sums of gradients beside it."""
+
+    passes: Needs
+    sums: int
+
+    def peak(self, tokens: int) -> int:
+        return self.sums + self.passes.peak(tokens)
+
+    def tokens_in(self, room: int) -> int:
+        return self.passes.tokens_in(room - self.sums)
+
+
+def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
+    """Size the micro-batches of the learners in this process, and say it. Returns the tokens of KV for a native engine that
+    ``samples`` from ``model`` here, where the run file leaves that open."""
+    device = learners[0].body.device if learners else next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    for learner in learners:
+        with short_of_memory(lambda why, learner=learner: _state_sentence(learner, why)):
+            learner.optimizer.allocate()
+    data, rollout = config.data, config.rollout
+    kv = _kv_of(config, model, device) if samples else NO_KV
+    rows = Rows(prompt=data.max_prompt_tokens, response=rollout.max_response_tokens, group=rollout.samples_per_prompt)
+    needs = [_size(learner, kv=kv, rows=rows) for learner in learners]
+    if not samples or not kv_is_open(rollout):
+        return None
+    return _kv_tokens(kv, model, rollout, device=device, needs=needs)
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes that this process can still allocate, but for what the allocator loses."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    usable = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    room = min(free + torch.cuda.memory_reserved(device) - held, usable - held)
+    return max(0, room - int((1 - SAFE) * usable))
+
+
+def kv_is_open(rollout: RolloutSection) -> bool:
+    return rollout.engine == "native" and rollout.kv_tokens is None and rollout.kv_memory_fraction == "auto"
+
+
+def _kv_of(config: Config, model: Any, device: torch.device) -> KvNeed:
+    """Of the engine that is still to come; what the run file fixes is taken out of the room as it is."""
+    rollout, total = config.rollout, torch.cuda.get_device_properties(device).total_memory
+    decoder = Decoder.of(model)
+    per_token = _kv_per_token(decoder)
+    longest = min(config.data.max_prompt_tokens + rollout.max_response_tokens, decoder.max_positions)
+    if kv_is_open(rollout):
+        # A conversation may grow until the model has no more positions.
+        return kv_need(
+            rollout, per_token=per_token, longest=longest if config.environment is None else decoder.max_positions
+        )
+    share = VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
+    fixed = rollout.kv_tokens * per_token if rollout.kv_tokens is not None else int(total * share)
+    if rollout.engine == "vllm":
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in decoder.named_tensors().values())
+        fixed = 0 if rollout.vllm.sleep else fixed + whole // rollout.vllm.tensor_parallel_size
+    return KvNeed(least=fixed, most=fixed)
+
+
+def _kv_per_token(decoder: Decoder) -> int:
+    return 2 * len(decoder.layers) * decoder.kv_width * decoder.embed.element_size()
+
+
+def _size(learner: Learner | Critic, *, kv: KvNeed, rows: Rows) -> int:
+    """Set the learner's ``fit``; returns the bytes that its passes need."""
+    fit, body, section = learner.fit, learner.body, learner.section
+    sums = 4 * sum(tensor.numel() for tensor in body.named.values())
+    room = room_on(body.device)
+    longest = -(-(rows.prompt + rows.response) // body.context.size)
+
+    def estimate(recompute: bool) -> Needs:
+        return Summed(passes=passes_of(body, fit, recompute=recompute), sums=sums)
+
+    if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
+        return estimate(fit.recompute).peak(fit.tokens)
+    first = _agreed(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
+    line = _together(learner, measured(learner, rows)) if section.tokens_per_microbatch == "auto" else None
+
+    def known(recompute: bool) -> Needs:
+        return line if line is not None and recompute == first.recompute else estimate(recompute)
+
+    if line is not None:
+        _agreed(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
+    if body.gang.rank == 0:
+        say(_chosen(fit, line, room=room))
+    return known(fit.recompute).peak(fit.tokens)
+
+
+def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
+    """What all ranks of the gang can do, set as the learner's ``fit``."""
+    fit = learner.fit
+    fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
+    return Choice(tokens=fit.tokens, recompute=fit.recompute)
+
+
+def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
+    """The worst line of all ranks; None: one of them has none, and its smaller size counts for all."""
+    fit, gang = learner.fit, learner.body.gang
+    own = None if line is None else [line.fixed, line.per_token]
+    members = gang.gather([own, fit.tokens, fit.recompute])
+    fit.agree([(tokens, recompute) for _, tokens, recompute in members])
+    lines = [each for each, _, _ in members]
+    if None in lines:
+        return None
+    return Line(fixed=max(fixed for fixed, _ in lines), per_token=max(per_token for _, per_token in lines))
+
+
+def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
+    again = ", layers run again in the backward" if fit.recompute else ""
+    by = "by estimate" if line is None else f"measured: {size(line.fixed)} and {size(int(line.per_token))} a token"
+    return f"{fit.name}: {fit.tokens} tokens in a micro-batch{again} ({by}; {size(room)} were free)"
+
+
+def _kv_tokens(kv: KvNeed, model: Any, rollout: RolloutSection, *, device: torch.device, needs: Sequence[int]) -> int:
+    """What the learners leave. The engine's own work takes turns with theirs, but its graphs keep their memory."""
+    decoder = Decoder.of(model)
+    vocab, hidden = decoder.embed.shape
+    width = decoder.embed.element_size()
+    filling = FILL_TOKENS * (3 * hidden + 2 * len(decoder.layers[0].gate_up)) * width
+    graphs = 2 * rollout.max_running * vocab * 4
+    room = room_on(device) - graphs - max([filling, *needs])
+    tokens = max(1, kv.of(room) // (_kv_per_token(decoder) * KV_BLOCK)) * KV_BLOCK
+    say(f"KV cache: {tokens} tokens, {size(tokens * _kv_per_token(decoder))} (auto)")
+    return tokens
+
+
+def _state_sentence(learner: Learner | Critic, why: str) -> str:
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in learner.body.named.values())
+    name = learner.fit.name
+    return (
+        f"{name}: the state of its optimizer does not fit on the card ({why}). Needed are weights {size(weights)}, optimizer state "
+        f"{size(learner.optimizer.num_bytes)} and gradients {size(4 * weights // learner.body.dtype.itemsize)}, before any activations. "
+        f"Divide it with {name}.sharding=fsdp over more cards, or set {name}.master_weights=false"
+    )
