@@ -13,12 +13,13 @@ from test_engine_native import make_engine
 from test_learner import assert_same_gradient, gradients, make_learner, make_samples, section, trainable
 from tiny import make_model, make_tokenizer
 
-from rollcall.config import parse_config
+from rollcall.config import Grpo, Gspo, Ppo, parse_config
 from rollcall.engine.native.fill import run_halved
 from rollcall.engine.native.runner import Fill
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.errors import BatchTooLargeError, MemoryShortError
-from rollcall.learner.learner import Learner
+from rollcall.learner.fit import Packing
+from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.learner.whole import Whole
 from rollcall.loop.attempts import loss_of
@@ -83,6 +84,19 @@ def test_made_up_rows_fill_the_size_that_is_asked_for() -> None:
             for draw in {each.draw for each in samples}
         )
         assert tokens <= packed < 1.5 * tokens and len(samples) > 2
+
+
+@pytest.mark.parametrize("algorithm", [Grpo(kl_coef=0.1), Gspo(), Ppo()], ids=lambda each: each.name)
+def test_a_made_up_pass_leaves_no_gradient(algorithm: Any) -> None:
+    learner = make_learner(trainable(), algorithm)
+    critic = Critic(trainable(), section(), algorithm=Ppo(), total_updates=1)
+    samples = ROWS.fill(60, vocab=40)
+    for model in (learner, critic):
+        packing = Packing(samples=samples, weights=np.zeros(len(samples), dtype=np.float32), max_rows=4)
+        assert len(model.body.accumulate(packing, model.fit, model._loss, model.optimizer)) > 1
+        sums = model.optimizer._sums.values()
+        assert sums and all(torch.equal(each, torch.zeros_like(each)) for each in sums)
+        model.optimizer.discard()
 
 
 def test_state_made_at_the_start_changes_no_update() -> None:

@@ -40,7 +40,33 @@ def check_section(section: Any) -> Any:
             "sharding=fsdp (one process may have it too)"
         )
     _check_kwargs(section.optimizer.kwargs)
+    _check_state(section)
     return section
+
+
+def _check_state(section: Any) -> None:
+    """Of what ``optimizer.state: bfloat16`` is for."""
+    choice = section.optimizer
+    if choice.state == "float32":
+        return
+    if choice.name != "torch.optim.AdamW":
+        raise ValueError(
+            f"optimizer.state={choice.state} is for torch.optim.AdamW, and optimizer.name is {choice.name}; leave one of them out"
+        )
+    if choice.kwargs:
+        raise ValueError(
+            f"optimizer.kwargs.{next(iter(choice.kwargs))} does not go with optimizer.state={choice.state}; leave one of them out"
+        )
+    if not section.master_weights:
+        raise ValueError(
+            f"optimizer.state={choice.state} is beside float32 weights, and master_weights=false keeps none for a bfloat16 model, whose "
+            "state is bfloat16 already; leave one of them out"
+        )
+    if section.cpu_offload:
+        raise ValueError(
+            f"optimizer.state={choice.state} saves memory of the card, and cpu_offload=true keeps the state in host memory; leave one "
+            "of them out"
+        )
 
 
 def _check_kwargs(kwargs: dict[str, Any]) -> None:

@@ -246,6 +246,11 @@ class OptimizerChoice(Section):
     kwargs: dict[str, Any] = field(
         {}, "Its arguments, such as `{foreach: false}`. lr, betas, eps and weight_decay may stand here too."
     )
+    state: Literal["float32", "bfloat16"] = field(
+        "float32",
+        "Precision of AdamW's two moments. `bfloat16`: half the memory, rounded by chance so that small changes are not lost; for "
+        "torch.optim.AdamW with float32 weights or masters.",
+    )
 
 
 class OptimizerSection(Section):
@@ -254,7 +259,8 @@ class OptimizerSection(Section):
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = field(0.0, "AdamW's weight decay. Norms and biases have none.", ge=0)
     optimizer: OptimizerChoice = field(
-        OptimizerChoice(), "Which optimizer, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}}`."
+        OptimizerChoice(),
+        "Which optimizer, such as `{name: torch.optim.AdamW, kwargs: {foreach: false}, state: bfloat16}`.",
     )
     warmup_steps: int = field(0, "Number of updates over which the rate rises from 0.", ge=0)
     decay: Literal["constant", "linear", "cosine"] = field("constant", "How the learning rate falls after warm-up.")

@@ -212,7 +212,7 @@ def sizes_of(body: Body) -> Sizes:
     )
 
 
-def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None, offload: bool = False) -> Passes:
+def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None) -> Passes:
     """The arithmetic of this body's passes, as ``rollcall plan`` does it."""
     trained = sum(tensor.numel() for tensor in body.named.values())
     return Passes(
@@ -224,7 +224,6 @@ def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None, offload: b
         tensor=body.num_tensor,
         compiled=body.is_compiled or body.device.type == "cpu",
         recompute=fit.recompute if recompute is None else recompute,
-        offload=offload,
         frozen=body.frozen_bytes > 0,
     )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from rollcall.config import OptimizerSection
 from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
+from rollcall.learner.half_state import HalfStateAdamW
 
 
 class Optimizer:
@@ -57,7 +58,7 @@ class Optimizer:
     def allocate(self) -> None:
         """Make Adam's state at the start, as its first step would: a card that is too small for it says so before anything is sampled.
         Other optimizers make theirs in the first update."""
-        if not isinstance(self.adamw, torch.optim.Adam | torch.optim.AdamW) or self.adamw.state:
+        if not isinstance(self.adamw, torch.optim.Adam | torch.optim.AdamW | HalfStateAdamW) or self.adamw.state:
             return
         for group in self.adamw.param_groups:
             group["lr"] = 0.0  # so the step changes no weight; every update sets its own
@@ -83,7 +84,8 @@ class Optimizer:
         """Of masters and state; before the first update, of AdamW's."""
         state = sum(_bytes(value) for entry in self.adamw.state.values() for value in entry.values())
         masters = sum(map(_bytes, self.targets.values()))
-        return (masters if self.uses_masters else 0) + (state or 2 * masters)
+        expected = masters if self.section.optimizer.state == "bfloat16" else 2 * masters
+        return (masters if self.uses_masters else 0) + (state or expected)
 
     def sum_over(self, gang: Gang) -> None:
         """Add up the sums over the whole gang; a member without rows adds zeros."""
@@ -302,6 +304,8 @@ def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts:
 
 def make_optimizer(groups: list[dict[str, Any]], section: OptimizerSection, *, on_cuda: bool) -> torch.optim.Optimizer:
     kind = optimizer_class(section)
+    if section.optimizer.state == "bfloat16":
+        return HalfStateAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
     accepted = inspect.signature(kind).parameters
     adam = kind in (torch.optim.AdamW, torch.optim.Adam)
     # The section's defaults are Adam's; another optimizer keeps its own, unless the run file has other values. A resolved run

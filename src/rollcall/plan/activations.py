@@ -16,7 +16,6 @@ from typing import Protocol
 
 LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
 COMPILE_FROM = 50_000_000  # parameters; below, compiling a learner on a GPU costs more than it saves
-OFFLOAD_LAYERS = 2  # whose activations are on the card at once, where the others are in host memory
 WIDE = 4  # bytes of a float32
 
 
@@ -51,7 +50,6 @@ class Passes:
     tensor: int = 1  # ranks over which heads and MLP columns are divided
     compiled: bool = True
     recompute: bool = False  # keep each layer's input only
-    offload: bool = False  # what is kept waits in host memory
     frozen: bool = False  # embeddings and head have no gradient: an adapter of the layers is trained
 
     def peak(self, tokens: int) -> int:
@@ -103,8 +101,7 @@ class Passes:
 
     @property
     def _kept_of_all(self) -> int:
-        layers = min(self.sizes.layers, OFFLOAD_LAYERS) if self.offload else self.sizes.layers
-        return layers * (self.sizes.hidden * self.width if self.recompute else self.kept_per_layer)
+        return self.sizes.layers * (self.sizes.hidden * self.width if self.recompute else self.kept_per_layer)
 
     @property
     def _around(self) -> int:

@@ -354,7 +354,8 @@ class _Job:
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
         # AdamW has two numbers per weight; FSDP's own weights are the masters, and what it gathers is what a forward reads.
-        optimizer = trained * (4 + 8 if masters else 2 * width) // shards
+        moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else width
+        optimizer = trained * ((4 if masters else 0) + 2 * moment) // shards
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
         weights += trained * width // shards if lora is not None else 0
