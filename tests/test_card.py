@@ -192,7 +192,7 @@ def test_a_micro_batch_that_all_ranks_run_is_smaller_in_the_next_attempt(
 
 
 def on_card(**shape: Any) -> Any:
-    wide = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, **shape)
+    wide: dict[str, Any] = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, **shape)
     return trainable(**wide).to("cuda")
 
 

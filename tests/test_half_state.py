@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rollcall.config import OptimizerSection
 from rollcall.learner.half_state import HalfStateAdamW, by_chance
 from rollcall.learner.optimizer import Optimizer
 
-HALF = {"optimizer": {"state": "bfloat16"}}
+HALF: dict[str, Any] = {"optimizer": {"state": "bfloat16"}}
 
 
 def test_the_weights_stay_close_to_those_of_float32_state() -> None:
@@ -80,7 +81,7 @@ def test_scalars_large_weights_and_early_state_are_the_same(monkeypatch: pytest.
     for early in (False, True):
         optimizer = Optimizer(
             {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in named.items()},
-            OptimizerSection(lr=0.01, **HALF),  # type: ignore[arg-type]
+            OptimizerSection(lr=0.01, **HALF),
             total_updates=3,
         )
         if early:
