@@ -49,10 +49,12 @@ class HalfStateAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         chance = torch.Generator(weight.device).manual_seed(step << 20 | seed)
-        whole = (weight, weight.grad, *(state[name] for name in MOMENTS))
-        rows = max(1, AT_ONCE // max(1, weight[0].numel())) if weight.ndim else 1
-        for start in range(0, len(weight), rows) if weight.ndim else [0]:
-            _step(*(each[start : start + rows] if weight.ndim else each for each in whole), group, step, chance)
+        assert weight.grad is not None
+        rows = [each if each.ndim else each[None] for each in (weight, weight.grad, *(state[name] for name in MOMENTS))]
+        size = max(1, AT_ONCE // max(1, rows[0][0].numel()))
+        for start in range(0, len(rows[0]), size):
+            own, grad, first, second = (each[start : start + size] for each in rows)
+            _step(own, grad, first, second, group=group, step=step, chance=chance)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch gives the moments the weights' precision; from float32 state they become bfloat16 here."""

@@ -166,7 +166,9 @@ class Optimizer:
 
         Load the weights first: they take the place of masters that the state does not have.
         """
-        self.adamw.load_state_dict({**state["adamw"], "param_groups": self._groups_for(state)})
+        groups = self._groups_for(state)
+        self.adamw.state.clear()  # a card may not hold the old one beside the new
+        self.adamw.load_state_dict({**state["adamw"], "param_groups": groups})
         self._lay_out_states()
         self.num_updates = state["num_updates"]
         self._take_masters(state["masters"])
