@@ -180,6 +180,22 @@ def test_a_whole_model_comes_to_a_device_piece_by_piece(
     assert one.named_tensors().keys() == other.named_tensors().keys()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-bias"])
+def test_a_whole_model_comes_to_a_gpu_without_being_whole_on_the_host(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cuda = str(save_model(tmp_path, name)), torch.device("cuda")
+    expected = load_causal_lm(path, device=cuda, dtype=torch.bfloat16)
+    monkeypatch.setattr(unread, "PIECE_BYTES", PIECE)
+    meter = Meter(monkeypatch)
+    found = unread.load_onto(path, device=cuda, dtype=torch.bfloat16)
+    assert 0 < meter.most <= 2 * PIECE
+    wanted = Decoder.of(expected).named_tensors()
+    for key, tensor in Decoder.of(found).named_tensors().items():
+        assert tensor.is_cuda and torch.equal(tensor, wanted[key]), key
+
+
 def refused(gang: Gang, path: str) -> str:
     outline = outline_causal_lm(path, dtype=torch.float32)
     try:

@@ -51,19 +51,19 @@ def layouts_of(decoder: Decoder, split: ModelSplit) -> dict[str, WeightSplit]:
     return {name: layout_of(decoder, name, split) for name in decoder.named_tensors()}
 
 
-def parts_of(decoder: Decoder, split: ModelSplit, *, dtype: torch.dtype) -> Parts:
+def parts_of(decoder: Decoder, split: ModelSplit, *, dtype: torch.dtype, device: torch.device = CPU) -> Parts:
     """What a rank of this mesh sends; its shards are in float32, whatever travels."""
     named = decoder.named_tensors()
     return Parts(
         [
             SentBlock(
                 name=block.name, start=block.start, whole=block.whole, dtype=dtype,
-                values=block.of(layout.cut(named[name]).clone()),
+                values=block.of(layout.cut(named[name]).clone().to(device)),
             )
             for name, layout in layouts_of(decoder, split).items()
             for block in layout.blocks(own=True)
         ],
-        device=CPU,
+        device=device,
     )  # fmt: skip
 
 
@@ -136,13 +136,18 @@ class Update:
 
 
 def update_of(
-    architecture: str, mesh: tuple[int, int, int], *, dtype: torch.dtype = torch.float32, receivers: Mapping[str, bool]
+    architecture: str,
+    mesh: tuple[int, int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    receivers: Mapping[str, bool],
+    device: torch.device = CPU,
 ) -> tuple[Update, dict[str, Tensor]]:
     decoder = decoder_of(architecture)
     replicate, shard, tensor = mesh
     splits = [ModelSplit(replicate=replicate, shard=shard, tensor=tensor, rank=rank) for rank in range(shard * tensor)]
     wanted = module_shapes(layouts_of(decoder, splits[0]).values())
-    sent = [parts_of(decoder, split, dtype=dtype) for split in splits]
+    sent = [parts_of(decoder, split, dtype=dtype, device=device) for split in splits]
     return Update(sent, wanted, receivers=receivers), expected_of(decoder, dtype=dtype)
 
 
@@ -166,6 +171,21 @@ def test_every_byte_is_sent_once_and_arrives_whole(architecture: str, mesh: Any,
         sent = sum(one.layout.num_bytes for one in update.sent)
         assert sent == sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
         assert update.most_alive <= 2, "the one before is freed while the next is taken"
+    finally:
+        update.close()
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu_reach_the_memory_of_hosts() -> None:
+    near_and_far = {"near": True, "far": False}
+    update, expected = update_of(
+        "llama-bias", (1, 2, 2), dtype=torch.bfloat16, receivers=near_and_far, device=torch.device("cuda")
+    )
+    try:
+        update.run(1)
+        assert not update.failures, update.failures
+        for taken in update.taken.values():
+            assert all(torch.equal(taken[name], expected[name]) for name in expected)
     finally:
         update.close()
 
