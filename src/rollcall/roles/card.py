@@ -54,7 +54,7 @@ def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], 
     needs = [_size(learner, kv=kv, rows=rows) for learner in learners]
     if not samples or not kv_is_open(rollout):
         return None
-    return _kv_tokens(kv, model, rollout, device=device, needs=needs)
+    return _kv_tokens(kv, model, config, device=device, needs=needs)
 
 
 def room_on(device: torch.device) -> int:
@@ -143,13 +143,15 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
     return f"{fit.name}: {fit.tokens} tokens in a micro-batch{again} ({by}; {size(room)} were free)"
 
 
-def _kv_tokens(kv: KvNeed, model: Any, rollout: RolloutSection, *, device: torch.device, needs: Sequence[int]) -> int:
+def _kv_tokens(kv: KvNeed, model: Any, config: Config, *, device: torch.device, needs: Sequence[int]) -> int:
     """What the learners leave. The engine's own work takes turns with theirs, but its graphs keep their memory."""
     decoder = Decoder.of(model)
     vocab, hidden = decoder.embed.shape
     width = decoder.embed.element_size()
-    filling = FILL_TOKENS * (3 * hidden + 2 * len(decoder.layers[0].gate_up)) * width
-    graphs = 2 * rollout.max_running * vocab * 4
+    running = config.rollout.max_running
+    filled = min(FILL_TOKENS, running * config.data.max_prompt_tokens)
+    filling = filled * (3 * hidden + 2 * len(decoder.layers[0].gate_up)) * width
+    graphs = 2 * running * vocab * 4
     room = room_on(device) - graphs - max([filling, *needs])
     tokens = max(1, kv.of(room) // (_kv_per_token(decoder) * KV_BLOCK)) * KV_BLOCK
     say(f"KV cache: {tokens} tokens, {size(tokens * _kv_per_token(decoder))} (auto)")
