@@ -182,9 +182,12 @@ def test_relative_paths_are_refused_where_the_nodes_do_not_see_the_folder(tmp_pa
 def test_relative_paths_become_absolute_where_the_nodes_see_the_folder(tmp_path: Path, place: str) -> None:
     seen = ALONE if place == "alone" else Shared(num_nodes=2, folder=str(tmp_path / "meet"))
     (tmp_path / "model").mkdir()
-    run = config(run={"dir": "runs/one"}, data={"train": "train.jsonl", "val": "val.jsonl"}, model={"path": "model"})
+    (tmp_path / "adapter").mkdir()
+    model = {"path": "model", "lora": {"path": "adapter"}}
+    run = config(run={"dir": "runs/one"}, data={"train": "train.jsonl", "val": "val.jsonl"}, model=model)
     resolved = resolve_paths(run, folder=tmp_path, shared=seen)
     assert resolved.run.dir == tmp_path / "runs/one" and resolved.model.path == str(tmp_path / "model")
+    assert resolved.model.lora is not None and resolved.model.lora.path == str(tmp_path / "adapter")
     assert (resolved.data.train, resolved.data.val) == (str(tmp_path / "train.jsonl"), str(tmp_path / "val.jsonl"))
 
 

@@ -43,6 +43,8 @@ from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.decoder import Decoder, fuse_parameters, module_names
 from rollcall.model.load import ModelError, load_causal_lm
 from rollcall.model.peft_files import write_adapter
+from rollcall.plan.activations import Passes
+from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
 from rollcall.roles.worker import RoleWorker
 
@@ -575,6 +577,18 @@ def merged_of(path: str, adapter: Adapter) -> Any:
 def test_a_lora_section_that_cannot_work_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides)
+
+
+def test_the_plan_counts_the_adapter_alone() -> None:
+    for name, lora in (("qwen2-tied", ALL), ("llama-bias", SOME), ("qwen3-untied", ALL)):
+        model = trainable(name)
+        sizes = ModelSizes.of(model.config.to_dict(), where=name)
+        own = sum(tensor.numel() for tensor in make_adapter(model, lora).named_tensors().values())
+        assert sizes.adapter_parameters(lora) == own
+    common: dict[str, Any] = dict(
+        sizes=sizes, width=2, num_parameters=own, gradient_width=2, has_head=True, compiled=True
+    )
+    assert Passes(**common, frozen=True).peak(64) < Passes(**common).peak(64), "embeddings and head have no gradient"
 
 
 def test_targets_are_named_in_the_order_of_a_layer() -> None:

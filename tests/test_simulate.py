@@ -77,11 +77,13 @@ def test_the_rehearsed_run_keeps_placement_algorithm_and_loop(tmp_path: Path) ->
     config = make_config(
         {"rollout": "0-1", "actor": "2-3"}, algorithm={"name": "dapo"}, actor={"minibatches": 4, "lr": 0.5}, critic={"minibatches": 3},
         trainer={"staleness": 2, "steps": 900}, data={"prompts_per_step": 504}, rollout={"samples_per_prompt": 2},
+        model={"lora": {"rank": 4, "path": "adapter"}},
     )  # fmt: skip
     small = rehearsed(config, tmp_path, model=tmp_path / "model", reward_model=None)
     assert small.cluster is not None and config.cluster is not None
     assert small.cluster.component_placement == config.cluster.component_placement
     assert small.algorithm == config.algorithm
+    assert small.model.lora is not None and (small.model.lora.rank, small.model.lora.path) == (4, None)
     assert small.actor == config.actor.model_copy(update={"compile": False})
     assert (small.trainer.staleness, small.trainer.steps) == (2, 2)
     assert (small.data.prompts_per_step, small.rollout.samples_per_prompt) == (12, 2)

@@ -91,7 +91,10 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
     document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the nodes of the rehearsal are its own
+    lora = document["model"]["lora"]
     document["model"] = {"path": str(model), "dtype": "float32", "device": "cpu"}
+    if lora is not None:
+        document["model"]["lora"] = lora | {"path": None}  # an adapter that exists is of another model
     document["data"] = {
         "train": "builtin:arithmetic",
         "val": None,

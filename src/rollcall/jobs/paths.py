@@ -49,6 +49,8 @@ def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Con
 def _paths(run: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
     """Each path with its key in the run file and the place that holds it."""
     found = [("run.dir", run["run"], "dir"), ("model.path", run["model"], "path")]
+    if run["model"]["lora"] and run["model"]["lora"]["path"]:
+        found.append(("model.lora.path", run["model"]["lora"], "path"))
     found += [(f"data.{split}", run["data"], split) for split in ("train", "val") if run["data"][split]]
     models = [(index, reward) for index, reward in enumerate(run["reward"]) if reward["type"] == "model"]
     return found + [(f"reward.{index}.path", reward, "path") for index, reward in models]
