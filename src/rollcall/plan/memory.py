@@ -311,12 +311,20 @@ class _Job:
             return VLLM_PARTS + self.sizes.vocab * self.sizes.hidden * self.width
         if role not in TRAINED or role not in self.in_parts:
             return READ_AT_ONCE
-        section, num_parameters = self._section(role), self._num_parameters(role)
+        section, trained = self._section(role), self._num_trained(role)
         shards = self._data_shards(section, mesh, group) * mesh.tensor
+        state = trained * self._state_width(section)
+        kept = 0
+        if section.cpu_offload:  # masters are the weights themselves, where those are trained
+            masters = self.width == 2 and section.master_weights and self.config.model.lora is None
+            kept = state + (0 if masters else self._num_parameters(role) * self.width)
+        return READ_AT_ONCE + (trained * self.width + state + kept) // shards
+
+    def _state_width(self, section: OptimizerSection) -> int:
+        """Bytes of the optimizer for each number that is trained: AdamW has two beside it, and a master where there are any."""
         masters = self.width == 2 and section.master_weights
-        optimizer = 4 + 8 if masters else 2 * self.width
-        kept = (0 if masters else self.width) + optimizer if section.cpu_offload else 0
-        return READ_AT_ONCE + num_parameters * (self.width + optimizer + kept) // shards
+        moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else self.width
+        return (4 if masters else 0) + 2 * moment
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
         """Data ranks that each hold a part of the state."""
@@ -353,9 +361,8 @@ class _Job:
         in_parts = role in self.in_parts
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
-        # AdamW has two numbers per weight; FSDP's own weights are the masters, and what it gathers is what a forward reads.
-        moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else width
-        optimizer = trained * ((4 if masters else 0) + 2 * moment) // shards
+        # FSDP's own weights are the masters, and what it gathers is what a forward reads.
+        optimizer = trained * self._state_width(section) // shards
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
         weights += trained * width // shards if lora is not None else 0
