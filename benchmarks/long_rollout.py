@@ -2,6 +2,7 @@
 
 A decode step reads the weights once and the keys and values of every sequence. So from one context to a longer one it should slow
 down by the ratio of these bytes, and by no more. `of_predicted` is the measured slowdown over that ratio: at most 1 is the aim.
+`added_gb_per_s` is the rate at which the bytes that a longer context adds are read: near what the card can read is the aim.
 
 The time of a decode step is the difference of two runs with the same prompts and other numbers of new tokens, so filling the
 prompts does not count. Prompts are all different, so nothing is shared.
@@ -22,9 +23,11 @@ import numpy as np
 
 from benchmarks.common import WORKLOADS, Workload, build_model_dir, measure, print_result
 from benchmarks.ours import make_config, make_workers
+from rollcall.config import Config
 from rollcall.engine.protocol import Request, Sampling
 
 FEW = 32  # new tokens of the shorter run
+BLOCK = 64  # tokens; the last block of a sequence is not full
 CONTEXTS = {"cpu": (128, 512, 2048), "cuda": (1024, 8192, 32768)}
 WIDTHS = {"float32": 4, "bfloat16": 2}
 
@@ -62,18 +65,22 @@ def lengthened(workload: Workload, args: argparse.Namespace) -> Workload:
 def run_workload(workload: Workload, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_model_dir(workload, args.model_dir or Path(folder) / "model")
-        # GRPO asks for two completions of a prompt. Only the engine is used, with requests of one each.
-        pairs = replace(workload, samples_per_prompt=2, new_tokens=workload.new_tokens * 2)
-        config = make_config(
-            pairs, model_dir, Path(folder) / "run", device=args.device, steps=1, max_running=args.batch
-        )
-        workers = make_workers(config)
+        workers = make_workers(engine_config(workload, model_dir, Path(folder) / "run", args))
         try:
             seconds = {context: step_s(workers.engine, workload, context, args) for context in args.context}
         finally:
             workers.close()
     ours = against_bytes(workload, seconds, new_tokens=args.new_tokens)
     print_result("long_rollout", workload=workload.name, device=args.device, ours=ours, peer=None, ratio=None)
+
+
+def engine_config(workload: Workload, model_dir: Path, run_dir: Path, args: argparse.Namespace) -> Config:
+    """Only the engine is used, so KV gets what it needs, whatever the learner beside it would want."""
+    # GRPO asks for two completions of a prompt; requests here have one each.
+    pairs = replace(workload, samples_per_prompt=2, new_tokens=workload.new_tokens * 2)
+    config = make_config(pairs, model_dir, run_dir, device=args.device, steps=1, max_running=args.batch)
+    kv_tokens = args.batch * (workload.max_tokens + BLOCK)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_tokens": kv_tokens})})
 
 
 def step_s(engine: Any, workload: Workload, context: int, args: argparse.Namespace) -> float:
@@ -122,6 +129,9 @@ def against_bytes(workload: Workload, seconds: dict[int, float], *, new_tokens: 
         row["slowdown"] = round(row["step_ms"] / first["step_ms"], 3)
         row["predicted_slowdown"] = round(row["bytes_per_step"] / first["bytes_per_step"], 3)
         row["of_predicted"] = round(row["slowdown"] / row["predicted_slowdown"], 3)
+        if row is not first:  # what the longer context adds, without what every step costs
+            added_s = (row["step_ms"] - first["step_ms"]) / 1e3
+            row["added_gb_per_s"] = round((row["bytes_per_step"] - first["bytes_per_step"]) / added_s / 1e9, 1)
         rows.append(row)
     return {
         "batch": workload.num_prompts,
