@@ -502,3 +502,9 @@ def test_a_variable_that_is_too_long_to_print_is_refused(tmp_path: Path) -> None
     (tmp_path / "run.yaml").write_text(f"cluster: {{env: {{TOKEN: 0x{'f' * 5000}}}}}")
     with pytest.raises(ConfigError, match="cluster.env.TOKEN=<a number, not shown> is not a text"):
         load_config(tmp_path / "run.yaml")
+
+
+def test_rows_of_ones_own_are_not_evaluated_on_sums() -> None:
+    assert parse_config({"data": {"train": "rows.jsonl"}}).data.val is None
+    assert parse_config({"data": {"train": "rows.jsonl", "val": "held.jsonl"}}).data.val == "held.jsonl"
+    assert parse_config({}).data.val == "builtin:arithmetic"

@@ -158,7 +158,8 @@ class DataSection(Section):
     )
     val: str | None = field(
         "builtin:arithmetic",
-        "Held-out rows for evaluation; `null`: no evaluation. With `train: builtin:environment` the default is that too.",
+        "Held-out rows for evaluation; `null`: no evaluation, the default where `train` is a file or a dataset. With `train: builtin:environment` "
+        "the default is that too.",
     )
     split: str = field("train", "Split of a `hub:` dataset that `train` means, such as `train` or `train[:1000]`.")
     val_split: str = field("test", "Split of a `hub:` dataset that `val` means.")
@@ -180,10 +181,10 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _same_task(cls, given: Any) -> Any:
-        """An environment that owns the task owns the held-out one too; rows of sums are another task."""
-        if isinstance(given, dict) and given.get("train") == "builtin:environment":
-            return {"val": "builtin:environment", **given}
-        return given
+        """The held-out rows of another task would say nothing. An environment that owns the task owns the held-out one too."""
+        if not isinstance(given, dict) or given.get("train", "builtin:arithmetic") == "builtin:arithmetic":
+            return given
+        return {"val": "builtin:environment" if given["train"] == "builtin:environment" else None, **given}
 
 
 class VllmSection(Section):
