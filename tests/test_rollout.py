@@ -284,7 +284,7 @@ class AllAtOnce(FakeEngine):
 
 
 def test_turns_that_environments_bring_back_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.loop.rollout.QUIET_S", 20.0)
+    monkeypatch.setattr("rollcall.loop.rollout.QUIET_S", 2.0)
     monkeypatch.setattr("rollcall.loop.rollout.GATHER_SHARE", 1e9)
     engine = AllAtOnce()
 
