@@ -221,8 +221,7 @@ def learner_rows() -> None:
     logprobs.STATS_BLOCK, logprobs.STATS_WARPS = default
     grads = torch.randn(LEARNER_ROWS, device="cuda")
     given = {"lse": stats.logsumexp, "grad_logprob": grads, "grad_entropy": grads, "entropy": stats.entropy}
-    given["dtype"] = torch.bfloat16
-    found = logprobs.grad_logits(logits, targets, **given, scale=1.25)
+    found = logprobs.grad_logits(logits, targets, **given, dtype=torch.bfloat16, scale=1.25)
     probs, entropy = logp.exp(), stats.entropy[:8, None].double()
     onehot = torch.nn.functional.one_hot(targets[:8], VOCAB).double()
     expected = 1.25 * grads[:8, None].double() * (onehot - probs - probs * (logp + entropy))
@@ -230,7 +229,7 @@ def learner_rows() -> None:
     default = logprobs.GRAD_BLOCK, logprobs.GRAD_WARPS
     for block, warps in ((1024, 4), (2048, 4), (4096, 8), (8192, 8)):
         logprobs.GRAD_BLOCK, logprobs.GRAD_WARPS = block, warps
-        call = [lambda: logprobs.grad_logits(logits, targets, **given, scale=1.25)]
+        call = [lambda: logprobs.grad_logits(logits, targets, **given, dtype=torch.bfloat16, scale=1.25)]
         row("grad_logits", f"block {block} w{warps}", call, 2 * logits.nbytes, per_graph=2, replays=5)
     logprobs.GRAD_BLOCK, logprobs.GRAD_WARPS = default
 
