@@ -13,15 +13,16 @@ from typing import Any
 
 from commands import fork_context
 
-from rollcall.errors import WorkerDiedError
+from rollcall.errors import WorkerDiedError, WorkerError
 from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec, whom
 from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import RemoteFailureError, failure_of
+from rollcall.groups.failures import RemoteFailureError, failure_of, is_about_a_peer
 from rollcall.groups.host import call_method, load_class
 from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait
 
 ADDRESS = "127.0.0.1"
+LAST_BREATH_S = 2.0
 
 
 class ForkedBackend:
@@ -77,12 +78,28 @@ class ForkedCrew:
     def gather(self, futures: Sequence[Future[Any]], *, wait: Wait) -> list[Any]:
         """As on a cluster the loss of any process ends every wait."""
         while not all(future.done() for future in futures):
-            if lost := next((seat.spec for seat, one in zip(self._seats, self.processes, strict=True) if not one.is_alive()), None):  # fmt: skip
-                raise WorkerDiedError(f"{lost.where} is dead", **whom([lost]))
+            self._raise_lost()
             for future in self.ready(futures, timeout_s=0.05):
-                future.result()  # a failure ends the wait for the others
+                try:
+                    future.result()  # a failure ends the wait for the others
+                except WorkerError as error:
+                    self._raise_lost(after=error)
+                    raise
             time.sleep(0.005)
         return [future.result() for future in futures]
+
+    def _raise_lost(self, *, after: WorkerError | None = None) -> None:
+        """A process that is dead is the reason; ``after`` a failure that is about another process, one may still be dying."""
+        give_up = time.monotonic() + (
+            LAST_BREATH_S if after is not None and is_about_a_peer(after, str(after)) else 0.0
+        )
+        while True:
+            pairs = zip(self._seats, self.processes, strict=True)
+            if lost := next((seat.spec for seat, one in pairs if not one.is_alive()), None):
+                raise WorkerDiedError(f"{lost.where} is dead", **whom([lost])) from after
+            if time.monotonic() >= give_up:
+                return
+            time.sleep(0.01)
 
     def ready(self, futures: Sequence[Future[Any]], *, timeout_s: float) -> list[Any]:
         return list(wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED).done)
