@@ -25,7 +25,7 @@ from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import pack
-from rollcall.plan.activations import Passes
+from rollcall.plan.activations import DecoderSizes, Passes
 from rollcall.types import Floats, MicroBatch, Sample
 from rollcall.wait import say
 from rollcall.words import counted, size
@@ -82,7 +82,7 @@ class Fit:
         )
 
     def shrink(self, batch: MicroBatch, *, why: str, units: int, trains: bool) -> bool:
-        """Make room after this micro-batch of so many units (rows, or attempts that stay together) did not fit; False: there is
+        """Make room after this micro-batch did not fit. It has ``units`` rows, or attempts that stay together. False: there is
         no smaller one."""
         before = min(self.tokens, batch.num_tokens)
         if units > 1:
@@ -184,24 +184,12 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """A decoder's, read off its weights."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-
-
-def sizes_of(body: Body) -> Sizes:
+def sizes_of(body: Body) -> DecoderSizes:
+    """Read off its weights."""
     shapes = body.whole_shapes
     (vocab, hidden), (_, queries) = shapes["embed"], shapes["layers.0.out"]
     dim = body.head_dim
-    return Sizes(
+    return DecoderSizes(
         hidden=hidden,
         intermediate=shapes["layers.0.gate_up"][0] // 2,
         layers=sum(name.endswith(".gate_up") for name in shapes),

@@ -23,7 +23,7 @@ class Rows:
     group: int  # completions of a prompt
 
     def fill(self, tokens: int, *, vocab: int) -> list[Sample]:
-        """Groups of about so many packed tokens; several rows, however few tokens that are."""
+        """Groups with about this number of packed tokens; always several rows."""
         prompt, response = min(self.prompt, max(1, tokens // 8)), min(self.response, max(2, tokens // 4))
         rng = np.random.default_rng(0)
         samples: list[Sample] = []

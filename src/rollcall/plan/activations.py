@@ -12,37 +12,30 @@ A backward has three moments at which memory is largest, and ``Passes.peak`` is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
 COMPILE_FROM = 50_000_000  # parameters; below, compiling a learner on a GPU costs more than it saves
 WIDE = 4  # bytes of a float32
 
 
-class Widths(Protocol):
-    """The sizes of a decoder that its activations depend on; ``plan.memory.ModelSizes`` has them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSizes:
+    """What the activations of a decoder depend on."""
 
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """The forward and backward passes of one learner on one rank."""
 
-    sizes: Widths
+    sizes: DecoderSizes
     width: int  # bytes of a weight
     num_parameters: int  # whose gradients this rank holds at the end of a backward
     gradient_width: int  # bytes of a number in them

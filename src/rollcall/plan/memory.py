@@ -22,7 +22,7 @@ from rollcall.config.lora import LoraSection
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
-from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, Passes
+from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes
 from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, choose, kv_need
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 
@@ -39,17 +39,10 @@ REWARD_ROWS = 16  # completions that a reward model scores at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
+class ModelSizes(DecoderSizes):
     """A decoder's sizes, under short names."""
 
     model_type: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
     positions: int
     tied: bool
     qkv_bias: bool

@@ -30,11 +30,13 @@ from rollcall.weights.parts import Parts
 from rollcall.weights.protocol import (
     Carrying,
     Invitation,
+    Outcome,
     RefusedUpdateError,
     Sent,
     StaleUpdateError,
     TornUpdateError,
     WeightReceiver,
+    take_update,
 )
 
 TIMEOUT_S = 300.0
@@ -195,17 +197,11 @@ class StreamReceiver(WeightReceiver):
 
     def receive(self, *, version: int) -> None:
         deadline = Wait(self._invitation.timeout_s)
-        try:
-            line = self._line or self._join(deadline)
-            while True:
-                refusal, step = self._attempt(line, version=version, deadline=deadline)
-                if step == "end":
-                    break
-        except BaseException:
-            self.close()
-            raise
-        if refusal is not None:
-            raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
+
+        def attempt() -> Outcome:
+            return self._attempt(self._line or self._join(deadline), version=version, deadline=deadline)
+
+        take_update(attempt, close=self.close, name=self.name, version=version)
         self._held = self._newest = version
 
     def close(self) -> None:
@@ -227,10 +223,7 @@ class StreamReceiver(WeightReceiver):
         self._line = line
         return line
 
-    def _attempt(
-        self, line: Line, *, version: int, deadline: Wait
-    ) -> tuple[StaleUpdateError | TornUpdateError | None, str]:
-        """Why this receiver refuses, if it does, and what the sender does next."""
+    def _attempt(self, line: Line, *, version: int, deadline: Wait) -> Outcome:
         line.tell({"version": self._held}, deadline)
         header = line.hear(deadline)
         refusal = None

@@ -23,7 +23,7 @@ from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket, Inlet, visible_gpus
 from rollcall.weights.layout import BucketSize, Entry, Layout, Span
 from rollcall.weights.line import Line, call
-from rollcall.weights.protocol import Invitation, RefusedUpdateError, StaleUpdateError, TornUpdateError
+from rollcall.weights.protocol import Invitation, Outcome, StaleUpdateError, TornUpdateError, take_update
 
 OpenInletFor = Callable[[Invitation], Callable[[Line, Wait], Inlet]]
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -108,18 +108,13 @@ class PartsReceiver:
     def receive(self, take: Take, *, version: int) -> None:
         """Wait for the update to this version. ``take`` gets its tensors one by one; it is called again if what came was torn."""
         deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
-        try:
+
+        def attempt() -> Outcome:
             if not self._ends:
                 self._join(deadline)
-            while True:
-                refusal, step = self._attempt(take, version=version, deadline=deadline)
-                if step == "end":
-                    break
-        except BaseException:
-            self.close()
-            raise
-        if refusal is not None:
-            raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
+            return self._attempt(take, version=version, deadline=deadline)
+
+        take_update(attempt, close=self.close, name=self.name, version=version)
         self._held = self._newest = version
 
     def close(self) -> None:
@@ -140,10 +135,7 @@ class PartsReceiver:
                 raise
             self._ends.append((line, inlet))
 
-    def _attempt(
-        self, take: Take, *, version: int, deadline: Wait
-    ) -> tuple[StaleUpdateError | TornUpdateError | None, str]:
-        """Why this receiver refuses, if it does, and what the senders do next."""
+    def _attempt(self, take: Take, *, version: int, deadline: Wait) -> Outcome:
         lines = [line for line, _ in self._ends]
         for line in lines:
             line.tell({"version": self._held}, deadline)

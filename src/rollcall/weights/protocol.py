@@ -12,7 +12,7 @@ sender. Each wait has a deadline, and its error says who is missing. After an er
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -95,3 +95,20 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+# Why a receiver refuses, if it does, and what the sender does next.
+Outcome = tuple[StaleUpdateError | TornUpdateError | None, str]
+
+
+def take_update(attempt: Callable[[], Outcome], *, close: Callable[[], None], name: str, version: int) -> None:
+    """Attempts until the sender ends the update. Closes the lines if one breaks, and raises if the last was refused."""
+    try:
+        refusal, step = attempt()
+        while step != "end":
+            refusal, step = attempt()
+    except BaseException:
+        close()
+        raise
+    if refusal is not None:
+        raise RefusedUpdateError(f"{name} refused version {version} twice: {refusal}") from refusal

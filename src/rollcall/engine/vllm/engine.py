@@ -188,7 +188,7 @@ class VllmEngine:
                     held = self._land(*before)
                 self.child.send("part", **written)
                 sent = part, written
-        except BaseException:  # whoever brings the tensors may fail while vLLM loads
+        except BaseException:  # the source of the tensors may fail while vLLM loads
             if sent is not None:
                 with suppress(VllmError):
                     self.child.receive()
