@@ -39,7 +39,7 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
-from rollcall.kernels import attention, decode, logprobs, sampling
+from rollcall.kernels import attention, decode, gated, logprobs, sampling, shared
 
 
 def on_device(test):
@@ -130,6 +130,38 @@ def test_silu_mul_gates_the_second_half_with_the_first(dtype, inner):
     gate, up = gate_up[:, :inner], gate_up[:, inner:]
     expected = torch.nn.functional.silu(gate.float()).to(dtype) * up
     torch.testing.assert_close(out, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [48, 2100])
+def test_the_derivative_of_the_gate_is_what_autograd_gives(dtype, inner):
+    gate_up, grad = randn(3, 2 * inner, dtype=dtype, scale=4.0), randn(3, inner, dtype=dtype, seed=1)
+    leaf = gate_up.double().requires_grad_()
+    gate, up = leaf.chunk(2, dim=-1)
+    (torch.nn.functional.silu(gate) * up).backward(grad.double())
+    ours = gate_up.clone().requires_grad_()
+    gated.SiluMul.apply(ours).backward(grad)
+    assert ours.grad is not None and leaf.grad is not None
+    torch.testing.assert_close(ours.grad.double(), leaf.grad, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+# --- tokens that several segments read
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_shared_tokens_are_added_up_in_float32_and_in_one_order(dtype):
+    """Some are read nine times, some once, one never; a sum in half precision would lose the small parts."""
+    index = torch.tensor([0, 1, 2] * 8 + [3, 4, 6, 2, 5], device=DEVICE)
+    tokens, grad = randn(8, 2, 24, dtype=dtype).requires_grad_(), randn(len(index), 2, 24, dtype=dtype, seed=1)
+    for _ in range(2):
+        tokens.grad = None
+        taken = shared.Shared.of(index, num_tokens=8).take(tokens)
+        assert torch.equal(taken, tokens[index])
+        taken.backward(grad)
+        expected = torch.zeros(8, 2, 24, device=DEVICE).index_add_(0, index, grad.float()).to(dtype)
+        torch.testing.assert_close(tokens.grad, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 # --- rotary embedding into the cache

@@ -102,11 +102,13 @@ def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
     """``weight`` is that of the environment's rewards in the score. A failed episode scores 0, so its turns have no rewards."""
     num_sampled = completion.num_sampled
     episode = completion.episode
-    turns = episode.turns if episode else ()
+    if episode is None:
+        return TurnRewards(num_sampled=np.array([num_sampled]), rewards=np.zeros(1, dtype=np.float32))
+    turns = episode.turns
     ends = np.minimum(np.cumsum([turn.num_sampled for turn in turns], dtype=np.int64), num_sampled)
     counts = np.diff(ends, prepend=0)
     rewards = np.array([turn.reward or 0.0 for turn in turns], dtype=np.float32) * np.float32(weight)
-    if episode and episode.error:
+    if episode.error:
         rewards = np.zeros_like(rewards)
     if not turns or ends[-1] < num_sampled:  # one turn, or one that the environment did not answer
         counts = np.append(counts, num_sampled - counts.sum())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.types import MicroBatch
+
+if TYPE_CHECKING:
+    from rollcall.kernels.shared import Shared  # needs Triton
 
 # Scores (segments x heads x queries x keys) up to which a CPU attends to all query heads of a KV head at once: with
 # products the scores are in memory, with the fused kernel the mask is repeated for each of those heads.
@@ -50,7 +53,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    kv_index: Tensor | None  # [K]; None: every segment's keys are its own tokens, in order
+    shared: Shared | None  # for flash; None: every segment's keys are its own tokens, in order
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
@@ -65,9 +68,8 @@ def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) ->
     order = np.zeros(0, dtype=np.int64)
     if not runs_flash(device, dtype):
         buckets, order = _buckets(batch, q_lengths, k_lengths, device)
-    shared = len(batch.kv_index) != batch.num_tokens
     return PackedLayout(
-        kv_index=torch.from_numpy(batch.kv_index).to(device) if shared else None,
+        shared=None if buckets else _shared(batch, device),
         cu_q=torch.from_numpy(batch.cu_q).to(device),
         cu_k=torch.from_numpy(batch.cu_k).to(device),
         max_q=int(q_lengths.max()),
@@ -75,6 +77,14 @@ def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) ->
         buckets=buckets,
         restore=torch.from_numpy(np.argsort(order)).to(device),
     )
+
+
+def _shared(batch: MicroBatch, device: torch.device) -> Shared | None:
+    if len(batch.kv_index) == batch.num_tokens:
+        return None
+    from rollcall.kernels.shared import Shared
+
+    return Shared.of(torch.from_numpy(batch.kv_index).to(device), num_tokens=batch.num_tokens)
 
 
 def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -107,8 +117,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, *, s
     """[N, H, D] queries and [N, Hkv, D] keys and values of packed tokens, to [N, H * D]."""
     if layout.buckets:
         return _bucketed(q, k, v, layout, scale, window).flatten(1)
-    if layout.kv_index is not None:
-        k, v = k.index_select(0, layout.kv_index), v.index_select(0, layout.kv_index)
+    if layout.shared is not None:
+        k, v = layout.shared.take(k), layout.shared.take(v)
     return flash(
         q, k, v, cu_q=layout.cu_q, cu_k=layout.cu_k, max_q=layout.max_q, max_k=layout.max_k, scale=scale, window=window
     ).flatten(1)
@@ -122,7 +132,6 @@ def flash(
 
     extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
     left = window - 1 if window else -1
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **extra)
     assert isinstance(out, Tensor)
     return out

@@ -280,6 +280,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for rows that hold the gate in their first half."""
+    if torch.is_grad_enabled() and gate_up.is_cuda:
+        from rollcall.kernels.gated import SiluMul
+
+        return SiluMul.apply(gate_up)  # type: ignore[return-value]
     if torch.is_grad_enabled() and not _is_fused(gate_up):
         return _SiluMul.apply(gate_up)  # type: ignore[return-value]
     gate, up = gate_up.chunk(2, dim=-1)
@@ -363,6 +367,8 @@ class _SiluMul(torch.autograd.Function):
 
 
 def _add_linear(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.is_cuda:  # a compiler adds on the way to the next norm, and rounds as the engine does
+        return x + F.linear(h, weight, bias)
     x = torch.addmm(x, h, weight.t())
     return x if bias is None else x + bias
 

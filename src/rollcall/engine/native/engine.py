@@ -5,8 +5,9 @@ decode the chunk, take out what finished. A sequence's KV always covers all its 
 next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
 
-With many rows and nobody waiting, the next chunk is started before the results of the last are looked at, so that a card does
-not wait for the host. A row that has ended is then decoded for one chunk more, and what it got there is dropped.
+With many rows and nobody waiting, the next chunk is started before the results of the last are looked at. While no row has ended,
+it is started even before the last is done, so that a card does not wait for the host. A row that has ended is decoded for one
+chunk more, and what it got there is dropped.
 
 The oldest request comes first. A request of a session whose KV is kept is as old as the session: with more conversations than rows,
 those that have begun go on before others begin, and their KV is used while it is there.
@@ -84,7 +85,7 @@ class NativeEngine:
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []  # by their order
         self._running: list[Sequence] = []
-        self._started = 0  # steps of the chunk that is on its way; 0: none is
+        self._started = 0  # steps of the newest chunk that is on its way; 0: none is
         self._requests: dict[str, list[Sequence]] = {}
         self._num_submitted = 0
 
@@ -180,18 +181,28 @@ class NativeEngine:
         self._started = steps
 
     def _settle(self, *, goes_on: bool) -> None:
-        """Take in the chunk that is on its way; ``goes_on``: start the next one first, if there is no reason to wait."""
+        """Take in the oldest chunk that is on its way; ``goes_on``: start the next one first, if there is no reason to wait."""
         steps, rows = self._started, list(self._running)
+        is_behind = goes_on and all(sequence.finish is None for sequence in rows) and self._start_next(steps)
         chunk = self.runner.read()
-        self._started = 0
-        self._remove_finished()  # what ended in the chunk before
-        if goes_on and not self._waiting and len(self._running) >= self.runner.ahead_from:
-            next_steps = self.runner.steps([each.limit - each.length - steps for each in self._running])
-            if next_steps > 0 and self.runner.reserve(next_steps):
-                self._start(next_steps)
+        if not is_behind:
+            self._started = 0
+            self._remove_finished()  # what ended in the chunk before
+            if goes_on:
+                self._start_next(steps)
         self._collect(chunk, rows)
         if not self._started:
             self._remove_finished()
+
+    def _start_next(self, steps: int) -> bool:
+        """Start another chunk while the last one's ``steps`` are not collected; false: there is a reason to wait for them."""
+        if self._waiting or len(self._running) < self.runner.ahead_from:
+            return False
+        next_steps = self.runner.steps([each.limit - each.length - steps for each in self._running])
+        if next_steps <= 0 or not self.runner.reserve(next_steps):
+            return False
+        self._start(next_steps)
+        return True
 
     def _make_room(self) -> int:
         steps = self.runner.steps([sequence.limit - sequence.length for sequence in self._running])

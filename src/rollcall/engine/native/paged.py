@@ -3,7 +3,7 @@
 A chunk of steps is replayed without the host: the sampled token is fed back on the device, positions and
 draw counters advance there, tokens and log-probs collect in a buffer that is read once per chunk. The host mirrors
 that state exactly (it is a function of the number of steps), so it can change rows between chunks and send the whole
-state again.
+state again. Where the rows stay, the next chunk is queued behind the one that runs, and the card never waits.
 
 Blocks of a prompt that several completions share are counted, not copied; only the last, partly filled one is. Blocks of a
 session stay between its requests, also counted. They go, oldest first, when rows need the room.
@@ -11,8 +11,9 @@ session stay between its requests, also counted. They go, oldest first, when row
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -65,7 +66,8 @@ class PagedRunner:
         self.num_filled_tokens = 0
         self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
-        self._started = 0  # steps of the chunk on its way
+        self._on_the_way: deque[_OnTheWay] = deque()
+        self._half = 0  # of the buffer, for the next chunk
 
         self._rows = RowState(max_running, served=served)
         self._served = served
@@ -76,8 +78,9 @@ class PagedRunner:
         self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # of the rows' adapters
         self._tables = torch.zeros(max_running, 16, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._out_tokens = torch.zeros(CHUNK, max_running, dtype=torch.int64, device=device)
-        self._out_logprobs = torch.zeros(CHUNK, max_running, dtype=torch.float32, device=device)
+        # For two chunks: one is read while the other is made.
+        self._out_tokens = torch.zeros(2 * CHUNK, max_running, dtype=torch.int64, device=device)
+        self._out_logprobs = torch.zeros(2 * CHUNK, max_running, dtype=torch.float32, device=device)
         self._cos_sin = torch.empty(0)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._graph_pool = torch.cuda.graph_pool_handle()
@@ -136,19 +139,22 @@ class PagedRunner:
         truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
         step = self._graph(size, truncates).replay if self._captures else partial(self._decode_step, size, truncates)
-        self._upload()
+        if not self._on_the_way:
+            self._upload_rows()
+        self._upload_tables()
+        first, self._half = self._half * CHUNK, 1 - self._half
+        self._step.fill_(first)
         for _ in range(steps):
             step()
         self._rows.position[:rows] = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
         self._rows.drawn[:rows] += steps
-        self._started = steps
+        made = slice(first, first + steps)
+        self._on_the_way.append(_OnTheWay.of(self._out_tokens[made, :rows], self._out_logprobs[made, :rows]))
 
     def read(self) -> Chunk:
-        rows = self.num_rows
-        tokens = self._out_tokens[: self._started, :rows].cpu().numpy()
-        logprobs = self._out_logprobs[: self._started, :rows].cpu().numpy()
-        self._rows.next[:rows] = tokens[-1]
-        return Chunk(tokens=tokens, logprobs=logprobs)
+        chunk = self._on_the_way.popleft().wait()
+        self._rows.next[: self.num_rows] = chunk.tokens[-1]
+        return chunk
 
     def remove(self, row: int) -> None:
         last = self.num_rows - 1
@@ -285,7 +291,7 @@ class PagedRunner:
             slots.append(np.array(self._blocks[row])[positions // BLOCK] * BLOCK + positions % BLOCK)
         return torch.from_numpy(np.concatenate(slots)).to(self.decoder.device)
 
-    def _upload(self) -> None:
+    def _upload_rows(self) -> None:
         rows = self.num_rows
         state = self._rows.numbers.copy()
         state[1, rows:] = -1
@@ -296,11 +302,13 @@ class PagedRunner:
         self._sampling.copy_(torch.from_numpy(sampling_state))
         if self._served is not None:
             self._adapter_slots.copy_(torch.from_numpy(self._rows.slot))
-        tables = np.zeros((rows, self._tables.shape[1]), dtype=np.int32)
+
+    def _upload_tables(self) -> None:
+        tables = np.zeros((self.num_rows, self._tables.shape[1]), dtype=np.int32)
         for row, blocks in enumerate(self._blocks):
             tables[row, : len(blocks)] = blocks
-        self._tables[:rows].copy_(torch.from_numpy(tables))
-        self._step.zero_()
+        # From pinned memory: the host does not wait for the chunk that runs.
+        self._tables[: self.num_rows].copy_(torch.from_numpy(tables).pin_memory(), non_blocking=True)
 
     def _graph(self, size: int, truncates: bool) -> torch.cuda.CUDAGraph:
         if (size, truncates) not in self._graphs:
@@ -380,6 +388,28 @@ class PagedRunner:
             return lambda field, out, x: out
         adapter = replace(self._served.adapter_of(index), gain=gain)
         return lambda field, out, x: add_low_rank(out, x, getattr(adapter, field), adapter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnTheWay:
+    """A chunk that the card makes, and then copies to the host."""
+
+    tokens: Tensor  # [steps, rows] on the host
+    logprobs: Tensor
+    copied: torch.cuda.Event
+
+    @classmethod
+    def of(cls, tokens: Tensor, logprobs: Tensor) -> _OnTheWay:
+        here = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (tokens, logprobs)]
+        for target, source in zip(here, (tokens, logprobs), strict=True):
+            target.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(tokens=here[0], logprobs=here[1], copied=copied)
+
+    def wait(self) -> Chunk:
+        self.copied.synchronize()
+        return Chunk(tokens=self.tokens.numpy(), logprobs=self.logprobs.numpy())
 
 
 class BlockPool:

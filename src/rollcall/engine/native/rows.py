@@ -13,6 +13,7 @@ no limit, it takes at most what ``max_running`` rows of its longest would take.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class RowRunner:
         self._keys: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, D, columns]
         self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
-        self._chunk: Chunk | None = None
+        self._chunks: deque[Chunk] = deque()  # sampled and not read
         self.ahead_from = math.inf  # the host computes: there is nothing to wait for
         self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
@@ -122,12 +123,10 @@ class RowRunner:
         logprobs = np.zeros((steps, rows), dtype=np.float32)
         for step in range(steps):
             tokens[step], logprobs[step] = self._decode_step(rows)
-        self._chunk = Chunk(tokens=tokens, logprobs=logprobs)
+        self._chunks.append(Chunk(tokens=tokens, logprobs=logprobs))
 
     def read(self) -> Chunk:
-        assert self._chunk is not None, "start comes first"
-        chunk, self._chunk = self._chunk, None
-        return chunk
+        return self._chunks.popleft()
 
     def remove(self, row: int) -> None:
         last = self.num_rows - 1

@@ -46,11 +46,11 @@ class Runner(Protocol):
         ...
 
     def start(self, steps: int) -> None:
-        """Begin to sample this many tokens for every row."""
+        """Begin to sample this many tokens for every row. One chunk may be on its way already; the rows are then as they were."""
         ...
 
     def read(self) -> Chunk:
-        """What was started, once it has ended. Past a row's limit the values mean nothing."""
+        """The oldest that was started, once it has ended. Past a row's limit the values mean nothing."""
         ...
 
     def remove(self, row: int) -> None:
