@@ -39,7 +39,7 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
-from rollcall.kernels import attention, decode, gated, logprobs, sampling, shared
+from rollcall.kernels import accumulate, attention, decode, gated, logprobs, sampling, shared
 
 
 def on_device(test):
@@ -144,6 +144,17 @@ def test_the_derivative_of_the_gate_is_what_autograd_gives(dtype, inner):
     gated.SiluMul.apply(ours).backward(grad)
     assert ours.grad is not None and leaf.grad is not None
     torch.testing.assert_close(ours.grad.double(), leaf.grad, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strided", [False, True])
+def test_gradients_are_added_to_float32_sums(dtype, strided):
+    total, part = randn(33, 1000), randn(33, 1000, dtype=dtype, seed=1, scale=1e-3)
+    part = randn(1000, 33, dtype=dtype, seed=1, scale=1e-3).t() if strided else part
+    expected = total + part.float()
+    accumulate.add(total, part)
+    assert torch.equal(total, expected)
 
 
 # --- tokens that several segments read

@@ -76,7 +76,7 @@ class Optimizer:
         new = {name: gradient.float() for name, gradient in given.items() if name not in self._sums}
         for name, gradient in given.items():
             if name not in new:
-                self._sums[name] += gradient
+                _add(self._sums[name], gradient)
         self._sums |= new
 
     @property
@@ -215,6 +215,15 @@ class Optimizer:
     @torch.no_grad()
     def _publish_masters(self) -> None:
         torch._foreach_copy_([self.named[name] for name in self.targets], list(self.targets.values()))
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    if total.is_cuda:
+        from rollcall.kernels.accumulate import add
+
+        add(total, part)
+    else:
+        total += part
 
 
 def _bytes(value: Any) -> int:
