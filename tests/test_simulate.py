@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,14 @@ from rollcall.config.environments import StepEnvironment
 from rollcall.errors import ClusterError, ConfigError, PlacementError
 from rollcall.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
 from rollcall.wait import speaking
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rehearsal at a time on this machine: two would see each other's processes, and take each other's memory."""
+    with (Path(tempfile.gettempdir()) / "rollcall-one-rehearsal.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other has a time limit
+        yield
 
 
 def make_config(placement: dict[str, str], **sections: Any) -> Config:
@@ -43,6 +54,7 @@ def simulated_processes() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "placement", [{"actor,rollout": "all"}, {"rollout": "0", "actor": "1"}], ids=["together", "apart"]
 )
@@ -60,6 +72,7 @@ def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 def test_hybrid_ppo_runs_on_two_nodes_of_this_machine_and_leaves_nothing(tmp_path: Path) -> None:
     placement = {"rollout": "0-3", "actor": "0-1", "critic,reference": "2", "inference": "3"}
     config = make_config(placement, algorithm={"name": "ppo", "kl_coef": 0.01}, actor={"minibatches": 2})
@@ -157,6 +170,7 @@ def test_the_tiny_models_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["cluster_4x8", "cluster_disaggregated"])
 def test_the_examples_of_four_nodes_with_eight_slots_run(tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-m", "rollcall", "simulate", f"examples/{name}.yaml", "--json"]
