@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,9 @@ import pytest
 from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
+from typer.testing import CliRunner
 
+from rollcall.cli.main import app
 from rollcall.config import ClassEnvironment, Config, DataSection, StepEnvironment
 from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
@@ -388,6 +391,11 @@ def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: An
         for completion in group.completions:
             assert completion.episode is not None and 1 <= len(completion.episode.turns) <= 2
     assert audit(config.run.dir).is_clean and len(column(config, "train/loss")) == 3
+    shown = CliRunner().invoke(app, ["status", str(config.run.dir)]).stdout
+    turns = column(config, "episode/turns_mean")[-1]
+    assert f"episodes {turns:.1f} turns, 0.0 tool calls each; 0 % failed" in shown, shown
+    told = json.loads(CliRunner().invoke(app, ["status", str(config.run.dir), "--json"]).stdout)
+    assert told["episodes"]["turns_mean"] == turns
 
 
 def test_a_group_interrupted_at_three_of_four_makes_the_one_that_is_missing(tmp_path: Path, scripted: Any) -> None:

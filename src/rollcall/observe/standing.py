@@ -15,6 +15,12 @@ from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.observe.sinks import read_rows
 
+# Metrics under ``episode/``, and what they are called in a line.
+EPISODE_COUNTS = {"turns_mean": "turns", "tool_calls_mean": "tool calls"}
+EPISODE_ENDS = {
+    "failed_fraction": "failed", "truncated_fraction": "reached a limit", "timed_out_fraction": "took too long",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
@@ -25,6 +31,7 @@ class Standing:
     first: float | None
     last: float | None
     left_s: float | None  # None: nothing runs, or no whole step of this process has been measured
+    episodes: Mapping[str, float] | None  # what their turns were in that step, by metric; None: it had none
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each number there is."""
@@ -32,6 +39,8 @@ class Standing:
         found = [("step", f"{self.step}{of}")]
         if self.reward is not None:
             found.append(("reward", f"{self.reward:.3f}"))
+        if self.episodes is not None:
+            found.append(("episodes", _in_words(self.episodes)))
         if self.first is not None and self.last is not None:
             found.append((self.headline.words, f"{self.first:.3f} -> {self.last:.3f}"))
         if self.left_s is not None:
@@ -45,6 +54,7 @@ class Standing:
             "reward": self.reward,
             "headline": {"metric": self.headline.metric, "first": self.first, "last": self.last},
             "left_s": None if self.left_s is None else round(self.left_s),
+            "episodes": self.episodes,
         }
 
 
@@ -64,7 +74,24 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
         first=values[0] if values else None,
         last=values[-1] if values else None,
         left_s=None if since is None else _left_s(steps, num_steps=num_steps, since=since),
+        episodes=_episodes(steps[-1]) if steps else None,
     )
+
+
+def _episodes(row: Mapping[str, Any]) -> dict[str, float] | None:
+    names = (*EPISODE_COUNTS, *EPISODE_ENDS)
+    found = {name: row[f"episode/{name}"] for name in names if row.get(f"episode/{name}") is not None}
+    return found or None
+
+
+def _in_words(episodes: Mapping[str, float]) -> str:
+    """
+    >>> _in_words({"turns_mean": 3.25, "tool_calls_mean": 2.0, "failed_fraction": 0.125, "timed_out_fraction": 0.0})
+    '3.2 turns, 2.0 tool calls each; 12 % failed, 0 % took too long'
+    """
+    counts = [f"{episodes[name]:.1f} {words}" for name, words in EPISODE_COUNTS.items() if name in episodes]
+    ends = [f"{100 * episodes[name]:.0f} % {words}" for name, words in EPISODE_ENDS.items() if name in episodes]
+    return f"{', '.join(counts)} each; {', '.join(ends)}"
 
 
 def _left_s(steps: Sequence[Mapping[str, Any]], *, num_steps: int | None, since: float) -> float | None:
