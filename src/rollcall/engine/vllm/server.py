@@ -77,20 +77,19 @@ class Server:
     # What a message can ask for
 
     def do_load(self, spec: dict[str, Any]) -> None:
-        """What is loaded already is kept, without its completions; its weights no longer count."""
+        """What is loaded already is kept, without its completions; its weights and its adapter no longer count."""
+        self._break_off()
         if self.engine is not None and spec == self.spec:
-            self._break_off()
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
             self._forget_context()
         else:
-            self._due, self._is_changing = None, False
             self._unload()
             with tempfile.TemporaryDirectory(prefix="rollcall-vllm-") as folder:
                 with open(os.path.join(folder, "config.json"), "w") as file:
                     json.dump(spec["config"], file)
                 self.engine = make_engine(spec, spec["model"] or folder)
             self.spec = spec
-        self.version = -1
+        self.version, self.adapter = -1, None
 
     def do_advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         if self.version < 0:
@@ -137,9 +136,9 @@ class Server:
         self.version = version
 
     def _break_off(self) -> None:
-        if self._is_changing:
+        is_changing, self._due, self._is_changing = self._is_changing, None, False
+        if is_changing:
             self.engine.collective_rpc(end_weights, args=(False,))
-        self._due, self._is_changing = None, False
 
     def do_adapt(self, version: int, folder: str) -> None:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
@@ -374,8 +373,11 @@ def take_weights(worker: Any, path: str, offset: int, size: int, tensors: list[l
 
 
 def end_weights(worker: Any, is_whole: bool) -> None:
-    reload, worker.rollcall_reload = worker.rollcall_reload, None
-    reload.end(is_whole=is_whole)
+    reload, worker.rollcall_reload = getattr(worker, "rollcall_reload", None), None
+    if reload is not None:
+        reload.end(is_whole=is_whole)
+    elif is_whole:
+        raise RuntimeError("vLLM has not begun to load these weights")
 
 
 def end_with(parent: int) -> None:
