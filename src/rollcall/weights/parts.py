@@ -6,7 +6,7 @@ in which all senders send. So both sides hold a few buckets and about one tensor
 actor is divided need not be known to the receiver: each block says where it belongs.
 
 Who waits for whom: as in ``exchange.py``, once for each sender. A receiver gives all its senders the same answer, so all of them
-send again or none. The receivers of one update walk through the senders in the same order, so none waits in a circle.
+send again or none; where receivers share only some of their senders, a refusal ends the update. The receivers of one update walk through the senders in the same order, so none waits in a circle.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.errors import WeightUpdateError
 from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket, Inlet, visible_gpus
 from rollcall.weights.layout import BucketSize, Entry, Layout, Span
@@ -163,8 +164,14 @@ class PartsReceiver:
         """The same answer to all senders; what they do next."""
         for line, _ in self._ends:
             line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
-        (step,) = {line.hear(deadline)["step"] for line, _ in self._ends}
-        return step
+        steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}
+        if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
+            told = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
+            raise WeightUpdateError(
+                f"{self.name} cannot go on, since another receiver of weights refused them and its senders differ ({told}); start the "
+                "run again, and look at the memory and the network of the receiver that refused if it comes back"
+            )
+        return steps.popitem()[1]
 
     def _check(self, headers: Sequence[Mapping[str, Any]], *, version: int) -> None:
         for header in headers:
