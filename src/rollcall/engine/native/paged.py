@@ -195,11 +195,11 @@ class PagedRunner:
         num_tokens = kept.num_shared(sequence)
         full = -(-num_tokens // BLOCK)
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
+        self._pool.give_back(kept.kv[full:])  # first: there may be no others
         new = self._take(total - full)
         if new is None:
-            self._kept.put(kept)
+            self._kept.put(replace(kept, ids=kept.ids[:num_tokens], kv=kept.kv[:full]))
             return None, 0
-        self._pool.give_back(kept.kv[full:])
         return kept.kv[:full] + new, num_tokens
 
     def _blocks_for(
