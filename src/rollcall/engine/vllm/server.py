@@ -23,12 +23,14 @@ import gc
 import json
 import mmap
 import os
+import queue
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from multiprocessing.connection import Connection
 from typing import Any
@@ -279,8 +281,6 @@ class Reload:
     """
 
     def __init__(self, worker: Any) -> None:
-        import queue
-
         self._worker = worker
         self._model = worker.get_model()
         self._wanted = {name for name, _ in self._model.named_parameters()}
@@ -294,12 +294,8 @@ class Reload:
         self._until_asked()
 
     def take(self, path: str, offset: int, size: int, tensors: list[list[Any]]) -> list[int]:
-        import weakref
-
-        with open(path, "rb") as file:
-            memory = mmap.mmap(
-                file.fileno(), size, access=mmap.ACCESS_COPY, offset=offset
-            )  # torch wants a writable buffer
+        with open(path, "rb") as file:  # as a copy: torch wants a writable buffer
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=offset)
         self._maps[offset] = weakref.ref(memory)
         self._parts.put((memory, tensors))
         del memory
