@@ -24,7 +24,7 @@ from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.learner.whole import Whole
 from rollcall.loop.attempts import loss_of
-from rollcall.model.decoder import fuse_parameters
+from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.plan.choose import NO_KV, KvNeed, Line, choose
 from rollcall.roles import card
 from rollcall.training import train
@@ -188,6 +188,23 @@ def test_a_micro_batch_that_all_ranks_run_is_smaller_in_the_next_attempt(
     assert sizes == [16384, 8192, 4096, 4096]
     assert loss_of(BatchTooLargeError("too large", "actor", 1)) is not None
     assert "too large; attempt 2 goes on from the newest checkpoint" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "tokens"),
+    [
+        ({"max_running": 4, "kv_memory_fraction": 0.3}, 4 * 256),
+        ({"kv_tokens": 100}, 100),
+        ({"kv_tokens": 100, "engine": "vllm", "vllm": {"tensor_parallel_size": 2}}, 50),
+        ({"max_running": 4, "engine": "vllm", "vllm": {"tensor_parallel_size": 4}}, 4 * 256 / 2),
+    ],
+)
+def test_kv_that_the_run_file_fixes_is_what_the_engine_takes(rollout: dict[str, Any], tokens: float) -> None:
+    """Of a large card no more than all that can run at once; of two KV heads vLLM has half on each of two cards, or of four."""
+    model = trainable()
+    engine = card.engine_needs(parse_config({"rollout": rollout}), Decoder.of(model))
+    weights = sum(each.nbytes for each in model.parameters()) // engine.tensor if "engine" in rollout else 0
+    assert card._kv_of(engine, model, card=80 << 30).most == tokens * 2 * 2 * 2 * 16 * 4 + weights
 
 
 # On a card

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.native.rows import KEPT_PER_ROW
 from rollcall.engine.protocol import Request
+from rollcall.engine.sequence import Sequence
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
 from rollcall.types import Completion, FinishReason
@@ -354,3 +357,27 @@ def test_smollm2_is_exact_and_fluent() -> None:
             parameter.mul_(1.01)
     engine.update_weights(1)
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+
+
+def test_a_session_that_turns_to_something_else_has_the_room_of_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the blocks of a card. To fill them needs none of its kernels."""
+    module = "rollcall.engine.native.paged"
+    for name in (*(f"rollcall.kernels.{kernel}" for kernel in ("attention", "sampling", "decode")), module):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    del sys.modules[module]
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    from rollcall.engine.native.paged import PagedRunner
+
+    model = make_model()
+    fuse_parameters(model)
+    runner = PagedRunner(Decoder.of(model), max_running=2, kv_tokens=4 * 64, kv_fraction=0.3, graphs=False)
+    ids = np.arange(200, dtype=np.int32) % 30 + 5
+    long = Sequence(request=request(ids, session="talk"), index=0, order=0)
+    assert runner.admit([long]) == 1
+    runner.keep({0: long})
+    runner.remove(0)
+    other = np.concatenate((ids[:70], ids[:80] + 1)).astype(np.int32)
+    shorter = Sequence(request=request(other, session="talk"), index=0, order=1)
+    before = runner.num_filled_tokens
+    assert runner.admit([shorter]) == 1, "all four blocks were kept, and it shares two"
+    assert runner.num_filled_tokens - before == 149 - 70

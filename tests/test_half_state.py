@@ -94,6 +94,17 @@ def test_scalars_large_weights_and_early_state_are_the_same(monkeypatch: pytest.
         assert torch.equal(tensor, results[1][name]) and not torch.equal(tensor, named[name])
 
 
+def test_a_part_without_rows_has_state_of_the_same_kind() -> None:
+    """As the second rank has of a critic's head, which is one row."""
+    weights = {"head": torch.zeros(0, 3), "norm": torch.ones(2)}
+    optimizer = Optimizer(weights, OptimizerSection(**HALF), total_updates=3)
+    optimizer.allocate()
+    optimizer.accumulate([torch.zeros(0, 3), torch.ones(2)])
+    optimizer.step()
+    assert optimizer.states()["head"]["exp_avg"].dtype == torch.bfloat16
+    assert optimizer.num_updates == 1 and weights["norm"].max() < 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

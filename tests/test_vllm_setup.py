@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from rollcall.config import VllmSection, load_config
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError, child_environment
 from rollcall.engine.vllm.engine import vllm_seed
-from rollcall.engine.vllm.server import Refused, begin_weights, end_weights, take_weights, verify
+from rollcall.engine.vllm.server import Refused, Server, begin_weights, end_weights, take_weights, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.tiny import char_tokenizer
 from rollcall.training import train
@@ -190,6 +191,35 @@ def test_a_reload_that_fails_or_lacks_a_tensor_is_told() -> None:
         end_weights(worker, True)
     feed(worker, tensors)
     end_weights(worker, False)  # broken off: nothing is missed
+
+
+def test_nothing_of_an_update_that_could_not_begin_is_left() -> None:
+    worker: Any = Worker(["a"], kept="")
+    memory, server = SharedMemory(), Server(None, 0)  # type: ignore[arg-type]
+    server.memory_path = f"/proc/self/fd/{memory.fd}"
+    server.engine = SimpleNamespace(
+        collective_rpc=lambda call, args=(): [call(worker, *args)],
+        reset_prefix_cache=lambda reset_running_requests: True,
+        abort_request=lambda names, internal: None,
+        output_processor=SimpleNamespace(request_states={}),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests={}))),
+    )
+    part = memory.write([("a", torch.ones(3))])
+    with mock.patch.object(worker, "reload_weights", side_effect=OSError("the card is gone")):
+        server.do_begin(4)
+        with pytest.raises(OSError, match="the card is gone"):
+            server.do_part(**part)
+    with pytest.raises(RuntimeError, match="has not begun to load"):
+        server.do_end()
+    for _ in range(2):
+        server.do_begin(5)
+        server.do_part(**part)
+    server.do_end()
+    assert server.version == 5 and torch.equal(worker.loaded["a"], torch.ones(3))
+    server.adapter = "an adapter"
+    server.do_load(None)  # type: ignore[arg-type]
+    assert server.version == -1 and server.adapter is None
+    memory.close()
 
 
 def test_sockets_of_vllm_have_a_short_path_also_in_a_deep_folder(

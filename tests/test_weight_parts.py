@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from rollcall.plan.mesh import ModelSplit
 from rollcall.plan.placement import Role
 from rollcall.roles import worker as worker_module
 from rollcall.roles.worker import RoleWorker
+from rollcall.wait import Wait
 from rollcall.weights import broadcast, parts, shared_memory
 from rollcall.weights.layout import BucketSize, Layout
 from rollcall.weights.parts import Parts, PartsReceiver, SentBlock
@@ -209,6 +211,20 @@ def test_a_torn_part_makes_all_senders_send_again(monkeypatch: pytest.MonkeyPatc
         assert "version 2 came, and version 3 is due" in str(update.failures[0])
     finally:
         update.close()
+
+
+def test_senders_that_do_not_go_on_alike_end_the_update_with_a_sentence() -> None:
+    """Receivers on three nodes share some senders and not others, and one of them has refused."""
+    receiver = PartsReceiver([], name="rollout rank 2", wanted={}, device=CPU, open_inlet=lambda invitation: None)  # type: ignore[arg-type, return-value]
+    told = {"actor rank 0": "end", "actor rank 1": "again"}
+    receiver._ends = [
+        (SimpleNamespace(peer=peer, tell=lambda *words: None, hear=lambda deadline, step=step: {"step": step}), None)
+        for peer, step in told.items()
+    ]  # type: ignore[misc]
+    with pytest.raises(
+        WeightUpdateError, match=r"rollout rank 2 .* another .* refused .* rank 0: end, actor rank 1: again"
+    ):
+        receiver._answer(None, Wait(1.0))
 
 
 def test_parts_that_do_not_fit_are_refused_by_name() -> None:

@@ -184,18 +184,16 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def sizes_of(body: Body) -> DecoderSizes:
-    """Read off its weights."""
-    shapes = body.whole_shapes
+def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes:
+    """Of the decoder whose weights have these shapes."""
     (vocab, hidden), (_, queries) = shapes["embed"], shapes["layers.0.out"]
-    dim = body.head_dim
     return DecoderSizes(
         hidden=hidden,
         intermediate=shapes["layers.0.gate_up"][0] // 2,
         layers=sum(name.endswith(".gate_up") for name in shapes),
-        heads=queries // dim,
-        kv_heads=(shapes["layers.0.qkv"][0] - queries) // (2 * dim),
-        head_dim=dim,
+        heads=queries // head_dim,
+        kv_heads=(shapes["layers.0.qkv"][0] - queries) // (2 * head_dim),
+        head_dim=head_dim,
         vocab=vocab,
     )
 
@@ -204,7 +202,7 @@ def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None) -> Passes:
     """The arithmetic of this body's passes, as ``rollcall plan`` does it."""
     trained = sum(tensor.numel() for tensor in body.named.values())
     return Passes(
-        sizes=sizes_of(body),
+        sizes=sizes_of(body.whole_shapes, head_dim=body.head_dim),
         width=body.dtype.itemsize,
         num_parameters=trained,
         gradient_width=4 if body.in_parts else body.dtype.itemsize,

@@ -51,7 +51,7 @@ class HalfStateAdamW(torch.optim.Optimizer):
         chance = torch.Generator(weight.device).manual_seed(step << 20 | seed)
         assert weight.grad is not None
         rows = [each if each.ndim else each[None] for each in (weight, weight.grad, *(state[name] for name in MOMENTS))]
-        size = max(1, AT_ONCE // max(1, rows[0][0].numel()))
+        size = max(1, AT_ONCE // max(1, rows[0][:1].numel()))  # a rank's part may have no rows
         for start in range(0, len(rows[0]), size):
             own, grad, first, second = (each[start : start + size] for each in rows)
             _step(own, grad, first, second, group=group, step=step, chance=chance)

@@ -11,7 +11,7 @@ rank with fewer micro-batches runs idle ones, whose gradient is zero.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -266,17 +266,18 @@ class Sharded:
         (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
         return values
 
-    def _passes(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """These micro-batches, then idle ones, until every rank has the same number."""
-        return [*batches, *[_idle_batch()] * (max(self.gang.gather(len(batches))) - len(batches))]
+    def _passes(self, packing: Packing, fit: Fit) -> list[tuple[MicroBatch, bool]]:
+        """Micro-batches, then idle ones until every rank has the same number; whether each is idle."""
+        own = packing.batches(range(len(packing.samples)), fit.tokens * self.context.size)
+        num_idle = max(self.gang.gather(len(own))) - len(own)
+        return [*((batch, False) for batch in own), *[(_idle_batch(), True)] * num_idle]
 
     def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
-        """What ``run`` gives for each micro-batch, without gradients, and idle passes until all ranks have run the same number."""
-        batches = packing.batches(range(len(packing.samples)), fit.tokens * self.context.size)
-        for place, batch in enumerate(self._passes(batches)):
+        """What ``run`` gives for each micro-batch, without gradients."""
+        for batch, is_idle in self._passes(packing, fit):
             with self._together(packing, fit, batch, None):
                 result = run(batch)
-            if place < len(batches):
+            if not is_idle:
                 yield batch, result
 
     @contextmanager
@@ -325,16 +326,15 @@ class Sharded:
     def accumulate(
         self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
     ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Backward through every micro-batch, and idle passes until all ranks have run the same number."""
-        batches = packing.batches(range(len(packing.samples)), fit.tokens * self.context.size)
+        """Backward through every micro-batch."""
         rows: list[tuple[MicroBatch, dict[str, Tensor]]] = []
-        for place, batch in enumerate(self._passes(batches)):
+        for batch, is_idle in self._passes(packing, fit):
             with self._together(packing, fit, batch, optimizer):
-                if place < len(batches):
+                if is_idle:
+                    loss = self._forward(batch, temperature=1.0, recompute=False)[0].sum() * 0.0
+                else:
                     loss, metrics = loss_of(batch)
                     rows.append((batch, metrics))
-                else:
-                    loss = self._forward(batch, temperature=1.0, recompute=False)[0].sum() * 0.0
                 loss.backward()
                 optimizer.accumulate(self._take_gradients())
         return rows
@@ -383,12 +383,11 @@ class Sharded:
         """The whole tensor that everyone's parts make, on the device."""
         layout, split = self.layout(name), self.split
         size, group = layout.num_shards, self.meshes.every_group if layout.is_root else self.meshes.shard_group
-        cut = layout.dim is not None and split.tensor > 1
         rows = layout.shape[0] if layout.order is None else len(layout.order)
         rows //= split.tensor if layout.dim == 0 else 1
         part = pad_rows(local.detach().to(self.device), -(-rows // size))
         whole = all_gather(part, group=group, size=size)[:rows]
-        if cut:
+        if layout.dim is not None and split.tensor > 1:
             parts = all_gather(whole, group=self.meshes.tensor_group, size=split.tensor)
             whole = parts if layout.dim == 0 else torch.cat(parts.chunk(split.tensor), dim=1)
         if layout.order is not None:

@@ -30,6 +30,10 @@ class DecoderSizes:
     head_dim: int
     vocab: int
 
+    def working_elements(self, tensor: int) -> int:
+        """Numbers alive at once for one token in a forward pass without gradients, which is not compiled."""
+        return 3 * self.hidden + max((self.heads + 2 * self.kv_heads) * self.head_dim, 4 * self.intermediate) // tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:

@@ -23,16 +23,15 @@ from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes
-from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, choose, kv_need
+from rollcall.plan.choose import NO_KV, SAFE, Choice, choose
+from rollcall.plan.engine import EngineNeeds, kv_is_open
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
 
 GIB = 1 << 30
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of a process on a GPU: the CUDA context, communication buffers, memory that the allocator cannot reuse.
 RUNTIME = 3 * GIB // 2
-FILL_TOKENS = 32768  # the engine computes the KV of prompts in packs of this size
 NO_ROOM = -1  # KV is left out of the count
-VLLM_KV = 0.3  # of a card, where `rollout.kv_memory_fraction` is auto and vLLM samples
 READ_AT_ONCE = 64 << 20  # of stored weights
 VLLM_PARTS = 3 * (128 << 20)  # of an update, in memory that vLLM reads
 REWARD_ROWS = 16  # completions that a reward model scores at once
@@ -105,10 +104,6 @@ class ModelSizes(DecoderSizes):
             "down_proj": self.intermediate + self.hidden,
         }  # fmt: skip
         return self.layers * lora.rank * sum(sides[module] for module in lora.modules)
-
-    def working_elements(self, tensor: int) -> int:
-        """Numbers alive at once for one token in a forward pass without gradients, which is not compiled."""
-        return 3 * self.hidden + max((self.heads + 2 * self.kv_heads) * self.head_dim, 4 * self.intermediate) // tensor
 
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "kv")  # of what a role needs
@@ -238,7 +233,8 @@ class _Job:
         nothing = dict.fromkeys(trained, Choice(tokens=1, recompute=True))
         bare = {role: self._role(role, meshes, group, choices=nothing, room=NO_ROOM) for role in group.roles}
         room = int(self.card * SAFE) - runtime - sum(each.held for each in bare.values())
-        kv = self._kv_need(meshes[Role.ROLLOUT]) if Role.ROLLOUT in bare and self._kv_is_open else NO_KV
+        is_open = Role.ROLLOUT in bare and kv_is_open(self.config.rollout)
+        kv = self._engine(meshes[Role.ROLLOUT]).open_kv if is_open else NO_KV
         choices = {
             role: choose(
                 self._section(role),
@@ -399,11 +395,11 @@ class _Job:
         whole = sizes.num_parameters * self.width
         vllm = whole // mesh.tensor if rollout.engine == "vllm" else 0
         weights = (0 if shares_weights or not rollout.keeps_policy else whole) + vllm
-        fill = min(FILL_TOKENS, rollout.max_running * self.config.data.max_prompt_tokens)
-        working = fill * sizes.working_elements(mesh.tensor) * self.width + rollout.max_running * sizes.vocab * 4
+        engine = self._engine(mesh)
+        working = engine.filling + engine.graphs
         if vllm and not shares_weights:  # the largest tensor on its way to vLLM, while nothing is sampled
             working = max(working, sizes.vocab * sizes.hidden * self.width)
-        kv = self._kv(mesh, room)
+        kv = self._kv(engine, room)
         lent = vllm + kv if vllm and rollout.vllm.sleep else 0
         return RoleMemory(
             role=Role.ROLLOUT,
@@ -414,32 +410,20 @@ class _Job:
             divides=vllm > 0 and not rollout.keeps_policy,
         )
 
-    def _kv(self, mesh: Mesh, room: int | None) -> int:
-        rollout, data = self.config.rollout, self.config.data
-        per_token = self._kv_per_token(mesh)
-        if rollout.kv_tokens is not None:
-            return rollout.kv_tokens * per_token
-        if self.card is None or room is None:
-            return rollout.max_running * (data.max_prompt_tokens + rollout.max_response_tokens) * per_token
-        if self._kv_is_open:
-            return 0 if room == NO_ROOM else self._kv_need(mesh).of(room)
-        share = VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
-        most = rollout.max_running * -(-self.sizes.positions // KV_BLOCK) * KV_BLOCK * per_token
-        return min(int(self.card * share), most)
-
-    @property
-    def _kv_is_open(self) -> bool:
-        rollout = self.config.rollout
-        return rollout.engine == "native" and rollout.kv_tokens is None and rollout.kv_memory_fraction == "auto"
-
-    def _kv_per_token(self, mesh: Mesh) -> int:
+    def _engine(self, mesh: Mesh) -> EngineNeeds:
         sizes = self.sizes
-        return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * self.width // mesh.tensor
+        return EngineNeeds(
+            config=self.config, sizes=sizes, positions=sizes.positions, width=self.width, tensor=mesh.tensor
+        )
 
-    def _kv_need(self, mesh: Mesh) -> KvNeed:
-        # A conversation may grow until the model has no more positions.
-        longest = self._longest if self.config.environment is None else self.sizes.positions
-        return kv_need(self.config.rollout, per_token=self._kv_per_token(mesh), longest=longest)
+    def _kv(self, engine: EngineNeeds, room: int | None) -> int:
+        rollout, data = self.config.rollout, self.config.data
+        if rollout.kv_tokens is None and (self.card is None or room is None):
+            longest = data.max_prompt_tokens + rollout.max_response_tokens
+            return rollout.max_running * longest * engine.kv_per_token
+        if kv_is_open(rollout):
+            return 0 if room == NO_ROOM else engine.open_kv.of(room or 0)
+        return engine.fixed_kv(self.card or 0)
 
     def _reward(self, mesh: Mesh) -> RoleMemory:
         sizes = self.reward_sizes

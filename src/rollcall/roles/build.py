@@ -34,7 +34,7 @@ from rollcall.model.load import load_tokenizer, outline_causal_lm
 from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
 from rollcall.plan.activations import COMPILE_FROM
-from rollcall.plan.memory import VLLM_KV
+from rollcall.plan.engine import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
@@ -182,11 +182,6 @@ def check_engine(rollout: RolloutSection) -> None:
         find_python(rollout.vllm.python)
 
 
-def kv_share(rollout: RolloutSection) -> float:
-    """Of the card's memory, where nothing better is known."""
-    return VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
-
-
 def build_engine(
     rollout: RolloutSection,
     model: Any,
@@ -211,7 +206,7 @@ def build_engine(
                 tokenizer,
                 max_running=rollout.max_running,
                 kv_tokens=kv_tokens,
-                kv_fraction=kv_share(rollout),
+                kv_fraction=kv_fraction(rollout),
                 compile=rollout.compile,
                 graphs=graphs,
                 adapters=None if adapter is None else {POLICY: adapter},
@@ -227,7 +222,7 @@ def build_engine(
             section=rollout.vllm,
             max_running=rollout.max_running,
             kv_tokens=kv_tokens,
-            kv_fraction=kv_share(rollout),
+            kv_fraction=kv_fraction(rollout),
             device=device,
             adapter=adapter,
         )

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from rollcall.config import Config, RolloutSection
+from rollcall.config import Config
 from rollcall.errors import short_of_memory
-from rollcall.learner.fit import Fit, passes_of
+from rollcall.learner.fit import Fit, passes_of, sizes_of
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.model.decoder import Decoder
-from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose, kv_need
-from rollcall.plan.memory import FILL_TOKENS, VLLM_KV
+from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose
+from rollcall.plan.engine import EngineNeeds, kv_is_open
 from rollcall.wait import say
 from rollcall.words import size
 
@@ -49,12 +49,13 @@ def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], 
         with short_of_memory(lambda why, learner=learner: _state_sentence(learner, why)):
             learner.optimizer.allocate()
     data, rollout = config.data, config.rollout
-    kv = _kv_of(config, model, device) if samples else NO_KV
+    engine = engine_needs(config, Decoder.of(model)) if samples else None
+    kv = NO_KV if engine is None else _kv_of(engine, model, card=torch.cuda.get_device_properties(device).total_memory)
     rows = Rows(prompt=data.max_prompt_tokens, response=rollout.max_response_tokens, group=rollout.samples_per_prompt)
     needs = [_size(learner, kv=kv, rows=rows) for learner in learners]
-    if not samples or not kv_is_open(rollout):
+    if engine is None or not kv_is_open(rollout):
         return None
-    return _kv_tokens(kv, model, config, device=device, needs=needs)
+    return _kv_tokens(engine, device=device, needs=needs)
 
 
 def room_on(device: torch.device) -> int:
@@ -66,31 +67,29 @@ def room_on(device: torch.device) -> int:
     return max(0, room - int((1 - SAFE) * usable))
 
 
-def kv_is_open(rollout: RolloutSection) -> bool:
-    return rollout.engine == "native" and rollout.kv_tokens is None and rollout.kv_memory_fraction == "auto"
+def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
+    """Of the engine that is still to come."""
+    rollout = config.rollout
+    shapes = {name: tensor.shape for name, tensor in decoder.named_tensors().items()}
+    return EngineNeeds(
+        config=config,
+        sizes=sizes_of(shapes, head_dim=decoder.head_dim),
+        positions=decoder.max_positions,
+        width=decoder.dtype.itemsize,
+        tensor=rollout.vllm.tensor_parallel_size if rollout.engine == "vllm" else 1,
+    )
 
 
-def _kv_of(config: Config, model: Any, device: torch.device) -> KvNeed:
-    """Of the engine that is still to come; what the run file fixes is taken out of the room as it is."""
-    rollout, total = config.rollout, torch.cuda.get_device_properties(device).total_memory
-    decoder = Decoder.of(model)
-    per_token = _kv_per_token(decoder)
-    longest = min(config.data.max_prompt_tokens + rollout.max_response_tokens, decoder.max_positions)
+def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
+    """What the run file fixes is taken out of the room as it is; with vLLM, so are its weights."""
+    rollout = engine.config.rollout
     if kv_is_open(rollout):
-        # A conversation may grow until the model has no more positions.
-        return kv_need(
-            rollout, per_token=per_token, longest=longest if config.environment is None else decoder.max_positions
-        )
-    share = VLLM_KV if rollout.kv_memory_fraction == "auto" else rollout.kv_memory_fraction
-    fixed = rollout.kv_tokens * per_token if rollout.kv_tokens is not None else int(total * share)
+        return engine.open_kv
+    fixed = engine.fixed_kv(card)
     if rollout.engine == "vllm":
-        whole = sum(tensor.numel() * tensor.element_size() for tensor in decoder.named_tensors().values())
-        fixed = 0 if rollout.vllm.sleep else fixed + whole // rollout.vllm.tensor_parallel_size
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        fixed = 0 if rollout.vllm.sleep else fixed + whole // engine.tensor
     return KvNeed(least=fixed, most=fixed)
-
-
-def _kv_per_token(decoder: Decoder) -> int:
-    return 2 * len(decoder.layers) * decoder.kv_width * decoder.embed.element_size()
 
 
 def _size(learner: Learner | Critic, *, kv: KvNeed, rows: Rows) -> int:
@@ -143,18 +142,11 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
     return f"{fit.name}: {fit.tokens} tokens in a micro-batch{again} ({by}; {size(room)} were free)"
 
 
-def _kv_tokens(kv: KvNeed, model: Any, config: Config, *, device: torch.device, needs: Sequence[int]) -> int:
+def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
     """What the learners leave. The engine's own work takes turns with theirs, but its graphs keep their memory."""
-    decoder = Decoder.of(model)
-    vocab, hidden = decoder.embed.shape
-    width = decoder.embed.element_size()
-    running = config.rollout.max_running
-    filled = min(FILL_TOKENS, running * config.data.max_prompt_tokens)
-    filling = filled * (3 * hidden + 2 * len(decoder.layers[0].gate_up)) * width
-    graphs = 2 * running * vocab * 4
-    room = room_on(device) - graphs - max([filling, *needs])
-    tokens = max(1, kv.of(room) // (_kv_per_token(decoder) * KV_BLOCK)) * KV_BLOCK
-    say(f"KV cache: {tokens} tokens, {size(tokens * _kv_per_token(decoder))} (auto)")
+    room = room_on(device) - engine.graphs - max([engine.filling, *needs])
+    tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK
+    say(f"KV cache: {tokens} tokens, {size(tokens * engine.kv_per_token)} (auto)")
     return tokens
 
 

@@ -142,15 +142,11 @@ class WorkerWeights:
 
     def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
         """Send to all that were invited. A process that invited none only helps to gather the tensors."""
-        if isinstance(tensors, Parts):
-            if self._sender is not None:
-                self._sender.send(tensors, version=version)
-            return
-        if self._sender is None:
+        if self._sender is not None:
+            self._sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
+        elif not isinstance(tensors, Parts):
             for _ in tensors:
                 continue
-            return
-        self._sender.send(dict(tensors), version=version)
 
     def share(self, version: int) -> None:
         """Nothing moves where learner and engine read the same tensors: an update is only a new version number."""

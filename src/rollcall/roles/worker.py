@@ -28,11 +28,7 @@ from rollcall.groups.reachable import About, be_reachable
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
-from rollcall.model.load import (
-    outline_causal_lm,
-    resolve_device,
-    resolve_dtype,
-)
+from rollcall.model.load import outline_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.unread import WholeOnly, load_onto, open_unread
 from rollcall.net.door import listen_at
@@ -316,7 +312,8 @@ class RoleWorker(Trained):
             # First, since all processes of the gang take part in it: a receiver that is lost ends only the sending below.
             if self._gathers:
                 self._pass_on(version)
-            self._weights.send(self._own_parts(), version=version)
+            if self._weights.sends:
+                self._weights.send(self._own_parts(), version=version)
         else:
             self._weights.send(self._whole_policy(), version=version)
         self._weights.share(version)
@@ -337,8 +334,6 @@ class RoleWorker(Trained):
         """What this process sends of the policy."""
         assert self.learner is not None
         body = self.learner.body
-        if not self._weights.sends:
-            return Parts([], device=body.device)
         if self._sent_blocks is None:
             self._sent_blocks = [(name, block) for name in body.named for block in body.layout(name).blocks(own=True)]
         return Parts(

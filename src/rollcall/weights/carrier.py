@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rollcall.wait import Wait
 from rollcall.weights.layout import BucketSize
-from rollcall.weights.line import Line
+from rollcall.weights.line import Line, call
+from rollcall.weights.protocol import Invitation
 
 Bucket = Sequence[Tensor]  # flat uint8 tensors
 
@@ -47,6 +48,18 @@ class Inlet(_End, Protocol):
 Hellos = Mapping[str, Mapping[str, Any]]  # what each receiver says of itself
 OpenOutlet = Callable[[Mapping[str, Line], Hellos, torch.device, Wait], Outlet]  # the device of what is sent
 OpenInlet = Callable[[Line, Wait], Inlet]
+
+
+def join(
+    invitation: Invitation, open_inlet: OpenInlet, *, name: str, device: torch.device, deadline: Wait
+) -> tuple[Line, Inlet]:
+    """A receiver's line to its sender, and its end of what the sender opens."""
+    line = call(invitation, name=name, deadline=deadline, about={"device": device.type, "gpus": visible_gpus()})
+    try:
+        return line, open_inlet(line, deadline)
+    except BaseException:
+        line.close()
+        raise
 
 
 def visible_gpus() -> list[str]:

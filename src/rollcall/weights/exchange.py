@@ -22,10 +22,10 @@ from torch import Tensor
 from rollcall.errors import WeightUpdateError
 from rollcall.wait import Wait
 from rollcall.weights import delta
-from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, visible_gpus
+from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, join
 from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Views, cut, fit, view
-from rollcall.weights.line import Desk, Line, call, hear_all
+from rollcall.weights.line import Desk, Line, hear_all
 from rollcall.weights.parts import Parts
 from rollcall.weights.protocol import (
     Carrying,
@@ -36,6 +36,7 @@ from rollcall.weights.protocol import (
     StaleUpdateError,
     TornUpdateError,
     WeightReceiver,
+    refuse_stale,
     take_update,
 )
 
@@ -213,15 +214,10 @@ class StreamReceiver(WeightReceiver):
 
     def _join(self, deadline: Wait) -> Line:
         device = next(iter(self._tensors.values())).device
-        about = {"device": device.type, "gpus": visible_gpus()}
-        line = call(self._invitation, name=self.name, deadline=deadline, about=about)
-        try:
-            self._inlet = self._open_inlet(line, deadline)
-        except BaseException:
-            line.close()
-            raise
-        self._line = line
-        return line
+        self._line, self._inlet = join(
+            self._invitation, self._open_inlet, name=self.name, device=device, deadline=deadline
+        )
+        return self._line
 
     def _attempt(self, line: Line, *, version: int, deadline: Wait) -> Outcome:
         line.tell({"version": self._held}, deadline)
@@ -248,10 +244,7 @@ class StreamReceiver(WeightReceiver):
         return refusal, line.hear(deadline)["step"]
 
     def _check(self, header: Mapping[str, Any], *, version: int) -> None:
-        if header["version"] != version:
-            raise StaleUpdateError(f"version {header['version']} came, and version {version} is due")
-        if self._newest is not None and version <= self._newest:
-            raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that is here")
+        refuse_stale(header["version"], due=version, newest=self._newest)
         if header["base"] is not None and header["base"] != self._held:
             raise StaleUpdateError(f"the changes are to version {header['base']}, and this receiver has {self._held}")
         self._views = fit(header["layout"], self._tensors, kept=self._views)

@@ -6,26 +6,28 @@ in which all senders send. So both sides hold a few buckets and about one tensor
 actor is divided need not be known to the receiver: each block says where it belongs.
 
 Who waits for whom: as in ``exchange.py``, once for each sender. A receiver gives all its senders the same answer, so all of them
-send again or none. The receivers of one update walk through the senders in the same order, so none waits in a circle.
+send again or none; where receivers share only some of their senders, a refusal ends the update. The receivers of one update walk through the senders in the same order, so none waits in a circle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcall.errors import WeightUpdateError
 from rollcall.wait import Wait
-from rollcall.weights.carrier import Bucket, Inlet, visible_gpus
+from rollcall.weights.carrier import Bucket, Inlet, OpenInlet, join
 from rollcall.weights.layout import BucketSize, Entry, Layout, Span
-from rollcall.weights.line import Line, call
-from rollcall.weights.protocol import Invitation, Outcome, StaleUpdateError, TornUpdateError, take_update
+from rollcall.weights.line import Line
+from rollcall.weights.protocol import Invitation, Outcome, StaleUpdateError, TornUpdateError, refuse_stale, take_update
 
-OpenInletFor = Callable[[Invitation], Callable[[Line, Wait], Inlet]]
+OpenInletFor = Callable[[Invitation], OpenInlet]
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
@@ -49,8 +51,6 @@ class SentBlock:
 class Parts:
     """What one process sends, in the place of ``layout.Views``. Nothing is copied before a bucket needs it."""
 
-    has_copies = False
-
     def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
         self.device = device
         self._blocks = blocks
@@ -62,13 +62,7 @@ class Parts:
         return [[block.name, block.start, block.whole] for block in self._blocks]
 
     def buckets(self, size: BucketSize) -> Iterator[Bucket]:
-        ready: dict[int, Tensor] = {}  # entry -> its bytes
-        for spans in self.layout.buckets(in_order(size)):
-            ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}
-            for span in spans:
-                if span.entry not in ready:
-                    ready[span.entry] = self._bytes(span.entry)
-            yield [ready[span.entry][span.start : span.end] for span in spans]
+        return _slices(self.layout.buckets(in_order(size)), self._bytes)
 
     def _bytes(self, index: int) -> Tensor:
         block = self._blocks[index]
@@ -77,6 +71,17 @@ class Parts:
 
 def in_order(size: BucketSize) -> BucketSize:
     return replace(size, in_order=True)
+
+
+def _slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[Bucket]:
+    """Buckets in order, out of the bytes of their entries; those of an entry are asked for once, and let go after its last bucket."""
+    ready: dict[int, Tensor] = {}
+    for spans in buckets:
+        ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}
+        for span in spans:
+            if span.entry not in ready:
+                ready[span.entry] = bytes_of(span.entry)
+        yield [ready[span.entry][span.start : span.end] for span in spans]
 
 
 class PartsReceiver:
@@ -125,15 +130,9 @@ class PartsReceiver:
         self._held = None
 
     def _join(self, deadline: Wait) -> None:
-        about = {"device": self._device.type, "gpus": visible_gpus()}
         for invitation in self._invitations:
-            line = call(invitation, name=self.name, deadline=deadline, about=about)
-            try:
-                inlet = self._open_inlet(invitation)(line, deadline)
-            except BaseException:
-                line.close()
-                raise
-            self._ends.append((line, inlet))
+            open_inlet = self._open_inlet(invitation)
+            self._ends.append(join(invitation, open_inlet, name=self.name, device=self._device, deadline=deadline))
 
     def _attempt(self, take: Take, *, version: int, deadline: Wait) -> Outcome:
         lines = [line for line, _ in self._ends]
@@ -163,15 +162,18 @@ class PartsReceiver:
         """The same answer to all senders; what they do next."""
         for line, _ in self._ends:
             line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
-        (step,) = {line.hear(deadline)["step"] for line, _ in self._ends}
-        return step
+        steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}
+        if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
+            told = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
+            raise WeightUpdateError(
+                f"{self.name} cannot go on, since another receiver of weights refused them and its senders differ ({told}); start the "
+                "run again, and look at the memory and the network of the receiver that refused if it comes back"
+            )
+        return steps.popitem()[1]
 
     def _check(self, headers: Sequence[Mapping[str, Any]], *, version: int) -> None:
         for header in headers:
-            if header["version"] != version:
-                raise StaleUpdateError(f"version {header['version']} came, and version {version} is due")
-        if self._newest is not None and version <= self._newest:
-            raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that is here")
+            refuse_stale(header["version"], due=version, newest=self._newest)
         found = dict.fromkeys(self._wanted, 0)
         for header in headers:
             for (name, _, whole), entry in zip(header["parts"], Layout.parse(header["layout"]).entries, strict=True):
@@ -219,12 +221,11 @@ class _Stream:
             for span in spans:
                 self._due[self._about[span.entry][0]] = number
         self._landed: Iterator[int] = iter(())
-        self._apart: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # entry -> bytes that do not lie together in their tensor, and their place
+        # Entry -> bytes that do not lie together in their tensor, and their place.
+        self._apart: dict[int, tuple[Tensor, Tensor]] = {}
 
     def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
-        self._landed = self._inlet.each(self._targets(room), self._deadline)
+        self._landed = self._inlet.each(_slices(self._buckets, partial(self._bytes, room=room)), self._deadline)
 
     def until(self, name: str) -> None:
         """Receive until everything of this tensor is in its place."""
@@ -235,15 +236,6 @@ class _Stream:
     def finish(self) -> None:
         """Let the carrier see that all buckets have come."""
         self.sums.extend(self._landed)
-
-    def _targets(self, room: Callable[[str, torch.dtype], Tensor]) -> Iterator[Bucket]:
-        flat: dict[int, Tensor] = {}
-        for spans in self._buckets:
-            flat = {index: one for index, one in flat.items() if index >= spans[0].entry}
-            for span in spans:
-                if span.entry not in flat:
-                    flat[span.entry] = self._bytes(span.entry, room)
-            yield [flat[span.entry][span.start : span.end] for span in spans]
 
     def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:
         """Where the bytes of an entry go: into the tensor itself, or if they are not in one piece there, beside it."""

@@ -101,6 +101,14 @@ class WeightReceiver(ABC):
 Outcome = tuple[StaleUpdateError | TornUpdateError | None, str]
 
 
+def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
+    """``newest``: what the receiver has had."""
+    if came != due:
+        raise StaleUpdateError(f"version {came} came, and version {due} is due")
+    if newest is not None and due <= newest:
+        raise StaleUpdateError(f"version {due} is not newer than the {newest} that is here")
+
+
 def take_update(attempt: Callable[[], Outcome], *, close: Callable[[], None], name: str, version: int) -> None:
     """Attempts until the sender ends the update. Closes the lines if one breaks, and raises if the last was refused."""
     try:

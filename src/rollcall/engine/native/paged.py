@@ -31,11 +31,11 @@ from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
 from rollcall.model.decoder import Decoder
 from rollcall.model.low_rank import add_low_rank
+from rollcall.plan.choose import KV_BLOCK as BLOCK
+from rollcall.plan.engine import FILL_TOKENS
 from rollcall.wait import say
 
-BLOCK = 64  # tokens per KV block
 CHUNK = 16  # steps between two looks at the results
-FILL_TOKENS = 32768  # packed tokens of one fill
 AHEAD_ROWS = 64  # with fewer, the host is done with a chunk before the card notices
 PAST = 16  # tokens whose keys are read for a fill take less memory than one token that is computed
 
@@ -195,11 +195,11 @@ class PagedRunner:
         num_tokens = kept.num_shared(sequence)
         full = -(-num_tokens // BLOCK)
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
+        self._pool.give_back(kept.kv[full:])  # first: there may be no others
         new = self._take(total - full)
         if new is None:
-            self._kept.put(kept)
+            self._kept.put(replace(kept, ids=kept.ids[:num_tokens], kv=kept.kv[:full]))
             return None, 0
-        self._pool.give_back(kept.kv[full:])
         return kept.kv[:full] + new, num_tokens
 
     def _blocks_for(

@@ -23,12 +23,14 @@ import gc
 import json
 import mmap
 import os
+import queue
 import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from multiprocessing.connection import Connection
 from typing import Any
@@ -77,20 +79,19 @@ class Server:
     # What a message can ask for
 
     def do_load(self, spec: dict[str, Any]) -> None:
-        """What is loaded already is kept, without its completions; its weights no longer count."""
+        """What is loaded already is kept, without its completions; its weights and its adapter no longer count."""
+        self._break_off()
         if self.engine is not None and spec == self.spec:
-            self._break_off()
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
             self._forget_context()
         else:
-            self._due, self._is_changing = None, False
             self._unload()
             with tempfile.TemporaryDirectory(prefix="rollcall-vllm-") as folder:
                 with open(os.path.join(folder, "config.json"), "w") as file:
                     json.dump(spec["config"], file)
                 self.engine = make_engine(spec, spec["model"] or folder)
             self.spec = spec
-        self.version = -1
+        self.version, self.adapter = -1, None
 
     def do_advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         if self.version < 0:
@@ -137,9 +138,9 @@ class Server:
         self.version = version
 
     def _break_off(self) -> None:
-        if self._is_changing:
+        is_changing, self._due, self._is_changing = self._is_changing, None, False
+        if is_changing:
             self.engine.collective_rpc(end_weights, args=(False,))
-        self._due, self._is_changing = None, False
 
     def do_adapt(self, version: int, folder: str) -> None:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
@@ -280,8 +281,6 @@ class Reload:
     """
 
     def __init__(self, worker: Any) -> None:
-        import queue
-
         self._worker = worker
         self._model = worker.get_model()
         self._wanted = {name for name, _ in self._model.named_parameters()}
@@ -295,12 +294,8 @@ class Reload:
         self._until_asked()
 
     def take(self, path: str, offset: int, size: int, tensors: list[list[Any]]) -> list[int]:
-        import weakref
-
-        with open(path, "rb") as file:
-            memory = mmap.mmap(
-                file.fileno(), size, access=mmap.ACCESS_COPY, offset=offset
-            )  # torch wants a writable buffer
+        with open(path, "rb") as file:  # as a copy: torch wants a writable buffer
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=offset)
         self._maps[offset] = weakref.ref(memory)
         self._parts.put((memory, tensors))
         del memory
@@ -374,8 +369,11 @@ def take_weights(worker: Any, path: str, offset: int, size: int, tensors: list[l
 
 
 def end_weights(worker: Any, is_whole: bool) -> None:
-    reload, worker.rollcall_reload = worker.rollcall_reload, None
-    reload.end(is_whole=is_whole)
+    reload, worker.rollcall_reload = getattr(worker, "rollcall_reload", None), None
+    if reload is not None:
+        reload.end(is_whole=is_whole)
+    elif is_whole:
+        raise RuntimeError("vLLM has not begun to load these weights")
 
 
 def end_with(parent: int) -> None:
