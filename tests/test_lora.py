@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +41,9 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner, Reference
 from rollcall.merge.merge import merge
 from rollcall.model.adapter import Adapter, add_to_weights
-from rollcall.model.decoder import Decoder, fuse_parameters, module_names
+from rollcall.model.decoder import Decoder, Layer, fuse_parameters, module_names, project_down, project_out
 from rollcall.model.load import ModelError, load_causal_lm
+from rollcall.model.low_rank import LayerAdapter, LowRank
 from rollcall.model.peft_files import write_adapter
 from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
@@ -160,6 +162,18 @@ def test_a_bfloat16_adapter_has_float32_masters() -> None:
     learner.update(make_samples(make_model())[:3])
     assert {tensor.dtype for tensor in learner.optimizer.targets.values()} == {torch.float32}
     assert {tensor.dtype for tensor in adapter.named_tensors().values()} == {torch.bfloat16}
+
+
+def test_bfloat16_does_not_round_away_what_a_young_adapter_adds() -> None:
+    """8 has neighbours at 0.0625: neither 0.02 of the product nor 0.02 of the adapter reaches one, and both together do."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    pair = LowRank(a=one, b=0.02 * one)
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(Layer))
+    weights = {**fields, "out": 0.02 * one, "down": 0.02 * one, "window": 0}
+    layer = Layer(**{**weights, "lora": LayerAdapter(out=pair, down=pair)})  # type: ignore[arg-type]
+    for project in (project_out, project_down):
+        assert float(project(8 * one, one, layer)) == 8.0625
+        assert float(project(8 * one, one, replace(layer, lora=None))) == 8
 
 
 @pytest.mark.slow

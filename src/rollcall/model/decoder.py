@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollcall.model.low_rank import PATHS, LayerAdapter, a_of, add_low_rank, b_of
+from rollcall.model.low_rank import PATHS, LayerAdapter, LowRank, a_of, add_low_rank, b_of
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
@@ -249,8 +249,9 @@ def after_attention(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Te
 
 
 def project_out(x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
-    x = _add_linear(x, attended, layer.out, layer.out_bias)
-    return x if layer.lora is None else add_low_rank(x, attended, layer.lora.out, layer.lora)
+    return _add_linear(
+        x, attended, layer.out, layer.out_bias, layer.lora, None if layer.lora is None else layer.lora.out
+    )
 
 
 def project_gate_up(x: Tensor, layer: Layer) -> Tensor:
@@ -259,8 +260,9 @@ def project_gate_up(x: Tensor, layer: Layer) -> Tensor:
 
 
 def project_down(x: Tensor, gated: Tensor, layer: Layer) -> Tensor:
-    x = _add_linear(x, gated, layer.down, layer.down_bias)
-    return x if layer.lora is None else add_low_rank(x, gated, layer.lora.down, layer.lora)
+    return _add_linear(
+        x, gated, layer.down, layer.down_bias, layer.lora, None if layer.lora is None else layer.lora.down
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -366,11 +368,17 @@ class _SiluMul(torch.autograd.Function):
         return grad_gate_up
 
 
-def _add_linear(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.is_cuda:  # a compiler adds on the way to the next norm, and rounds as the engine does
-        return x + F.linear(h, weight, bias)
+def _add_linear(
+    x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, lora: LayerAdapter | None, pair: LowRank | None
+) -> Tensor:
+    if x.is_cuda or x.dtype != torch.float32:
+        # A compiler adds on the way to the next norm, and rounds as the engine does. An adapter's part goes to the product first: the
+        # stream is larger, and its rounding would lose all of a small one.
+        out = F.linear(h, weight, bias)
+        return x + (out if lora is None else add_low_rank(out, h, pair, lora))
     x = torch.addmm(x, h, weight.t())
-    return x if bias is None else x + bias
+    x = x if bias is None else x + bias
+    return x if lora is None else add_low_rank(x, h, pair, lora)
 
 
 def fuse_parameters(model: nn.Module) -> None:
