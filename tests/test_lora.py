@@ -370,6 +370,7 @@ def test_an_adapter_begins_where_another_ended(tmp_path: Path) -> None:
         ),
         ({}, dict(use_rslora=True), "use_rslora=true, which is not supported"),
         ({}, dict(bias="all"), 'bias="all", which is not supported'),
+        ({}, dict(init_lora_weights="pissa_niter_4"), 'init_lora_weights="pissa_niter_4", which is not supported'),
         ({}, dict(r="many"), "is not that of a LoRA adapter"),
     ],
 )

@@ -31,6 +31,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
+    # Other starts take away from the model's weights what the adapter begins with.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
