@@ -65,7 +65,7 @@ METRICS: dict[str, Metric] = {
     "rollout/logprob_mismatch": Metric(
         "nats",
         "Mean absolute difference of the learner's log-prob and the engine's, over the tokens that the step's first update learns from, "
-        "before it. With top-p or top-k it includes their renormalisation.",
+        "before it. With top-p or top-k it includes their renormalisation, with `model.lora.dropout` what dropout changes.",
     ),
     "rollout/logprob_mismatch_max": Metric("nats", "Largest such difference."),
     "rollout/staleness_mean": Metric(
