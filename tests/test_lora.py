@@ -156,7 +156,8 @@ def test_dropout_is_drawn_from_the_seed_and_the_same_when_activations_are_recomp
 
 @needs_bfloat16
 def test_a_bfloat16_adapter_has_float32_masters() -> None:
-    model = trainable().bfloat16()
+    model = make_model().bfloat16()
+    fuse_parameters(model)
     adapter = make_adapter(model)
     learner = make_learner(model, adapter, lr=1e-4)
     learner.update(make_samples(make_model())[:3])
