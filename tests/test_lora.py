@@ -28,9 +28,12 @@ from tiny import (
     save_model,
 )
 from torch import Tensor
+from typer.testing import CliRunner
 
+from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import export_learner, read_learner, write_learner
 from rollcall.checkpoint.verify import verify
+from rollcall.cli.main import app
 from rollcall.config import Config, Grpo, RolloutSection, RunSection, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.config.sections import ModelSection
@@ -456,6 +459,26 @@ def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: P
     base.rmdir()
     with pytest.raises(ModelError, match="is an adapter of .*base, which does not exist here"):
         load_causal_lm(str(tmp_path / "adapter"), device=CPU, dtype=torch.float32)
+
+
+def saved_adapter(folder: Path) -> Path:
+    """A checkpoint of an adapter; its model is in ``base`` beside it."""
+    base = save_model(folder / "base")
+    model = load_causal_lm(str(base), device=CPU, dtype=torch.float32)
+    learner = make_learner(model, replace(make_adapter(model), base=str(base)))
+    store = CheckpointStore(folder / "run" / "checkpoints", keep_last=1, keep_best=0)
+    return store.save(
+        1, write=lambda tmp: write_learner(learner, make_tokenizer(), tmp), state={"next_draw": 0}, score=None
+    )
+
+
+def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_path: Path) -> None:
+    step = saved_adapter(tmp_path)
+    for number, source in enumerate((tmp_path / "run", step, step / "model")):
+        out = tmp_path / f"out-{number}"
+        done = CliRunner().invoke(app, ["merge", str(source), "--out", str(out), "--verify"])
+        assert done.exit_code == 0 and "verified" in done.output, done.output
+        assert (out / "model.safetensors").is_file() and not (out / "adapter_config.json").exists()
 
 
 # Several processes

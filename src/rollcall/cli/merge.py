@@ -64,13 +64,13 @@ def merge(
     """
     from rollcall.merge.merge import DTYPES
     from rollcall.merge.merge import merge as merge_stored
+    from rollcall.stored.find import adapter_folder
     from rollcall.stored.open import open_stored
 
-    stored = open_stored(checkpoint)
     if verify:
-        _refuse_without_probe(checkpoint, stored.folder)
+        _refuse_without_probe(checkpoint, adapter_folder(checkpoint) or open_stored(checkpoint).folder)
     with progress_bar("merge") as progress:
-        merged = merge_stored(stored, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
+        merged = merge_stored(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
     if not verify:
         answer(merged, _show, as_json=as_json)
         return
