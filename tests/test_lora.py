@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from engine_contract import finish, request
 from ranks import Ranks
+from safetensors import SafetensorError
 from test_learner import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_logprobs, section, trainable
 from tiny import (
     compiles,
@@ -52,6 +54,7 @@ from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
 from rollcall.roles.worker import RoleWorker
+from rollcall.stored.files import StoredError
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -479,6 +482,44 @@ def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_
         done = CliRunner().invoke(app, ["merge", str(source), "--out", str(out), "--verify"])
         assert done.exit_code == 0 and "verified" in done.output, done.output
         assert (out / "model.safetensors").is_file() and not (out / "adapter_config.json").exists()
+
+
+def test_a_merge_never_replaces_the_model_of_its_adapter(tmp_path: Path) -> None:
+    step = saved_adapter(tmp_path)
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    with pytest.raises(StoredError, match="the model of the adapter, which the merge reads; choose another --out"):
+        merge(step, tmp_path / "base")
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+
+
+def test_a_merge_refuses_an_adapter_that_changed_in_its_checkpoint(tmp_path: Path) -> None:
+    step = saved_adapter(tmp_path)
+    path = step / "model" / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-6] ^= 0x55
+    path.write_bytes(data)
+    with pytest.raises(StoredError, match=r"adapter_model.safetensors is not as written \(the checksum differs\)"):
+        merge(step, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_of_an_adapter_leaves_nothing_beside_its_target(tmp_path: Path) -> None:
+    step, out = saved_adapter(tmp_path), tmp_path / "models" / "out"
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with (
+        mock.patch("safetensors.torch.save_file", full),
+        pytest.raises(StoredError, match="out cannot be written: No space left on device; free space"),
+    ):
+        merge(step, out)
+    assert not list(out.parent.iterdir())
+    left = out.parent / ".adapter-out"  # by a merge that was killed
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    merge(step, out)
+    assert list(out.parent.iterdir()) == [out]
 
 
 # Several processes

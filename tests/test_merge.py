@@ -467,7 +467,7 @@ def test_a_lock_that_ended_with_its_folder_is_not_taken_for_one(
         lock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with staging._locked(folder, tmp_path / "out"):
+    with staging.locked(folder, tmp_path / "out"):
         assert ended and (folder / "lock").is_file()
 
 

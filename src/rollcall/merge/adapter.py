@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rollcall.stored.files import StoredError
+from rollcall.durable.patience import plain_disk_errors
+from rollcall.merge.staging import locked
+from rollcall.stored.files import StoredError, file_checksum
 from rollcall.stored.find import adapter_folder, checkpoint_of
 from rollcall.stored.manifest import read_manifest
 from rollcall.stored.safetensors import open_model_dir
@@ -17,8 +19,8 @@ from rollcall.wait import say
 
 
 @contextmanager
-def whole_model(source: Path, *, beside: Path) -> Iterator[Stored | None]:
-    """The tensors of the model with the adapter at ``source``, in files beside the target that go with the block; None: there is no
+def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
+    """The tensors of the model with the adapter at ``source``, in a file beside the target that goes with the block; None: there is no
     adapter at ``source``."""
     folder = adapter_folder(source) if source.is_dir() else None
     if folder is None:
@@ -27,21 +29,49 @@ def whole_model(source: Path, *, beside: Path) -> Iterator[Stored | None]:
     import torch
     from safetensors.torch import save_file
 
+    from rollcall.errors import ModelFilesError
     from rollcall.model.load import ModelError, load_causal_lm, outline_causal_lm
+    from rollcall.model.peft_files import read_base
 
-    say(f"adding the adapter in {folder} to its model")
-    beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=beside) as space:
+    space = out.with_name(f".adapter-{out.name}")  # a merge that is killed leaves it, and the next one takes it over
+    with locked(space, out):
         try:
+            _refuse_changed(folder)
+            _refuse_base(out, read_base(folder, where=str(source)))
+            say(f"adding the adapter in {folder} to its model")
             dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
             model = load_causal_lm(str(folder), device=torch.device("cpu"), dtype=dtype)
-        except ModelError as error:
+            tied = getattr(model, "all_tied_weights_keys", {})
+            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+            with plain_disk_errors(space):
+                save_file(tensors, space / "model.safetensors", metadata={"format": "pt"})
+            del model, tensors
+            stored = open_model_dir(space)
+            yield replace(stored, origin=str(source), folder=folder, kind="adapter and its model", facts=_facts(source))
+        except (ModelError, ModelFilesError) as error:
             raise StoredError(str(error)) from None
-        tied = getattr(model, "all_tied_weights_keys", {})
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
-        save_file(tensors, Path(space) / "model.safetensors", metadata={"format": "pt"})
-        stored = open_model_dir(Path(space))
-        yield replace(stored, origin=str(source), folder=folder, kind="adapter and its model", facts=_facts(source))
+        finally:
+            shutil.rmtree(space, ignore_errors=True)
+
+
+def _refuse_base(out: Path, base: str) -> None:
+    """The merged model must not take the place of the one that the adapter belongs to."""
+    model = Path(base).expanduser()
+    if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
+        raise StoredError(f"{out} holds {base}, the model of the adapter, which the merge reads; choose another --out")
+
+
+def _refuse_changed(folder: Path) -> None:
+    """Of a checkpoint: the files are read by those who do not know its checksums."""
+    checkpoint = checkpoint_of(folder)
+    if checkpoint is None or checkpoint / "model" != folder:
+        return
+    for name, file in read_manifest(checkpoint).files.items():
+        if name.startswith("model/") and (not file.path.is_file() or file_checksum(file.path) != file.blake2b):
+            raise StoredError(
+                f"{file} is not as written (the checksum differs); copy the file from where it was written again, or use another "
+                "checkpoint"
+            )
 
 
 def _facts(source: Path) -> dict[str, object]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -80,8 +81,9 @@ def merge(
 ) -> Merged:
     """``base``: a model directory with config and tokenizer, for weights that have none beside them. ``progress`` gets the
     bytes that are copied and those that are to be."""
+    out = Path(os.path.abspath(out))
     if isinstance(source, Path):
-        with whole_model(source, beside=Path(os.path.abspath(out)).parent) as whole:
+        with _disk_in_words(out), whole_model(source, out=out) as whole:
             if whole is not None:
                 return merge(whole, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
     started = time.monotonic()
@@ -93,7 +95,6 @@ def merge(
             f"{folder or stored.origin} has no config.json, so it is not known which model the weights are of; give a directory with "
             "config and tokenizer: --base DIR"
         )
-    out = Path(os.path.abspath(out))
     _refuse_target(out, stored, folder)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare") as aside:
         comparison = aside.submit(select, stored, folder)
@@ -101,16 +102,22 @@ def merge(
             stored=stored, folder=folder, out=out, dtype=target, most=most, comparison=comparison, progress=progress
         )
         names = guess(stored, folder)
-        try:
+        with _disk_in_words(out):
             if (done := job.copy(names)) is None:  # the guess was wrong, so begin again
                 done = job.copy(comparison.result().names)
-        except OSError as error:
-            raise StoredError(
-                f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and give the same "
-                "command again: it goes on where it stopped"
-            ) from error
     assert done is not None
     return replace(done, duration_s=time.monotonic() - started)
+
+
+@contextmanager
+def _disk_in_words(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoredError(
+            f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and give the same "
+            "command again: it goes on where it stopped"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
     """The staging folder of a target, held by this process alone. It stays if the block is interrupted, so that the next can go
     on; not if the stored files are refused."""
     folder = out.with_name(f".merging-{out.name}")
-    with _locked(folder, out):
+    with locked(folder, out):
         try:
             yield Staging(folder, plan)
         except FullDiskError:
@@ -127,7 +127,7 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
 
 
 @contextmanager
-def _locked(folder: Path, out: Path) -> Iterator[None]:
+def locked(folder: Path, out: Path) -> Iterator[None]:
     """The folder is there, and only this process works in it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
