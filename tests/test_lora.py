@@ -464,6 +464,18 @@ def test_a_model_path_may_be_an_adapter_and_the_export_may_be_merged(tmp_path: P
         load_causal_lm(str(tmp_path / "adapter"), device=CPU, dtype=torch.float32)
 
 
+def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_path: Path) -> None:
+    model = trainable()
+    write_learner(make_learner(model, make_adapter(model, SOME)), make_tokenizer(), tmp_path)
+    read_learner(make_learner(trainable(), make_adapter(model, SOME)), tmp_path)
+    other = trainable()
+    Decoder.of(other).layers[1].out.mul_(1.01)
+    with pytest.raises(
+        ModelFilesError, match="holds an adapter of other weights than those in base: they have changed"
+    ):
+        read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
+
+
 def saved_adapter(folder: Path) -> Path:
     """A checkpoint of an adapter; its model is in ``base`` beside it."""
     base = save_model(folder / "base")

@@ -31,9 +31,9 @@ from rollcall.checkpoint.in_parts import (
     refuse_others,
 )
 from rollcall.checkpoint.parts import File
-from rollcall.checkpoint.probe import probe_of
+from rollcall.checkpoint.probe import probe_of, read_probe
 from rollcall.durable.patience import plain_disk_errors
-from rollcall.errors import NonFiniteError
+from rollcall.errors import ModelFilesError, NonFiniteError
 from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.adapter import Deltas
@@ -188,11 +188,25 @@ def read_learner(learner: Learner, directory: Path) -> None:
 def _read_adapter(learner: Learner, directory: Path) -> None:
     """Refuses an adapter of another rank, other targets or another model."""
     assert learner.adapter is not None
+    _refuse_other_base(learner, learner.adapter.base, directory)
     like = {name: torch.empty(shape, device="meta") for name, shape in learner.body.shapes.items()}
     tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
     learner.body.load(tensors)
     _read_state(learner, directory / "actor.pt", weights=tensors)
     learner.refresh()
+
+
+def _refuse_other_base(learner: Learner, base: str, directory: Path) -> None:
+    """An adapter on other weights than those it was trained on is another model."""
+    saved = read_probe(directory / "model" / PROBE)
+    if not saved.base or saved.dtype != str(learner.model.dtype).removeprefix("torch."):  # rounded, they differ
+        return
+    if saved.base != learner.base_checksum:
+        raise ModelFilesError(
+            f"checkpoint {directory} holds an adapter of other weights than those in {base}: they have changed since it was saved; put "
+            "the model back there as it was, or begin a run with this one: choose another run.dir, or start over with --fresh (the old directory "
+            "is moved aside)"
+        )
 
 
 def write_critic(critic: Critic, directory: Path) -> None:
