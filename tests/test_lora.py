@@ -660,7 +660,12 @@ def merged_of(path: str, adapter: Adapter) -> Any:
     ("overrides", "words"),
     [
         (["model.lora.rank=0"], "model.lora.rank"),
-        (["model.lora.targets=[lm_head]"], "targets"),
+        (
+            ["model.lora.targets=[lm_head]"],
+            r"model.lora.targets: 'lm_head' cannot have an adapter; write all_linear, or a list",
+        ),
+        (["model.lora.targets=q_proj"], r"model.lora.targets: 'q_proj' is a text; write a list: \[q_proj\]$"),
+        (["model.lora.targets='q_proj, v_proj'"], r"is a text; write a list: \[q_proj, v_proj\]$"),
         (["model.lora.targets=[]"], "nothing to train"),
         (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
         (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),

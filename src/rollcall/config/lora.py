@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator
 
 from rollcall.config.base import Section, field
+from rollcall.config.errors import shown
 
 ALL_LINEAR = "all_linear"
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -14,8 +15,19 @@ TARGETS: tuple[str, ...] = get_args(Target)
 
 
 def _targets(given: Any) -> Any:
-    """Names that PEFT's users write for all of them mean the same here."""
-    return ALL_LINEAR if given in ("all-linear", "all_linear") else given
+    """Names that PEFT's users write for all of them mean the same here. A union has an error for each of its kinds; this has one."""
+    if given in ("all-linear", ALL_LINEAR):
+        return ALL_LINEAR
+    if isinstance(given, str):
+        names = [name.strip() for name in given.strip("[]").split(",")]
+        if all(name in TARGETS for name in names):
+            raise ValueError(f"{shown(given)} is a text; write a list: [{', '.join(names)}]")
+    unknown = [name for name in given if name not in TARGETS] if isinstance(given, list | tuple) else [given]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(map(shown, unknown))} cannot have an adapter; write {ALL_LINEAR}, or a list of some of {', '.join(TARGETS)}"
+        )
+    return given
 
 
 def _check_targets(targets: Any) -> Any:
