@@ -381,6 +381,11 @@ def test_an_adapter_begins_where_another_ended(tmp_path: Path) -> None:
         ({}, dict(r="many"), "is not that of a LoRA adapter"),
     ],
 )
+        (
+            {},
+            dict(target_modules=["q_proj", "lm_head"]),
+            r"works here: targets: 'lm_head' cannot have an adapter; .*down_proj$",
+        ),
 def test_an_adapter_that_is_not_the_run_files_is_refused(
     tmp_path: Path, changes: dict[str, Any], config: dict[str, Any], words: str
 ) -> None:

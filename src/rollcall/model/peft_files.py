@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from rollcall.config.errors import explain_all
 from rollcall.config.lora import TARGETS, LoraSection
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
@@ -122,6 +124,10 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
         )
     except ModelFilesError:
         raise
+    except ValidationError as error:
+        raise ModelFilesError(
+            f"{where}: {ADAPTER_CONFIG} is not that of a LoRA adapter which works here: {explain_all(error, LoraSection)}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ModelFilesError(
             f"{where}: {ADAPTER_CONFIG} is not that of a LoRA adapter: {type(error).__name__} {error}"
