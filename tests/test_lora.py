@@ -44,6 +44,7 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.errors import ConfigError, ModelFilesError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner, Reference
+from rollcall.loop.resume import refuse_changing_base
 from rollcall.merge.merge import merge
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.decoder import Decoder, Layer, fuse_parameters, module_names, project_down, project_out
@@ -53,6 +54,7 @@ from rollcall.model.peft_files import write_adapter
 from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
+from rollcall.roles.build import build_adapter
 from rollcall.roles.worker import RoleWorker
 from rollcall.stored.files import StoredError
 
@@ -379,13 +381,13 @@ def test_an_adapter_begins_where_another_ended(tmp_path: Path) -> None:
         ({}, dict(bias="all"), 'bias="all", which is not supported'),
         ({}, dict(init_lora_weights="pissa_niter_4"), 'init_lora_weights="pissa_niter_4", which is not supported'),
         ({}, dict(r="many"), "is not that of a LoRA adapter"),
-    ],
-)
         (
             {},
             dict(target_modules=["q_proj", "lm_head"]),
             r"works here: targets: 'lm_head' cannot have an adapter; .*down_proj$",
         ),
+    ],
+)
 def test_an_adapter_that_is_not_the_run_files_is_refused(
     tmp_path: Path, changes: dict[str, Any], config: dict[str, Any], words: str
 ) -> None:
@@ -679,6 +681,21 @@ def merged_of(path: str, adapter: Adapter) -> Any:
 def test_a_lora_section_that_cannot_work_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides)
+
+
+def test_a_run_is_not_the_model_of_an_adapter_but_its_checkpoint_is(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-000003"
+    save_model(checkpoint / "model")
+    (checkpoint / "manifest.json").write_text('{"step": 3, "files": {}}')
+    for path in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(ConfigError, match=f"write model.path={checkpoint}, or a directory"):
+            refuse_changing_base(load_config(None, [f"model.path={path}", "model.lora.rank=4"]))
+        refuse_changing_base(load_config(None, [f"model.path={path}"]))
+    for path in (checkpoint, checkpoint / "model"):
+        config = load_config(None, [f"model.path={path}", "model.lora.rank=4"])
+        refuse_changing_base(config)
+        adapter = build_adapter(config, trainable(), device=CPU)
+        assert adapter is not None and adapter.base == str(checkpoint / "model"), "peft opens it"
 
 
 def test_the_plan_counts_the_adapter_alone() -> None:

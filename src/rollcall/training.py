@@ -30,7 +30,7 @@ from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
 from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
-from rollcall.loop.resume import Change, changes_on_resume, notes_on
+from rollcall.loop.resume import Change, changes_on_resume, notes_on, refuse_changing_base
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
@@ -115,6 +115,8 @@ class _Training:
         check_loggers(config)
         if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed does not own it
             changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
+        if not has_begun(run_dir):
+            refuse_changing_base(config)
         store = CheckpointStore(
             run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
         )

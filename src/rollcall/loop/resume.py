@@ -18,6 +18,7 @@ from rollcall.config.errors import shown
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
+from rollcall.stored.find import checkpoint_of, is_model_dir
 from rollcall.words import counted
 
 # With another value the journal or the optimizer state of the checkpoints would not fit.
@@ -95,6 +96,19 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
         )
     _refuse_shorter(config, run_dir)
     return found
+
+
+def refuse_changing_base(config: Config) -> None:
+    """An adapter belongs to one model; a run as ``model.path`` leads to another one after its next save."""
+    path = Path(config.model.path).expanduser()
+    if config.model.lora is None or is_model_dir(path):
+        return
+    found = checkpoint_of(path)
+    if found is not None and found != path:
+        raise ConfigError(
+            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run goes on, and an adapter "
+            f"(model.lora) needs the model that it began with; write model.path={found}, or a directory that `rollcall merge` made of it"
+        )
 
 
 def notes_on(changes: list[Change], config: Config) -> list[str]:

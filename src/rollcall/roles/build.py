@@ -38,6 +38,7 @@ from rollcall.plan.engine import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
+from rollcall.stored.find import is_model_dir
 from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say
@@ -163,7 +164,10 @@ def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapte
     if config.model.lora is None:
         return None
     path = resolve_model(config.model.path)
-    base = str(Path(path).expanduser().resolve()) if Path(path).expanduser().is_dir() else path
+    local = Path(path).expanduser()
+    if not is_model_dir(local) and is_model_dir(local / "model"):
+        local /= "model"  # of a checkpoint, what peft opens
+    base = str(local.resolve()) if local.is_dir() else path
     return Adapter.make(Decoder.of(model), config.model.lora, seed=config.run.seed, device=device, base=base)
 
 
