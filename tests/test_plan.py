@@ -255,6 +255,11 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
     assert lowered.problems == ()
 
 
+def test_on_one_card_that_is_too_small_the_lever_is_an_adapter(tmp_path: Path) -> None:
+    (problem,) = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=8).problems
+    assert problem.endswith("give actor more slots, or train an adapter (model.lora.rank=16)")
+
+
 def test_auto_fits_the_card_and_gives_kv_what_is_left(tmp_path: Path) -> None:
     large = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=80)
     assert (memory_of(large, "actor").tokens, memory_of(large, "actor").recomputes) == (32768, False)

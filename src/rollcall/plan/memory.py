@@ -125,6 +125,7 @@ class RoleMemory:
     tokens: int = 0  # of a micro-batch, where this role trains
     longest: int = 0  # a rank's tokens of the longest row; a micro-batch has no fewer
     divides: bool = False  # vLLM's, whose weights more slots of a process would share
+    adapts: bool = False  # all weights are trained, and an adapter could be in their place
 
     @property
     def held(self) -> int:
@@ -367,6 +368,7 @@ class _Job:
             optimizer=optimizer,
             activations=self._passes(role, mesh, group, choice.recompute).peak(self._tokens(choice, mesh)),
             copied=data < mesh.lanes,
+            adapts=lora is None and self.config.algorithm.name != "ppo",
             recomputes=choice.recompute,
             tokens=choice.tokens,
             longest=-(-self._longest // mesh.context),
@@ -470,4 +472,4 @@ def lever(role: RoleMemory) -> str:
         makes_room = "lower rollout.kv_memory_fraction, " if role.kv else ""
         divide = ", divide it (rollout.engine=vllm)" if role.role is Role.ROLLOUT else ""
         return f"each of its processes holds the whole model; {makes_room}give it slots without an actor{divide}, or use larger cards"
-    return f"give {role.role} more slots"
+    return f"give {role.role} more slots" + (", or train an adapter (model.lora.rank=16)" if role.adapts else "")
