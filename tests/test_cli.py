@@ -302,6 +302,14 @@ def assert_opens_with_transformers(directory: Path) -> None:
     assert tokens.shape[1] > 4
 
 
+def test_who_stops_a_run_before_its_first_checkpoint_is_told_what_is_kept(tmp_path: Path) -> None:
+    from rollcall.cli.train import _standing
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "time/step_s": 1.0}\n')
+    said = _standing(tmp_path, num_steps=40, by="Ctrl-C")
+    assert f"after step 7 of 40; {tmp_path} has every finished group: the same command continues" in said
+
+
 # Past the first checkpoint every score takes its time, until the test says go: a signal then meets a run in its middle.
 SLOW_ONCE = """
 import time

@@ -209,8 +209,8 @@ def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
     saved = newest_step(run_dir)
     if done == saved:
         return f"stopped by {by} after step {done} of {num_steps}; saved; the same command continues"
-    checkpoint = "no checkpoint" if saved is None else f"a checkpoint of step {saved}"
+    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
     return (
-        f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {checkpoint} and every group finished since: "
+        f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {kept}: "
         f"the same command continues (leave out --fresh), and so does `rollcall train {run_dir}`"
     )
