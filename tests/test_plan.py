@@ -255,6 +255,11 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_the_lever(tmp_path: Path)
     assert lowered.problems == ()
 
 
+def test_completions_longer_than_the_model_reads_cannot_work(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], rollout={"max_response_tokens": 10**6})
+    assert "rollout.max_response_tokens=1000000 leaves no room for a prompt: the model has" in "".join(run.problems)
+
+
 def test_on_one_card_that_is_too_small_the_lever_is_an_adapter(tmp_path: Path) -> None:
     (problem,) = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=8).problems
     assert problem.endswith("give actor more slots, or train an adapter (model.lora.rank=16)")

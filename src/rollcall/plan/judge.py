@@ -89,6 +89,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
         host = host_memory(plan, config, sizes) if card is not None else {}
         problems += indivisible(plan, sizes)
+        problems += _too_long(config, sizes)
     except SizesUnknown as error:
         if model_config is not None:
             raise
@@ -219,6 +220,17 @@ def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
     return [
         f"cluster.node_weights={weights} has 0 for every node with a rollout process (node {', '.join(map(str, nodes))}); give "
         "one of them a weight above 0"
+    ]
+
+
+def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
+    """Completions that no prompt leaves room for; whether the longest prompt does, the data shows."""
+    most = config.rollout.max_response_tokens
+    if config.environment is not None or most < sizes.positions:
+        return []
+    return [
+        f"rollout.max_response_tokens={most} leaves no room for a prompt: the model has {sizes.positions} positions "
+        "(max_position_embeddings); lower it"
     ]
 
 
