@@ -42,6 +42,7 @@ from rollcall.config.sections import ModelSection
 from rollcall.engine.native.adapters import BASE
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.errors import ConfigError, ModelFilesError
+from rollcall.evaluation import plan_evaluation
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner, Reference
 from rollcall.loop.resume import refuse_changing_base
@@ -54,8 +55,9 @@ from rollcall.model.peft_files import write_adapter
 from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
-from rollcall.roles.build import build_adapter
+from rollcall.roles.build import build_adapter, load_engine
 from rollcall.roles.worker import RoleWorker
+from rollcall.serving import plan_serving
 from rollcall.stored.files import StoredError
 
 CPU = torch.device("cpu")
@@ -658,6 +660,31 @@ def merged_of(path: str, adapter: Adapter) -> Any:
     model = load_causal_lm(path, device=CPU, dtype=torch.float32)
     add_to_weights(model, adapter.named_tensors(), gain=adapter.section.gain)
     return model
+
+
+def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    model = load_causal_lm(str(base), device=CPU, dtype=torch.float32)
+    adapter = make_adapter(model)
+    write_adapter(tmp_path, adapter.named_tensors(), ALL, base=str(base))
+    lora = f"{{rank: 3, alpha: 6, path: {tmp_path}}}"
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {base}, lora: {lora}}}\nrun: {{dir: {tmp_path / 'run'}}}\n")
+    how = dict(data=None, samples=None, temperature=None, max_prompts=None)
+    for plan in (
+        plan_evaluation(tmp_path / "run.yaml", overrides=[], **how),  # type: ignore[arg-type]
+        plan_serving(str(tmp_path / "run.yaml"), overrides=[]),
+        plan_serving(str(base), overrides=[f"model.lora={lora}"]),
+    ):
+        assert plan.lora is not None and plan.lora.path == str(tmp_path)
+    found, engine = load_engine(
+        plan.config.rollout, str(base), make_tokenizer(), device=CPU, dtype=torch.float32, lora=plan.lora
+    )
+    engine.close()
+    expected = merged_of(str(base), adapter).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    with pytest.raises(ConfigError, match=r"model.path=.* is given, and model.lora.path=.* add model.lora=null"):
+        plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}"])
+    assert plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}", "model.lora=null"]).lora is None
 
 
 # The run file

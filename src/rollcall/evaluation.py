@@ -20,6 +20,7 @@ from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, ExactReward, load_config
+from rollcall.config.lora import LoraSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
 from rollcall.errors import ConfigError
@@ -59,6 +60,7 @@ class EvalPlan:
     config: Config
     model_path: str
     origin: str  # which model of the run that is, in words
+    lora: LoraSection | None = None  # an adapter to add to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +140,15 @@ def plan_evaluation(
         if samples > 1 and run.eval.temperature == 0:
             values["eval.temperature"] = run.rollout.temperature
     config = load(values=values)
+    is_given = file is not None and sets_model(overrides, changes or {})
     if file is None:
         path, origin = config.model.path, "model directory"
     else:
-        path, origin = newest_model_of(config, is_given=sets_model(overrides, changes or {}))
+        path, origin = newest_model_of(config, is_given=is_given)
     if config.data.val is None:
         raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
-    return EvalPlan(config=config, model_path=path, origin=origin)
+    lora = adapter_beside(config, path=path, is_given=is_given)
+    return EvalPlan(config=config, model_path=path, origin=origin, lora=lora)
 
 
 def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
@@ -167,7 +171,9 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         rewards={reward.type for reward in config.reward},
     )
     dtype = resolve_dtype(config.model.dtype, device)
-    model, engine = load_engine(config.rollout, path, tokenizer, device=device, dtype=dtype, trust_remote_code=trust)
+    model, engine = load_engine(
+        config.rollout, path, tokenizer, device=device, dtype=dtype, trust_remote_code=trust, lora=plan.lora
+    )
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     sampling = _sampling(config, prompts, engine=engine, stops=stops)
     each = config.eval.samples_per_prompt
@@ -226,6 +232,19 @@ def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
         in_parts = is_in_parts(checkpoint.path, "actor")
         return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
+
+
+def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection | None:
+    """The adapter that the run begins with, where ``path`` is the model that it begins with; what a run has trained has it already."""
+    lora = config.model.lora
+    if lora is None or lora.path is None or path != config.model.path:
+        return None
+    if is_given:
+        raise ConfigError(
+            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
+            "out, or name the model in place of the run"
+        )
+    return lora
 
 
 def _sampling(config: Config, prompts: PromptSet, *, engine: LocalEngine, stops: tuple[int, ...]) -> Sampling:

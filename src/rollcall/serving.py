@@ -18,6 +18,7 @@ from typing import Any
 
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import Config, load_config
+from rollcall.config.lora import LoraSection
 from rollcall.engine.protocol import Engine
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
@@ -26,7 +27,7 @@ from rollcall.environments.endpoint import Endpoint, call_format_of
 from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.errors import ConfigError
-from rollcall.evaluation import newest_model_of, sets_model
+from rollcall.evaluation import adapter_beside, newest_model_of, sets_model
 from rollcall.loop.aside import together
 from rollcall.loop.group_maker import sampling_of
 from rollcall.model.files import resolve_model
@@ -48,6 +49,7 @@ class ServePlan:
     model_path: str
     origin: str  # which model that is, in words
     name: str  # by which requests ask for it
+    lora: LoraSection | None = None  # an adapter to add to it
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
@@ -57,11 +59,14 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
         file, defaults = run_file_of(path)
         config = load_config(file, overrides, defaults=defaults, values=values)
-        model, origin = newest_model_of(config, is_given=sets_model(overrides, {}))
-        return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name)
+        is_given = sets_model(overrides, {})
+        model, origin = newest_model_of(config, is_given=is_given)
+        lora = adapter_beside(config, path=model, is_given=is_given)
+        return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name, lora=lora)
     name = path.name if path.exists() else target
     config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, values=values)
-    return ServePlan(config=config, model_path=config.model.path, origin="given", name=name)
+    lora = adapter_beside(config, path=config.model.path, is_given=False)
+    return ServePlan(config=config, model_path=config.model.path, origin="given", name=name, lora=lora)
 
 
 def read_key(file: Path | None) -> str | None:
@@ -94,6 +99,7 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
         device=device,
         dtype=resolve_dtype(config.model.dtype, device),
         trust_remote_code=config.model.trust_remote_code,
+        lora=plan.lora,
     )
     with closing(engine):
         stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
+from rollcall.config.lora import LoraSection
 from rollcall.config.rewards import Reward
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
@@ -27,7 +28,7 @@ from rollcall.errors import ConfigError, short_of_memory
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.samples import ScoreSamples
-from rollcall.model.adapter import Adapter
+from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.decoder import Decoder, has_compiler
 from rollcall.model.files import resolve_model
 from rollcall.model.load import load_tokenizer, outline_causal_lm
@@ -251,19 +252,29 @@ def load_engine(
     device: torch.device,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
+    lora: LoraSection | None = None,
 ) -> tuple[Any, LocalEngine]:
     """A model and its engine, for sampling alone. vLLM reads the weights here tensor by tensor, and has the only copy: the model is
-    an outline then."""
-    load = partial(load_onto, path, dtype=dtype, trust_remote_code=trust_remote_code)
+    an outline then. ``lora`` names an adapter to add to the weights."""
+
+    def load(device: torch.device) -> Any:
+        model = load_onto(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        if lora is not None:
+            adapter = Adapter.make(Decoder.of(model), lora, seed=0, device=device, base=path)
+            add_to_weights(model, adapter.named_tensors(), gain=lora.gain)
+        return model
+
     if rollout.engine == "native":
-        model = load(device=device)
+        model = load(device)
         return model, build_engine(rollout, model, tokenizer)
     model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
     try:
+        if lora is not None:
+            raise WholeOnly("an adapter is added to it")
         unread = open_unread(path, model)
         refuse_other_head(model, unread)
     except WholeOnly:  # the whole model is here until vLLM has it
-        model = load(device=torch.device("cpu"))
+        model = load(torch.device("cpu"))
         engine = build_engine(rollout, model, tokenizer, device=device)
         return model.to("meta"), engine
     engine = build_engine(rollout, model, tokenizer, device=device)
