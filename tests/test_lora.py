@@ -370,6 +370,16 @@ def test_an_adapter_begins_where_another_ended(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, again.named_tensors()[name]) for name, tensor in adapter.named_tensors().items())
 
 
+def test_adapters_of_each_other_are_refused(tmp_path: Path) -> None:
+    names = ("one", "other")
+    for name, base in zip(names, reversed(names), strict=True):
+        save_model(tmp_path / name)
+        (tmp_path / name / "model.safetensors").unlink()
+        write_adapter(tmp_path / name, make_adapter(trainable()).named_tensors(), ALL, base=str(tmp_path / base))
+    with pytest.raises(ModelError, match="is an adapter whose base model leads back to .*/one; correct"):
+        load_causal_lm(str(tmp_path / "one"), device=CPU, dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("changes", "config", "words"),
     [

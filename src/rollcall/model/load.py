@@ -100,9 +100,8 @@ def _load_with_adapter(
     """The base model of an adapter, with the adapter added to its weights."""
     where = f"model.path={path}"
     try:
+        _refuse_circle(folder, where=where)
         section, base = read_section(folder, where=where), read_base(folder, where=where)
-        if adapter_folder(Path(base).expanduser()) is not None and Path(base).resolve() == Path(path).resolve():
-            raise ModelFilesError(f"{where} names itself as its base model; correct {ADAPTER_CONFIG} in it")
         model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
         tensors = read_tensors(folder, outline.named_tensors(), where=where)
@@ -112,6 +111,20 @@ def _load_with_adapter(
     outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
     model.generation_config = outer.generation_config  # the run's own stop tokens
     return model
+
+
+def _refuse_circle(folder: Path, *, where: str) -> None:
+    """An adapter may be of a model that is an adapter too, but at the end there is a model."""
+    seen: list[Path] = []
+    one: Path | None = folder
+    while one is not None:
+        if one.resolve() in seen:
+            raise ModelFilesError(
+                f"{where} is an adapter whose base model leads back to {one}; correct base_model_name_or_path in {one / ADAPTER_CONFIG}"
+            )
+        seen.append(one.resolve())
+        base = Path(read_base(one, where=where)).expanduser()
+        one = adapter_folder(base) if base.is_dir() else None
 
 
 def is_stored(path: str) -> bool:
