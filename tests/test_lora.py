@@ -713,6 +713,7 @@ def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_pat
         (["model.lora.targets=[]"], "nothing to train"),
         (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
         (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),
+        (["model.lora.path=~nobody-of-this-name/x"], "model.lora.path: .* home of a user that is not known here"),
     ],
 )
 def test_a_lora_section_that_cannot_work_is_refused(overrides: list[str], words: str) -> None:
@@ -733,6 +734,12 @@ def test_a_run_is_not_the_model_of_an_adapter_but_its_checkpoint_is(tmp_path: Pa
         refuse_changing_base(config)
         adapter = build_adapter(config, trainable(), device=CPU)
         assert adapter is not None and adapter.base == str(checkpoint / "model"), "peft opens it"
+
+
+@pytest.mark.parametrize("key", ["model.path", "run.dir"])
+def test_a_home_of_nobody_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: .* home of a user that is not known here; write the path in full"):
+        load_config(None, [f"{key}=~nobody-of-this-name/x"])
 
 
 def test_the_plan_counts_the_adapter_alone() -> None:

@@ -9,6 +9,7 @@ A key that can never act with the rest of the file ruins nothing, and a run file
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,16 @@ def check_stops(stops: list[str]) -> list[str]:
     return stops
 
 
+def check_home(path: str) -> str:
+    """``~name`` of a user that this machine does not know leads nowhere."""
+    if path.startswith("~") and os.path.expanduser(path) == path:
+        raise ValueError(f"{path!r} begins with the home of a user that is not known here; write the path in full")
+    return path
+
+
 def check_directory(path: Path) -> Path:
     """``~`` is the shell's word; in a file it would become a folder of that name."""
-    expanded = path.expanduser() if str(path).startswith("~") else path
+    expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if not expanded.name:
         raise ValueError(f"{str(path)!r} is a directory of many things; name one of the run's own, such as runs/first")
     return expanded

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator
 
 from rollcall.config.base import Section, field
+from rollcall.config.checks import check_home
 from rollcall.config.errors import shown
 
 ALL_LINEAR = "all_linear"
@@ -57,7 +58,7 @@ class LoraSection(Section):
         ge=0,
         lt=1,
     )
-    path: str | None = field(
+    path: Annotated[str, AfterValidator(check_home)] | None = field(
         None,
         "Directory of a PEFT adapter to start from. It must have this rank, alpha and targets. `null`: a new adapter, which changes nothing yet.",
     )

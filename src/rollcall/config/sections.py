@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollcall.config.base import LONGEST_S, Section, field
-from rollcall.config.checks import check_directory, check_stops, check_variables
+from rollcall.config.checks import check_directory, check_home, check_stops, check_variables
 from rollcall.config.lora import LoraSection
 from rollcall.config.parallel import check_section, lift_kwargs
 from rollcall.words import counted
@@ -128,7 +128,7 @@ def _dtype(given: Any) -> Any:
 
 
 class ModelSection(Section):
-    path: str = field(
+    path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
         "Model directory, hub name, run directory or checkpoint, also of verl (FSDP) and PyTorch (DCP) (docs/models.md). "
         "`builtin:arithmetic` is a small model that comes with Rollcall.",
