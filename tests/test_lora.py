@@ -710,6 +710,7 @@ def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_pat
         ),
         (["model.lora.targets=q_proj"], r"model.lora.targets: 'q_proj' is a text; write a list: \[q_proj\]$"),
         (["model.lora.targets='q_proj, v_proj'"], r"is a text; write a list: \[q_proj, v_proj\]$"),
+        (["model.lora.rank=513", "rollout.engine=vllm"], r"model.lora.rank=513 is more than vLLM takes \(512\)"),
         (["model.lora.targets=[]"], "nothing to train"),
         (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
         (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),

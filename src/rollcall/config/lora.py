@@ -13,6 +13,7 @@ from rollcall.config.errors import shown
 ALL_LINEAR = "all_linear"
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[str, ...] = get_args(Target)
+MOST_RANK_OF_VLLM = 512  # of vLLM 0.32
 
 
 def _targets(given: Any) -> Any:
@@ -85,6 +86,10 @@ def check_lora(config: Any) -> None:
         raise ValueError(
             "model.lora trains an adapter of the policy, and algorithm ppo has a critic, which would be trained whole; use an "
             "algorithm without a critic (grpo, rloo, ...), or leave model.lora out"
+        )
+    if config.rollout.engine == "vllm" and config.model.lora.rank > MOST_RANK_OF_VLLM:
+        raise ValueError(
+            f"model.lora.rank={config.model.lora.rank} is more than vLLM takes ({MOST_RANK_OF_VLLM}); lower it, or use rollout.engine=native"
         )
     if config.rollout.engine == "vllm" and config.rollout.vllm.sleep:
         raise ValueError(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rollcall.config import VllmSection
+from rollcall.config.lora import MOST_RANK_OF_VLLM
 from rollcall.model.adapter import Adapter
 from rollcall.stored.find import adapter_folder, is_model_dir
 
@@ -27,7 +28,7 @@ PROBE_S = 60.0
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 CPU_KV_BYTES = 1 << 30  # at most, unless rollout.kv_tokens asks for more
 KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's own kernels for CPUs want multiples of 32
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM 0.32
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK_OF_VLLM)  # of vLLM 0.32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
 
 
