@@ -392,6 +392,7 @@ def test_adapters_of_each_other_are_refused(tmp_path: Path) -> None:
         ({}, dict(use_rslora=True), "use_rslora=true, which is not supported"),
         ({}, dict(bias="all"), 'bias="all", which is not supported'),
         ({}, dict(init_lora_weights="pissa_niter_4"), 'init_lora_weights="pissa_niter_4", which is not supported'),
+        ({}, dict(kasa_config={"beta": 0.1}), "kasa_config=.*, which is not supported"),
         ({}, dict(r="many"), "is not that of a LoRA adapter"),
         (
             {},

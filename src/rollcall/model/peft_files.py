@@ -44,6 +44,12 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "target_parameters": (None, []),
+    # Other ways to begin (pissa, olora, ...) change the model's weights too, each time that PEFT opens the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 
 
