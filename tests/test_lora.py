@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from engine_contract import finish, request
 from ranks import Ranks
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from test_learner import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_logprobs, section, trainable
 from tiny import (
     compiles,
@@ -422,6 +424,46 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         ModelFilesError, match=r"lacks base_model.model.model.layers.1.* and 13 more: it is an adapter of another model"
     ):
         make_adapter(trainable(), ALL.model_copy(update={"path": str(tmp_path)}))
+
+
+def _as(dtype: torch.dtype) -> Any:
+    return lambda path: path.write_bytes(save({name: one.to(dtype) for name, one in load_file(path).items()}))
+
+
+def _with_nan(path: Path) -> None:
+    tensors = {name: one.clone() for name, one in load_file(path).items()}
+    tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"][0, 0] = torch.nan
+    path.write_bytes(save(tensors))
+
+
+def _as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"], ids=["named targets", "all-linear"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_as_pipe, "is not a regular file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the file was cut off"),
+        (lambda path: path.rename(path.with_name("adapter_model.bin")), "adapter_model.bin, which is not read"),
+        (_as(torch.int64), "up_proj.lora_A.weight and 11 more as int64; give an adapter whose numbers are floats"),
+        (_with_nan, "not finite in base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight, so the adapter has"),
+    ],
+    ids=["pipe", "cut off", "pickle", "integers", "nan"],
+)
+def test_weights_of_an_adapter_that_cannot_be_used_are_refused(
+    tmp_path: Path, damage: Any, words: str, targets: str | None
+) -> None:
+    model = trainable()
+    write_adapter(tmp_path, make_adapter(model, SOME).named_tensors(), SOME, base="base")
+    if targets is not None:  # then the weights' names are read first
+        path = tmp_path / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": targets}))
+    damage(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelFilesError, match=words):
+        make_adapter(model, SOME.model_copy(update={"path": str(tmp_path)}))
 
 
 # Checkpoints

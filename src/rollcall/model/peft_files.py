@@ -6,12 +6,13 @@ PEFT calls a tensor what transformers would call it, with ``base_model.model.`` 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -20,9 +21,12 @@ from rollcall.config.lora import TARGETS, LoraSection
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.decoder import module_names
+from rollcall.stored.files import StoredError
 from rollcall.stored.find import ADAPTER_CONFIG
+from rollcall.stored.safetensors import read_header
 
 WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
 MAX_CONFIG_BYTES = 1 << 20
 # Keys of PEFT that change what an adapter computes, with the values that are understood here.
@@ -33,8 +37,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
-    # Other starts take away from the model's weights what the adapter begins with.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -45,7 +47,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "target_parameters": (None, []),
     # Other ways to begin (pissa, olora, ...) change the model's weights too, each time that PEFT opens the adapter.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     "use_bdlora": (None, False),
     "arrow_config": (None,),
     "kasa_config": (None,),
@@ -119,7 +121,7 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
                 f"{where}: {ADAPTER_CONFIG} has {strange[0]}={json.dumps(strange[1])[:80]}, which is not supported; give a plain LoRA adapter of "
                 "linear layers"
             )
-        targets = _targets(folder, fields.get("target_modules"))
+        targets = _targets(folder, fields.get("target_modules"), where=where)
         return LoraSection.model_validate(
             {
                 "rank": fields["r"],
@@ -134,7 +136,7 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
         raise ModelFilesError(
             f"{where}: {ADAPTER_CONFIG} is not that of a LoRA adapter which works here: {explain_all(error, LoraSection)}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
             f"{where}: {ADAPTER_CONFIG} is not that of a LoRA adapter: {type(error).__name__} {error}"
         ) from None
@@ -150,7 +152,7 @@ def read_base(folder: Path, *, where: str) -> str:
         raise ModelFilesError(
             f"{where}: {ADAPTER_CONFIG} does not say which model the adapter is of; write its path as base_model_name_or_path"
         )
-    if base.startswith(("/", "~", ".")) and not Path(base).expanduser().is_dir():
+    if base.startswith(("/", "~", ".")) and not os.path.isdir(os.path.expanduser(base)):
         raise ModelFilesError(
             f"{where} is an adapter of {base}, which does not exist here; put the model there, or correct base_model_name_or_path in "
             f"{folder / ADAPTER_CONFIG}"
@@ -158,35 +160,60 @@ def read_base(folder: Path, *, where: str) -> str:
     return base
 
 
-def _targets(folder: Path, given: Any) -> Any:
+def _targets(folder: Path, given: Any, *, where: str) -> Any:
     """PEFT takes names, a pattern or `all-linear`; what a pattern means, the weights show."""
     if isinstance(given, list) and all(isinstance(name, str) for name in given):
         return sorted(
             {name.rpartition(".")[2] for name in given}, key=lambda name: TARGETS.index(name) if name in TARGETS else 0
         )
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        names = list(file.keys())
+    names = _header(folder, where=where)
     modules = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in names if ".lora_A." in name}
     return [name for name in TARGETS if name in modules]
 
 
+def _header(folder: Path, *, where: str) -> dict[str, Any]:
+    """What the weights' file says of its tensors. It is a regular file, and whole."""
+    if (folder / PICKLED).exists() and not (folder / WEIGHTS).exists():
+        raise ModelFilesError(
+            f"{where} has {PICKLED}, which is not read, since such a file may run code; save the adapter as {WEIGHTS}, as PEFT does by default"
+        )
+    try:
+        return dict(read_header(folder / WEIGHTS)[0])
+    except StoredError as error:
+        raise ModelFilesError(f"{where}: {error}") from None
+    except OSError as error:
+        raise ModelFilesError(f"{where}: {WEIGHTS} cannot be read ({error}); restore the file") from None
+
+
 def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
+    header = _header(folder, where=where)
+    wanted = {PREFIX + module_names(name)[0]: name for name in like}
+    for fault, names in (
+        ("lacks", sorted(wanted.keys() - header.keys())),
+        ("has, beside those of the model,", sorted(header.keys() - wanted.keys())),
+        (
+            "has in another shape",
+            sorted(name for name in wanted.keys() & header.keys() if header[name].shape != like[wanted[name]].shape),
+        ),
+    ):
+        if names:
+            raise ModelFilesError(
+                f"{where} {fault} {_first_of(names)}: it is an adapter of another model; give one of this model"
+            )
+    if strange := sorted(name for name in wanted if not header[name].dtype.is_floating_point):
+        raise ModelFilesError(
+            f"{where} has {_first_of(strange)} as {header[strange[0]].dtype.name}; give an adapter whose numbers are floats"
+        )
     try:
         stored = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelFilesError(f"{where}: {WEIGHTS} cannot be read ({error}); restore the file") from None
-    wanted = {PREFIX + module_names(name)[0]: name for name in like}
-    for fault, names in (
-        ("lacks", sorted(wanted.keys() - stored.keys())),
-        ("has, beside those of the model,", sorted(stored.keys() - wanted.keys())),
-        (
-            "has in another shape",
-            sorted(name for name in wanted.keys() & stored.keys() if stored[name].shape != like[wanted[name]].shape),
-        ),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ModelFilesError(
-                f"{where} {fault} {names[0]}{more}: it is an adapter of another model; give one of this model"
-            )
+    if bad := sorted(name for name in wanted if not stored[name].float().isfinite().all()):
+        raise ModelFilesError(
+            f"{where} has values that are not finite in {_first_of(bad)}, so the adapter has diverged; give another, such as an older checkpoint"
+        )
     return {own: stored[name] for name, own in wanted.items()}
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
