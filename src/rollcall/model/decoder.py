@@ -371,7 +371,7 @@ class _SiluMul(torch.autograd.Function):
 def _add_linear(
     x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, lora: LayerAdapter | None, pair: LowRank | None
 ) -> Tensor:
-    if x.is_cuda or x.dtype != torch.float32:
+    if x.is_cuda or (lora is not None and x.dtype != torch.float32):
         # A compiler adds on the way to the next norm, and rounds as the engine does. An adapter's part goes to the product first: the
         # stream is larger, and its rounding would lose all of a small one.
         out = F.linear(h, weight, bias)
