@@ -474,7 +474,7 @@ def test_a_picture_of_a_thousand_nodes_stays_small(tmp_path: Path) -> None:
     ],
 )
 def test_the_cluster_examples_are_planned_by_the_command(tmp_path: Path, name: str, roles: dict[str, int]) -> None:
-    sizes = write_sizes(tmp_path)
+    sizes = write_sizes(tmp_path, max_position_embeddings=32_768)
     example = str(ROOT / f"examples/{name}.yaml")
     result = rollcall("plan", example, "--json", "--svg", "plan.svg", "--model-config", str(sizes), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -555,7 +555,10 @@ def test_the_arrangements_of_the_modes_page_can_work(tmp_path: Path) -> None:
         run = dict(example)
         for name, section in yaml.safe_load(block).items():
             run[name] = section if name == "algorithm" else {**run.get(name, {}), **section}
-        assert plan_run(parse_config(run), model_config=write_sizes(tmp_path)).problems == (), block
+        assert (
+            plan_run(parse_config(run), model_config=write_sizes(tmp_path, max_position_embeddings=32_768)).problems
+            == ()
+        ), block
 
 
 ENVIRONMENT = {"type": "step", "path": "games:Game"}
