@@ -119,18 +119,30 @@ def test_a_chunk_started_before_the_last_was_looked_at_changes_nothing(tokenizer
     for ahead_from in (math.inf, 1):
         engine = make_engine(model, tokenizer, max_running=6, ahead_from=ahead_from)
         started: list[int] = []
-        start = engine.runner.start
-        engine.runner.start = lambda steps, start=start, started=started: (started.append(steps), start(steps))  # type: ignore[method-assign]
+        unread = [0]  # chunks that were started and not read, after each start or read
+        start, read = engine.runner.start, engine.runner.read
+
+        def noted_start(steps: int, start: Any = start, started: Any = started, unread: Any = unread) -> None:
+            started.append(steps)
+            unread.append(unread[-1] + 1)
+            start(steps)
+
+        def noted_read(read: Any = read, unread: Any = unread) -> Any:
+            unread.append(unread[-1] - 1)
+            return read()
+
+        engine.runner.start, engine.runner.read = noted_start, noted_read  # type: ignore[method-assign]
         aborted = request(requests[0].prompt_ids, name="aborted", max_tokens=200, stop_token_ids=())
         engine.submit(aborted)
         engine.poll()
         engine.abort("aborted")
         results = run(engine, requests)
         assert results.pop("aborted")[0].finish is FinishReason.ABORT
-        found.append((ids_of(results), off_by(model, requests, results), sum(started)))
-    (plain, _, few), (ahead, off, more) = found
+        found.append((ids_of(results), off_by(model, requests, results), sum(started), max(unread)))
+    (plain, _, few, one), (ahead, off, more, two) = found
     assert ahead == plain and off < TOLERANCE
     assert more > few, "no chunk was started ahead"
+    assert (one, two) == (1, 2), "a chunk is queued behind one that is not read yet, and no more than one"
 
 
 def test_a_prompt_is_filled_once_for_all_its_completions(kind: EngineKind, model: Any, tokenizer: Any) -> None:

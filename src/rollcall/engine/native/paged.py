@@ -67,7 +67,6 @@ class PagedRunner:
         self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
         self._on_the_way: deque[_OnTheWay] = deque()
-        self._half = 0  # of the buffer, for the next chunk
 
         self._rows = RowState(max_running, served=served)
         self._served = served
@@ -78,9 +77,9 @@ class PagedRunner:
         self._adapter_slots = torch.full((max_running,), -1, dtype=torch.int64, device=device)  # of the rows' adapters
         self._tables = torch.zeros(max_running, 16, dtype=torch.int32, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        # For two chunks: one is read while the other is made.
-        self._out_tokens = torch.zeros(2 * CHUNK, max_running, dtype=torch.int64, device=device)
-        self._out_logprobs = torch.zeros(2 * CHUNK, max_running, dtype=torch.float32, device=device)
+        # Of the chunk that runs; it is copied to the host before the next one begins.
+        self._out_tokens = torch.zeros(CHUNK, max_running, dtype=torch.int64, device=device)
+        self._out_logprobs = torch.zeros(CHUNK, max_running, dtype=torch.float32, device=device)
         self._cos_sin = torch.empty(0)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._graph_pool = torch.cuda.graph_pool_handle()
@@ -142,14 +141,12 @@ class PagedRunner:
         if not self._on_the_way:
             self._upload_rows()
         self._upload_tables()
-        first, self._half = self._half * CHUNK, 1 - self._half
-        self._step.fill_(first)
+        self._step.zero_()
         for _ in range(steps):
             step()
         self._rows.position[:rows] = np.minimum(self._rows.position[:rows] + steps, self._rows.limit[:rows])
         self._rows.drawn[:rows] += steps
-        made = slice(first, first + steps)
-        self._on_the_way.append(_OnTheWay.of(self._out_tokens[made, :rows], self._out_logprobs[made, :rows]))
+        self._on_the_way.append(_OnTheWay.of(self._out_tokens[:steps, :rows], self._out_logprobs[:steps, :rows]))
 
     def read(self) -> Chunk:
         chunk = self._on_the_way.popleft().wait()
