@@ -17,6 +17,7 @@ from endpoints import Writer, chat_tokenizer, plain_sampling
 
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.agent import AgentEnvironments
+from rollcall.environments.make import make_environments
 from rollcall.errors import ConfigError
 from rollcall.process import process_ids, read_row
 from rollcall.types import Completion, EndReason, Prompt
@@ -51,7 +52,8 @@ def play(
     **section: Any,
 ) -> tuple[list[Completion], Writer]:
     writer = Writer(tokenizer=tokenizer, says=says)
-    environments = AgentEnvironments(AgentEnvironment(run=command, **section), chat_template=tokenizer.chat_template)
+    environments = make_environments(AgentEnvironment(run=command, **section), chat_template=tokenizer.chat_template)
+    assert isinstance(environments, AgentEnvironments)
 
     async def work() -> list[Completion]:
         player = environments.player(tokenizer=tokenizer, max_prompt_tokens=1000, max_response_tokens=max_tokens)
@@ -281,7 +283,7 @@ chat([{{"role": "user", "content": "x"}}])
     assert given["MY_SETTING"] == "seen" and "MY_SECRET_TOKEN" not in given
     assert not os.path.exists(given["TMPDIR"])
     with pytest.raises(ConfigError, match="NOT_SET"):
-        AgentEnvironments(AgentEnvironment(run="true", env=["NOT_SET"]), chat_template=None)
+        make_environments(AgentEnvironment(run="true", env=["NOT_SET"]), chat_template=None)
 
 
 def test_a_key_opens_its_own_episode_until_it_ends(tmp_path: Path, tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import yaml
 from lab.cluster import ENV, bring_up
@@ -49,6 +50,17 @@ class Game:
             return "", len(set(text)) / 10, True, {"node": node}
         return "go on"
 """
+# The same as a program: three questions of the model, from wherever it runs.
+AGENT = """
+ids = post("/completions", {"prompt": row["prompt"], "return_token_ids": True})[1]["choices"][0]
+for _ in range(2):
+    time.sleep(0.3)
+    prompt = ids["prompt_token_ids"] + ids["token_ids"] + [5]
+    ids = post("/completions", {"prompt": prompt, "return_token_ids": True})[1]["choices"][0]
+metrics = {"node": float(os.uname().nodename[-1]), "is_local": float(base.hostname.startswith("127."))}
+print(json.dumps({"reward": len(set(ids["text"])) / 10, "metrics": metrics}))
+"""
+CLASS = {"type": "step", "path": "slow_game:Game"}
 
 
 @dataclass(kw_only=True)
@@ -64,10 +76,11 @@ class Arena:
         options = ("--rendezvous", str(self.lab.shared), "--slots", "1")
         bring_up({rank: self.hosts[rank] for rank in ranks}, *options, num_nodes=2, env=NO_GPU)
 
-    def run(self, placement: dict[str, str]) -> Run:
+    def run(self, placement: dict[str, str], *, environment: dict[str, Any] = CLASS) -> Run:
         folder = self.lab.shared / f"run-{len(self.runs)}"
         folder.mkdir()
-        (folder / "run.yaml").write_text(yaml.safe_dump(run_file(self.lab.shared, folder / "run", placement)))
+        document = run_file(self.lab.shared, folder / "run", placement, environment)
+        (folder / "run.yaml").write_text(yaml.safe_dump(document))
         run = Run(arena=self, folder=folder)
         self.runs.append(run)
         run.start()
@@ -126,7 +139,7 @@ class Run:
         return [completion for group in groups for completion in group.completions]
 
 
-def run_file(shared: Path, run_dir: Path, placement: dict[str, str]) -> dict[str, Any]:
+def run_file(shared: Path, run_dir: Path, placement: dict[str, str], environment: dict[str, Any]) -> dict[str, Any]:
     return {
         "run": {"name": "episodes", "dir": str(run_dir)},
         "cluster": {
@@ -135,7 +148,7 @@ def run_file(shared: Path, run_dir: Path, placement: dict[str, str]) -> dict[str
         "model": {"path": str(shared / "model"), "device": "cpu"},
         "data": {"train": str(shared / "rows.jsonl"), "val": None, "prompts_per_step": PROMPTS},
         "rollout": {"samples_per_prompt": SAMPLES, "max_response_tokens": 100},
-        "environment": {"type": "step", "path": "slow_game:Game", "max_turns": 4, "max_turn_tokens": 6, "max_running": 8},
+        "environment": {**environment, "max_turns": 4, "max_turn_tokens": 6, "max_running": 8},
         "actor": {"lr": 1.0e-4},
         "trainer": {
             "steps": STEPS, "save_every": 1, "eval_every": 0, "num_threads": 1, "loggers": [], "max_restarts": 10,
@@ -233,3 +246,17 @@ def test_a_lost_node_of_environments_is_done_without(arena: Arena) -> None:
     arena.hosts[1].power_off()
     made = run.end()
     assert "its episodes are played again elsewhere" in run.said and not errors_of(made), run.said
+
+
+def test_a_killed_host_of_programs_costs_no_finished_episode_and_leaves_no_program(arena: Arena) -> None:
+    command = programs.write(arena.lab.shared, AGENT, name="lab_agent.py")
+    run = arena.run(APART, environment={"type": "agent", "run": command})
+    host = run.worker("environment", node=1)
+    run.wait_for_episodes(step=2)
+    kill_on(arena.hosts[1], host.pid)
+    made = run.end()
+    assert "environment rank 0 on node 1" in run.said and "its episodes are played again elsewhere" in run.said
+    assert not errors_of(made) and nodes_of(made) == {1.0}, run.said
+    assert {one.episode.metrics["is_local"] for one in made if one.episode is not None} == {0.0}
+    left = [process for one in arena.hosts for process in one.processes() if "lab_agent.py" in process.cmdline]
+    assert not left, left

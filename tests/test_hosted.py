@@ -19,7 +19,7 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
-from rollcall.environments.make import setup_of
+from rollcall.environments.make import make_here
 from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost
 from rollcall.errors import RestartsSpentError, WorkerLostError
 from rollcall.net.door import new_secret
@@ -37,7 +37,7 @@ class Hosts:
         self.opened: list[EnvironmentHost] = []
 
     def open(self, name: str) -> HostPlace:
-        host = EnvironmentHost(setup_of(SECTION, chat_template=None), max_processes=4)
+        host = EnvironmentHost(make_here(SECTION, chat_template=None))
         self.opened.append(host)
         return host.listen("127.0.0.1", name=name, secret=SECRET)
 

@@ -265,6 +265,15 @@ def test_on_one_card_that_is_too_small_the_lever_is_an_adapter(tmp_path: Path) -
     assert problem.endswith("give actor more slots, or train an adapter (model.lora.rank=16)")
 
 
+def test_an_adapter_that_is_not_here_is_said_so(tmp_path: Path) -> None:
+    def notes_of(path: Path) -> str:
+        return "\n".join(plan_run(parse_config({"model": {"lora": {"rank": 4, "path": str(path)}}})).notes)
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is not an adapter on this machine" in notes_of(tmp_path / "elsewhere")
+    assert "model.lora.path" not in notes_of(tmp_path)
+
+
 def test_auto_fits_the_card_and_gives_kv_what_is_left(tmp_path: Path) -> None:
     large = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=80)
     assert (memory_of(large, "actor").tokens, memory_of(large, "actor").recomputes) == (32768, False)
@@ -584,9 +593,19 @@ def test_environments_without_a_place_run_on_the_controllers_node(tmp_path: Path
     assert not any("environment" in note for note in alone.notes)
 
 
-def test_programs_stay_on_the_controllers_node(tmp_path: Path) -> None:
-    agent = {"type": "agent", "run": "python my_agent.py"}
-    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8], environment=agent)
-    assert any("environment.type=agent run on the controller's node" in note for note in run.notes)
-    placed = make_run(tmp_path, {"actor,rollout": "all", "environment": "all"}, nodes=[8, 8], environment=agent)
-    assert ["take environment out of" in problem for problem in placed.problems] == [True]
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"type": "agent", "run": "python my_agent.py"},
+        {"type": "verifiers", "config": {"taskset": {"id": "textarena"}}, "python": "python3"},
+    ],
+)
+def test_programs_run_on_the_nodes_of_their_slots_and_ask_the_controllers(
+    tmp_path: Path, environment: dict[str, Any]
+) -> None:
+    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8, 8], environment=environment)
+    assert any("environment is not placed, so it runs on the controller's node" in note for note in run.notes)
+    placed = make_run(tmp_path, {"actor,rollout": "all", "environment": "8"}, nodes=[8, 8], environment=environment)
+    assert placed.problems == ()
+    expected = f"the programs of environment.type={environment['type']} run on node 1 and ask the controller's node"
+    assert any(expected in note for note in placed.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from endpoints import Writer, chat_tokenizer, plain_sampling
 from test_packages import peer
 
 from rollcall.config.environments import VerifiersEnvironment
-from rollcall.environments.make import make_environments
-from rollcall.environments.taskset import TasksetEnvironments
+from rollcall.environments.agent import AgentEnvironments
+from rollcall.environments.host import EnvironmentHost, HostPlace
+from rollcall.environments.hosted import HostedEnvironments
+from rollcall.environments.make import make_environments, make_here
 from rollcall.errors import ConfigError
+from rollcall.net.door import new_secret
+from rollcall.process import Process
 from rollcall.types import Completion, EndReason, Prompt
 
 HANGMAN = {"taskset": {"id": "textarena", "game": "Hangman-v0"}}
@@ -26,6 +31,48 @@ FROM_HERE = (
     "HTTPS_PROXY",
     "UV_INDEX",
 )  # where its data and programs come from on this machine
+
+
+# What packages/verifiers.py uses of verifiers. A task is a number; playing it is one question, and its reward the number.
+STAND_IN = {
+    "v1/__init__.py": """
+from collections import namedtuple
+EvalClientConfig = namedtuple("EvalClientConfig", "base_url api_key_var")
+ModelContext = namedtuple("ModelContext", "model client")
+""",
+    "v1/configs/agent.py": "class AgentConfig: pass",
+    "v1/utils/loaders.py": """
+import asyncio, contextlib, json, os, urllib.request
+from types import SimpleNamespace as Made
+
+class Taskset(list):
+    bounded = True
+
+class Env:
+    taskset = Taskset([10, 11])
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        open(os.environ["STAND_IN_PID"], "w").write(str(os.getpid()))
+        yield
+
+    def slots(self, task):
+        return [task]
+
+    async def run_slot(self, task, context):
+        def ask():
+            body = {"model": context.model, "messages": [{"role": "user", "content": f"task {task}"}]}
+            headers = {"Authorization": f"Bearer {os.environ[context.client.api_key_var]}"}
+            request = urllib.request.Request(context.client.base_url + "/chat/completions", json.dumps(body).encode(), headers)
+            urllib.request.urlopen(request, timeout=120).read()
+        await asyncio.to_thread(ask)
+        return Made(errors=[], ok=True, traces=[Made(errors=[], rewards={}, metrics={}, reward=float(task))])
+
+env_config_type = lambda taskset, name: Made(model_fields={})
+resolve_env_config = lambda config: config
+load_environment = lambda config: Env()
+""",
+}
 
 
 def section(python: str, *, config: dict[str, Any] | None = None, **fields: Any) -> VerifiersEnvironment:
@@ -40,9 +87,13 @@ def guesses(prompt: str) -> str:
 
 def play(given: VerifiersEnvironment, *, count: int) -> list[Completion]:
     tokenizer = chat_tokenizer()
+    return play_in(make_environments(given, chat_template=tokenizer.chat_template), count=count)
+
+
+def play_in(environments: Any, *, count: int) -> list[Completion]:
+    tokenizer = chat_tokenizer()
     writer = Writer(tokenizer=tokenizer, says=guesses)
-    environments = make_environments(given, chat_template=tokenizer.chat_template)
-    assert isinstance(environments, TasksetEnvironments)
+    assert isinstance(environments, AgentEnvironments)
 
     async def one(player: Any, number: int) -> Completion:
         prompt = Prompt(id="p", token_ids=np.array([5], dtype=np.int32), text="", answer="", metadata={"index": number})
@@ -86,3 +137,44 @@ def test_a_taskset_of_verifiers_is_played_by_its_own_server() -> None:
         assert episode.metrics["game_reward"] == episode.reward
         assert completion.mask.sum() == sum(turn.num_sampled for turn in episode.turns)
     assert episodes[0].reward == episodes[1].reward and max(episode.reward or 0.0 for episode in episodes) > 0.0
+
+
+@pytest.mark.slow
+def test_a_server_of_verifiers_on_a_host_plays_the_same_words() -> None:
+    given = section(peer("verifiers"), max_turns=12)
+    elsewhere = [one.episode for one in play_on_a_host(given, count=4) if one.episode is not None]
+    here = [one.episode for one in play(given, count=4) if one.episode is not None]
+    assert [one.error for one in elsewhere] == [""] * 4
+    assert [[turn.text for turn in one.turns] for one in elsewhere] == [
+        [turn.text for turn in one.turns] for one in here
+    ]
+    assert [one.reward for one in elsewhere] == [one.reward for one in here]
+
+
+def play_on_a_host(given: VerifiersEnvironment, *, count: int) -> list[Completion]:
+    host = EnvironmentHost(make_here(given, chat_template=None))
+
+    def renew(number: int) -> HostPlace:
+        raise AssertionError(f"host {number} is not lost")
+
+    try:
+        place = host.listen("127.0.0.1", name="node 1", secret=new_secret())
+        programs = HostedEnvironments([place], renew=renew, needs_ids=False, wait_s=20.0)
+        return play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=count)
+    finally:
+        host.close()
+
+
+def test_the_server_of_a_taskset_runs_on_the_host_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in STAND_IN.items():
+        (tmp_path / "verifiers" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "verifiers" / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("STAND_IN_PID", str(tmp_path / "pid"))
+    given = VerifiersEnvironment(config=HANGMAN, python=sys.executable, env=["STAND_IN_PID"])
+    episodes = [one.episode for one in play_on_a_host(given, count=4) if one.episode is not None]
+    assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 4
+    assert [one.reward for one in episodes] == [10.0, 10.0, 11.0, 11.0]
+    assert Process.of(int((tmp_path / "pid").read_text())) is None

@@ -56,7 +56,7 @@ class ClusterSection(Section):
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"},
         "Which roles sit on which slots, such as `{'actor,rollout': all}`. The slots of `environment` name the nodes on which environments "
-        "run, beside the other roles; without any they run on the controller's node.",
+        "and programs run, beside the other roles; without any they run on the controller's node.",
     )
     ray_address: str | None = field(
         None,

@@ -1,8 +1,8 @@
 """Episodes that a program drives itself: it speaks the OpenAI API and knows nothing of training.
 
-    Episodes ──▶ AgentPlayer.play: a key, and the program as a process of its own
+    Episodes ──▶ AgentPlayer.play: a key, and the program as a process of its own, here or on a host
                      program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the loop of the run
-                     program ends, or a limit is met
+                     program ends, or a limit is met; its host is lost: again from the beginning, on another one
                  ◀── the first history as the Completion, the others as its branches
 
 The program decides what it asks; the run decides how tokens are sampled (temperature, top-p, seed), so that what is sampled can be
@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollcall.config.environments import AgentEnvironment
+from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, SampleTurn, Served, room_for
 from rollcall.environments.calls import CallFormat
@@ -30,39 +28,38 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, take_reward
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
 from rollcall.environments.histories import Histories, Row, Templates, joined
-from rollcall.environments.program import Program
-from rollcall.environments.protocol import EnvironmentFailed, Host
-from rollcall.environments.server import EndpointServer, in_loop, refuse_without_packages
+from rollcall.environments.program import KEY
+from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost, Host, ProgramHost, Programs
+from rollcall.environments.server import LOOPBACK, EndpointServer, in_loop
 from rollcall.environments.wire import Refused, Wanted
-from rollcall.errors import ConfigError
-from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
 from rollcall.wait import warn
 from rollcall.words import visible
 
 POLICY = "policy"  # the name under which the model is listed; any name is answered
 GRACE_S = 10.0  # for a program that was told that a limit is met
-LONGEST_ROW = 120_000  # bytes; Linux gives a variable 128 KiB
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 class AgentEnvironments:
-    """Where the programs of a run come from. They do not fit ``reset`` and ``step``: ``player`` plays whole episodes."""
+    """What programs play. It does not fit ``reset`` and ``step``: ``player`` plays whole episodes.
 
-    def __init__(self, section: AgentEnvironment, *, chat_template: str | None) -> None:
-        refuse_without_packages()
-        if missing := [name for name in section.env if name not in os.environ]:
-            raise ConfigError(
-                f"environment.env names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not set here; export "
-                "it, or take it out of environment.env"
-            )
+    ``address`` is where the endpoint listens, and has to be one that the programs can reach.
+    """
+
+    def __init__(
+        self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
+    ) -> None:
         self._section = section
+        self._programs = programs
+        self._address = address
         self._players: list[AgentPlayer] = []
         self._call_format: CallFormat = call_format_of(chat_template)
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
         player = AgentPlayer(
             self._section,
+            programs=self._programs,
+            address=self._address,
             tokenizer=tokenizer,
             max_row=max_prompt_tokens + max_response_tokens,
             call_format=self._call_format,
@@ -77,16 +74,19 @@ class AgentEnvironments:
         return ()  # a program brings its own with its requests
 
     async def aclose(self) -> None:
-        for player in self._players:
-            await player.aclose()
-        self._players.clear()
+        try:
+            for player in self._players:
+                await player.aclose()
+            self._players.clear()
+        finally:
+            await self._programs.aclose()
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRules:
     """What the program of an episode may ask for."""
 
-    section: AgentEnvironment
+    section: EnvironmentBase
     served: Served
     base: Sampling  # of the run; its max_tokens bounds all histories together
     seed_of_attempt: int
@@ -145,14 +145,24 @@ class EpisodeRules:
 class AgentPlayer:
     """Plays the episodes of a run, in the thread of its server."""
 
-    def __init__(self, section: AgentEnvironment, *, tokenizer: Any, max_row: int, call_format: CallFormat) -> None:
+    def __init__(
+        self,
+        section: EnvironmentBase,
+        *,
+        programs: Programs,
+        address: str,
+        tokenizer: Any,
+        max_row: int,
+        call_format: CallFormat,
+    ) -> None:
         self.section = section
+        self._programs = programs  # used in the server's loop alone
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
         self._templates = Templates(Conversations(self._tokenizer))
         self._served = Served(name=POLICY, max_model_len=max_row, vocabulary=len(tokenizer))
         self._callers = Callers()
         app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
-        self._server = EndpointServer(app)
+        self._server = EndpointServer(app, host=address)
         self._playing: set[asyncio.Task[Any]] = set()
         self._is_told = False
 
@@ -185,6 +195,21 @@ class AgentPlayer:
         task = asyncio.current_task()
         assert task is not None
         self._playing.add(task)
+        try:
+            while True:
+                host = await self._programs.find_host()
+                try:
+                    return await self._play_at(
+                        host, prompt, seed=seed, sampling=sampling, session=session, sample=sample
+                    )
+                except EnvironmentLost:
+                    continue  # its loss was reported; find_host gives up when no host comes back
+        finally:
+            self._playing.discard(task)
+
+    async def _play_at(
+        self, host: ProgramHost, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
+    ) -> Completion:
         histories = Histories(self._templates, self._tokenizer, name=session)
         rules = EpisodeRules(
             section=self.section, served=self._served, base=sampling, seed_of_attempt=seed, histories=histories
@@ -192,67 +217,38 @@ class AgentPlayer:
         caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = self._callers.add(caller)
         try:
-            ended, error = await self._run_program(prompt, caller, rules, key=key)
+            ended, error = await self._run_program(host, caller, rules, variables=self._variables(prompt, session, key))
         finally:
             self._callers.remove(key)
             await caller.end_requests()
-            self._playing.discard(task)
         return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
 
     async def _run_program(
-        self, prompt: Prompt, caller: Caller, rules: EpisodeRules, *, key: str
+        self, host: ProgramHost, caller: Caller, rules: EpisodeRules, *, variables: dict[str, str]
     ) -> tuple[EndReason, str]:
-        """In a folder of its own: why the episode ended, and what was wrong."""
-        try:
-            folder = make_folder()
-        except OSError as error:
-            return EndReason.ERROR, f"the program could not get a folder for temporary files: {error}"
-        try:
-            return await self._run_in(folder, prompt, caller, rules, key=key)
-        finally:
-            remove_folder(folder)
-
-    async def _run_in(
-        self, folder: str, prompt: Prompt, caller: Caller, rules: EpisodeRules, *, key: str
-    ) -> tuple[EndReason, str]:
-        try:
-            variables = self._variables(prompt, caller.name, key=key, folder=folder)
-            program = await Program.start(
-                self.section.run, variables=variables, memory_mb=self.section.memory_mb, own="OPENAI_API_KEY"
-            )
-        except (EnvironmentFailed, OSError) as error:
-            return EndReason.ERROR, f"the program could not be started: {error}"
+        """Why the episode ended, and what was wrong."""
         limit_s = self.section.episode_timeout_s
         try:
-            is_late = not await _ended_within(limit_s, program, rules.is_over)
-        finally:
-            await program.end()
+            program, is_late = await _run_within(limit_s, host, variables, rules.is_over)
+        except EnvironmentFailed as error:
+            return EndReason.ERROR, str(error)
         if rules.met is None and is_late:
             return EndReason.TIMEOUT, f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
         self._tell(rules.overruled)
         _take_printed_reward(caller, program.stdout)
         if rules.met is not None:
             return rules.met, ""
-        if program.ended:
-            return EndReason.ERROR, f"the program ended with {program.ended}; stderr: {_tail(program.stderr)}"
+        if program.how:
+            return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
         if not caller.histories.rows:
             return EndReason.ERROR, _why_no_answer(caller, program)
         return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
 
-    def _variables(self, prompt: Prompt, name: str, *, key: str, folder: str) -> dict[str, str]:
-        row = json.dumps(row_of(prompt), default=str)
-        if len(row) > LONGEST_ROW:
-            raise EnvironmentFailed(
-                f"the row has {len(row):,} bytes as JSON, and ROLLCALL_ROW holds {LONGEST_ROW:,}; leave long columns out of the data"
-            )
-        confinement = Confinement(
-            own_files=False, network=True, env=tuple(self.section.env), processes=0, memory_mb=0, file_mb=0
-        )
+    def _variables(self, prompt: Prompt, name: str, key: str) -> dict[str, str]:
         return {
-            **environment(confinement, folder=folder, environ=os.environ, root=_ROOT),
             "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{name}/v1",
-            "OPENAI_API_KEY": key,
-            "ROLLCALL_ROW": row,
+            KEY: key,
+            "ROLLCALL_ROW": json.dumps(row_of(prompt), default=str),
         }
 
     def _tell(self, overruled: set[str]) -> None:
@@ -264,17 +260,24 @@ class AgentPlayer:
             )
 
 
-async def _ended_within(limit_s: float, program: Program, is_over: asyncio.Event) -> bool:
-    """Whether the program ends by itself within the limit, or, once a limit of the episode is met, within a short time."""
-    ending, over = asyncio.create_task(program.wait()), asyncio.create_task(is_over.wait())
+async def _run_within(
+    limit_s: float, host: ProgramHost, variables: dict[str, str], is_over: asyncio.Event
+) -> tuple[Ended, bool]:
+    """The program, and whether it had to be ended: after the limit, or a short time after a limit of the episode was met."""
+    stop = asyncio.Event()
+    running, over = asyncio.create_task(host.run(variables, stop=stop)), asyncio.create_task(is_over.wait())
     try:
-        await one_ends_within(limit_s, ending, over)
-        if over.done() and not ending.done():
-            await one_ends_within(GRACE_S, ending)
-        return ending.done()
+        await one_ends_within(limit_s, running, over)
+        if over.done() and not running.done():
+            await one_ends_within(GRACE_S, running)
+        is_late = not running.done()
+        stop.set()
+        return await running, is_late
     finally:
-        ending.cancel()
         over.cancel()
+        if not running.done():
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def _take_printed_reward(caller: Caller, printed: str) -> None:
@@ -290,7 +293,7 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
         caller.num_refused += 1  # not a reward; the program's own words
 
 
-def _why_no_answer(caller: Caller, program: Program) -> str:
+def _why_no_answer(caller: Caller, program: Ended) -> str:
     if caller.num_requests or caller.num_refused:
         refused = f"{caller.num_refused} requests of the program were refused"
         return f"{refused}, and none was answered; the last: {caller.last_refusal}"

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from rollcall.environments.child import LENGTH, MAX_ANSWER_BYTES
-from rollcall.environments.protocol import EnvironmentFailed, StepResult
+from rollcall.environments.protocol import Ended, EnvironmentFailed, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,14 @@ class Worth:
     worth: float | None
 
 
-Answer = Failed | Opened | Worth | StepResult
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Said again and again while a program runs."""
+
+    runs_s: float
+
+
+Answer = Failed | Opened | Worth | StepResult | Running | Ended
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 
 

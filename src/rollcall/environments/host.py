@@ -1,10 +1,13 @@
 """Environments on another node than the controller: a process there lets the controller in, and plays with its own processes.
 
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
+                                                                                                     `--> ProgramsHere --> programs
 
-A connection is one episode: ``start``, then what a child is asked (child.py), then ``close``. One request is under way at a time;
-``close`` may come while one is, and ends it. A connection that breaks off ends what its environment runs: the controller is gone, or
-has given up on it. Who wants in must know the secret of the run (net/door.py).
+A connection is one episode. Of an environment: ``start``, then what a child is asked (child.py), then ``close``. Of a program: ``run``,
+which is answered with ``Running`` every ``BEAT_S`` and with ``Ended`` when nothing of it is left, then ``close``; ``stop`` may come
+before and has it ended. One request is under way at a time; ``close`` may come while one is, and ends it. A connection that breaks off
+ends what runs for it: the controller is gone, or has given up on it. Who wants in must know the secret of the run (net/door.py), and
+can start nothing but what this host was made for.
 """
 
 from __future__ import annotations
@@ -14,14 +17,19 @@ import json
 import os
 import socket
 import threading
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollcall.environments.children import Setup
-from rollcall.environments.frames import Answer, Failed, Opened, Worth, answer_bytes, receive, send
+from rollcall.environments.frames import Answer, Failed, Opened, Running, Worth, answer_bytes, receive, send
 from rollcall.environments.processes import ProcessEnvironments
-from rollcall.environments.protocol import Environment, EnvironmentFailed
+from rollcall.environments.program import ProgramsHere
+from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed
 from rollcall.net.door import Door, listen_at, watch_peer
+
+BEAT_S = 5.0
+RunsHere = ProcessEnvironments | ProgramsHere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +45,10 @@ class HostPlace:
 
 
 class EnvironmentHost:
-    """Serves in a thread of its own until the process ends. Making it waits for the zygote, and refuses a class that cannot be used."""
+    """Serves in a thread of its own until the process ends."""
 
-    def __init__(self, setup: Setup, *, max_processes: int) -> None:
-        self._environments = ProcessEnvironments(setup, max_processes=max_processes)
+    def __init__(self, here: RunsHere) -> None:
+        self._here = here
         self._loop = asyncio.new_event_loop()
         self._serving: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -56,7 +64,7 @@ class EnvironmentHost:
             port=port,
             secret=secret,
             num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            tools=self._environments.tools,
+            tools=self._here.tools,
         )
 
     def close(self) -> None:
@@ -78,7 +86,7 @@ class EnvironmentHost:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        await self._environments.aclose()
+        await self._here.aclose()
 
     def _let_in(self) -> None:
         connection = self._door.accept(0)
@@ -91,7 +99,7 @@ class EnvironmentHost:
     async def _serve(self, connection: socket.socket) -> None:
         watch_peer(connection)
         reader, writer = await asyncio.open_connection(sock=connection)
-        episode = _Episode(self._environments, writer)
+        episode = _Episode(self._here, writer)
         broken = True
         try:
             while (request := json.loads(await receive(reader)))["do"] != "close":
@@ -107,13 +115,17 @@ class EnvironmentHost:
 class _Episode:
     """What a connection has started."""
 
-    def __init__(self, environments: ProcessEnvironments, writer: asyncio.StreamWriter) -> None:
-        self._environments = environments
+    def __init__(self, here: RunsHere, writer: asyncio.StreamWriter) -> None:
+        self._here = here
         self._writer = writer
         self._environment: Environment | None = None
+        self._stop = asyncio.Event()  # of its program
         self._work: asyncio.Task[None] | None = None
 
     def begin(self, request: dict[str, Any]) -> None:
+        if request["do"] == "stop":
+            self._stop.set()
+            return
         assert self._work is None or self._work.done(), "the controller asks one thing at a time"
         self._work = asyncio.create_task(self._answer(request))
 
@@ -130,14 +142,20 @@ class _Episode:
             answer = await self._do(request)
         except EnvironmentFailed as error:
             answer = Failed(str(error))
+        await self._say(answer)
+
+    async def _say(self, answer: Answer) -> None:
         try:
             await send(self._writer, answer_bytes(answer))
         except OSError:
             pass  # the controller is gone, which the next read says too
 
     async def _do(self, request: dict[str, Any]) -> Answer:
+        if isinstance(self._here, ProgramsHere):
+            assert request["do"] == "run", f"the controller asked a program for {request['do']!r}"
+            return await self._run(self._here, request["variables"])
         if request["do"] == "start":
-            self._environment = await self._environments.start(request["kind"])
+            self._environment = await self._here.start(request["kind"])
             return Opened(None)
         assert self._environment is not None, "start comes first"
         match request["do"]:
@@ -149,3 +167,16 @@ class _Episode:
                 return Worth(await self._environment.reward())
             case other:
                 raise AssertionError(f"the controller asked for {other!r}")
+
+    async def _run(self, programs: ProgramsHere, variables: Mapping[str, str]) -> Ended:
+        began_s = time.monotonic()
+        running = asyncio.create_task(programs.run(variables, stop=self._stop))
+        try:
+            while not (await asyncio.wait({running}, timeout=BEAT_S))[0]:
+                if not self._stop.is_set():  # then the controller waits for the end alone
+                    await self._say(Running(time.monotonic() - began_s))
+            return running.result()
+        finally:
+            if not running.done():
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)

@@ -1,10 +1,10 @@
-"""Environments on the nodes that the placement names, as the controller uses them (host.py is the other side).
+"""Environments and programs on the nodes that the placement names, as the controller uses them (host.py is the other side).
 
 An episode goes to the host with the fewest episodes for its CPUs, and has a connection of its own there. A host is lost when a
-connection to it breaks off, cannot be made within ``CONNECT_S``, or does not end within ``ANSWER_S`` of a call that was given up; the
-kernel finds a node that is gone within ``net.door.SILENT_S``. Episodes that a lost host was playing are not failures of the
-environment: ``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a thread; with none left, the run
-waits for one.
+connection to it breaks off, cannot be made within ``CONNECT_S``, does not end within ``ANSWER_S`` of a call that was given up, or says
+nothing of its program for ``SILENT_S``; the kernel finds a node that is gone within ``net.door.SILENT_S``. Episodes that a lost host was
+playing are not failures of the environment: ``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a
+thread; with none left, the run waits for one.
 """
 
 from __future__ import annotations
@@ -13,19 +13,32 @@ import asyncio
 import hmac
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rollcall.environments.child import MAX_ANSWER_BYTES
-from rollcall.environments.frames import Failed, Opened, Worth, read_answer, receive, request_bytes, send
+from rollcall.environments.episode import one_ends_within
+from rollcall.environments.frames import (
+    Answer,
+    Failed,
+    Opened,
+    Running,
+    Worth,
+    read_answer,
+    receive,
+    request_bytes,
+    send,
+)
 from rollcall.environments.host import HostPlace
 from rollcall.environments.processes import kind_of
-from rollcall.environments.protocol import Environment, EnvironmentFailed, EnvironmentLost, Opening, StepResult
+from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost, Opening, StepResult
 from rollcall.errors import WorkerLostError
 from rollcall.net.door import CHALLENGE, answer, watch_peer
 from rollcall.wait import say, warn
 
 CONNECT_S = 20.0
 ANSWER_S = 15.0
+SILENT_S = 60.0  # a host speaks of its program every BEAT_S (host.py)
 _T = TypeVar("_T")
 _BROKEN = (OSError, EOFError)  # a wait that is over is an OSError too
 
@@ -45,8 +58,8 @@ class _Host:
 
 
 class HostedEnvironments:
-    """Implements ``protocol.Environments``. ``renew`` puts a new host in the place of a lost one, and raises if it cannot; it runs in
-    a thread. With no host left, an episode waits ``wait_s`` for one."""
+    """Implements ``protocol.Environments`` and ``protocol.Programs``, for one event loop. ``renew`` puts a new host in the
+    place of a lost one, and raises if it cannot; it runs in a thread. With no host left, an episode waits ``wait_s`` for one."""
 
     def __init__(
         self, places: Sequence[HostPlace], *, renew: Callable[[int], HostPlace], needs_ids: bool, wait_s: float
@@ -147,7 +160,8 @@ class HostedEnvironments:
 
 
 class _Hosted:
-    """A connection to a host, and the environment behind it. Implements ``protocol.Host`` and ``protocol.Environment``."""
+    """A connection to a host, and what is behind it. Implements ``protocol.Host`` with ``protocol.Environment``, and
+    ``protocol.ProgramHost``."""
 
     def __init__(
         self,
@@ -191,6 +205,24 @@ class _Hosted:
     async def reward(self) -> float | None:
         return (await self._ask({"do": "reward"}, Worth)).worth
 
+    async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
+        """``EnvironmentLost``: its host is gone, and the program is not to blame."""
+        telling = asyncio.create_task(self._tell(stop))
+        has_ended = False
+        try:
+            await self._say({"do": "run", "variables": dict(variables)})
+            while isinstance(said := await self._hear_in_time(), Running):
+                continue
+            has_ended = True
+            return _wanted(said, Ended)
+        except asyncio.CancelledError:
+            with suppress(EnvironmentLost):  # who gave it up does not want it played again
+                await self.close(broken=True)
+            raise
+        finally:
+            telling.cancel()
+            await self.close(broken=not has_ended)
+
     async def close(self, *, broken: bool) -> None:
         """``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
         if self._is_closed:
@@ -219,6 +251,10 @@ class _Hosted:
             continue
 
     async def _ask(self, request: dict[str, Any], wanted: type[_T]) -> _T:
+        await self._say(request)
+        return _wanted(await self._hear(), wanted)
+
+    async def _say(self, request: dict[str, Any]) -> None:
         body = request_bytes(request)
         if len(body) > MAX_ANSWER_BYTES:
             raise EnvironmentFailed(
@@ -227,20 +263,43 @@ class _Hosted:
             )
         try:
             await send(self._writer, body)
+        except _BROKEN as error:
+            raise self._lost(error) from None
+
+    async def _hear(self) -> Answer:
+        try:
             said = read_answer(await receive(self._reader))
         except _BROKEN as error:
             raise self._lost(error) from None
         if isinstance(said, Failed):
             raise EnvironmentFailed(said.failed)
-        if not isinstance(said, wanted):
-            raise EnvironmentFailed("its host answered something else than it was asked for")
         return said
+
+    async def _hear_in_time(self) -> Answer:
+        hearing = asyncio.create_task(self._hear())
+        try:
+            if not await one_ends_within(SILENT_S, hearing):
+                raise self._lost(TimeoutError(f"it has said nothing of its program for {SILENT_S:g} s"))
+            return hearing.result()
+        finally:
+            hearing.cancel()
+
+    async def _tell(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        with suppress(EnvironmentLost):  # which who waits for the end hears too
+            await self._say({"do": "stop"})
 
     def _lost(self, error: Exception) -> EnvironmentLost:
         self._is_lost = True
         why = _shown(error)
         self._owner.lose(self, why)
         return EnvironmentLost(f"{self.place.name} is lost: {why}")
+
+
+def _wanted(said: Answer, wanted: type[_T]) -> _T:
+    if not isinstance(said, wanted):
+        raise EnvironmentFailed("its host answered something else than it was asked for")
+    return said
 
 
 async def _connect(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -16,17 +16,32 @@ from rollcall.debug.here import POST_MORTEM
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
 from rollcall.environments.children import Setup
+from rollcall.environments.host import RunsHere
 from rollcall.environments.processes import ProcessEnvironments
+from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Environments
-from rollcall.environments.taskset import TasksetEnvironments
+from rollcall.environments.server import refuse_without_packages
+from rollcall.environments.taskset import TasksetPrograms
+
+Driven = AgentEnvironment | VerifiersEnvironment  # by a program
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
-    """Waits until episodes can begin; ConfigError: the user's class cannot be used, and why."""
+    """Waits until episodes can begin; ConfigError: what the section names cannot be used, and why."""
+    if isinstance(section, Driven):
+        refuse_without_packages()
+    made = make_here(section, chat_template=chat_template)
+    if isinstance(made, ProgramsHere):
+        return AgentEnvironments(section, chat_template=chat_template, programs=made)
+    return made
+
+
+def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:
+    """What runs in processes of this node; the same on a host as in the process of the run."""
     if isinstance(section, AgentEnvironment):
-        return AgentEnvironments(section, chat_template=chat_template)
+        return ProgramsHere(section.run, env=section.env, memory_mb=section.memory_mb, max_running=section.max_running)
     if isinstance(section, VerifiersEnvironment):
-        return TasksetEnvironments(section, chat_template=chat_template)
+        return TasksetPrograms(section)
     return ProcessEnvironments(setup_of(section, chat_template=chat_template), max_processes=section.max_running)
 
 

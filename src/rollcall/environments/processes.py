@@ -38,7 +38,7 @@ class ProcessEnvironments:
                 f"environment.env names {', '.join(missing)}, which is not set where environments run (here); export it, or take "
                 f"it out of environment.env"
             )
-        _allow_files(FILES_OF_CHILD * max_processes + _SPARE_FILES)
+        allow_files(FILES_OF_CHILD * max_processes)
         setup = replace(setup, python=find_python(setup.python))
         self._setup = setup
         self._max_processes = max_processes
@@ -192,9 +192,10 @@ def kind_of(kind: str, kinds: Collection[str]) -> str:
     return kind
 
 
-def _allow_files(count: int) -> None:
-    """Raise this process's own limit of open files, as far as it may be raised."""
+def allow_files(count: int) -> None:
+    """Raise this process's own limit of open files, as far as it may be raised, to this many and some for all else."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count += _SPARE_FILES
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,7 +1,7 @@
 """A user's program as a process of its own: with limits, in a session that ends with it, and never longer than this process.
 
-The shell that starts it holds the read end of a pipe. When this process dies, however that happens, the pipe ends, and the shell's
-watcher kills the whole group.
+This process is the run's own, or a host on another node (host.py). The shell that starts the program holds the read end of a pipe.
+When this process dies, however that happens, the pipe ends, and the shell's watcher kills the whole group.
 """
 
 from __future__ import annotations
@@ -9,16 +9,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rollcall.environments.processes import allow_files
+from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.errors import ConfigError
 from rollcall.process import Process, process_ids, read_row
+from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
 from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
 DRAIN_S = 2.0  # for output that is on its way when the program has ended
 KILL_ROUNDS = 3  # it may start others while it is killed
+LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
+KEY = "OPENAI_API_KEY"  # no two episodes have the same
 _LOOK_S = 0.5
+_FILES = 8  # that this process opens for one: its pipes, the connection of its episode, and some while it starts
+_ROOT = Path(__file__).resolve().parents[2]
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -26,6 +35,68 @@ exec 3<&0 </dev/null
 exec 3<&-
 {command}
 """
+
+
+class ProgramsHere:
+    """Implements ``protocol.Programs``: the programs of a run, as children of this process."""
+
+    def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
+        if missing := [name for name in env if name not in os.environ]:
+            raise ConfigError(
+                f"environment.env names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not set where programs "
+                "run (here); export it, or take it out of environment.env"
+            )
+        allow_files(_FILES * max_running)
+        sweep_folders()  # of a process that was killed
+        self._command = command
+        self._memory_mb = memory_mb
+        confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
+        self._variables = environment(confinement, folder="", environ=os.environ, root=_ROOT)
+
+    @property
+    def tools(self) -> dict[str, list[dict[str, Any]]]:
+        return {}  # a program brings its own with its requests
+
+    async def find_host(self) -> ProgramsHere:
+        return self
+
+    async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
+        """In a folder of its own."""
+        _check_sizes(variables)
+        try:
+            folder = make_folder()
+        except OSError as error:
+            raise EnvironmentFailed(f"the program could not get a folder for temporary files: {error}") from None
+        try:
+            return await self._run_in(folder, variables, stop)
+        finally:
+            remove_folder(folder)
+
+    async def aclose(self) -> None:
+        return  # who runs a program ends it
+
+    async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
+        variables = {**self._variables, "TMPDIR": folder, **variables}
+        try:
+            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb, own=KEY)
+        except OSError as error:
+            raise EnvironmentFailed(f"the program could not be started: {error}") from None
+        ending, stopping = asyncio.create_task(program.wait()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            stopping.cancel()
+            ended = await program.end()
+        return ended
+
+
+def _check_sizes(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
+            raise EnvironmentFailed(
+                f"{name} has {size:,} bytes, and a variable holds {LONGEST_VARIABLE:,}; leave long columns out of the data"
+            )
 
 
 class Program:
@@ -49,21 +120,6 @@ class Program:
         )
         return cls(process, mark=f"{own}={variables[own]}".encode())
 
-    @property
-    def stdout(self) -> str:
-        """Its end."""
-        return self._tails[0].decode(errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        return self._tails[1].decode(errors="replace")
-
-    @property
-    def ended(self) -> str:
-        """How, in words; empty: with status 0."""
-        status = self._process.returncode
-        return "" if status == 0 else "it still runs" if status is None else how_it_ended(status)
-
     async def wait(self) -> None:
         """Until it has ended. asyncio's own wait (3.11) goes on until nobody holds its output, which what it left behind may."""
         ending = asyncio.ensure_future(self._process.wait())
@@ -73,7 +129,7 @@ class Program:
         finally:
             ending.cancel()
 
-    async def end(self) -> None:
+    async def end(self) -> Ended:
         """Kill what is left of it, and take in what it has printed."""
         if self._process.returncode is not None:
             _kill_group(self._process.pid)  # its watcher is still in it, so no other group has this number
@@ -84,6 +140,10 @@ class Program:
         await asyncio.wait(self._readers, timeout=DRAIN_S)
         for reader in self._readers:
             reader.cancel()
+        status = self._process.returncode
+        assert status is not None
+        stdout, stderr = (tail.decode(errors="replace") for tail in self._tails)
+        return Ended(how=how_it_ended(status) if status else "", stdout=stdout, stderr=stderr)
 
 
 async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:

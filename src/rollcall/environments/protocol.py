@@ -1,11 +1,12 @@
 """What an environment is to the loop: it opens an episode, answers each turn, and says what the episode was worth.
 
 Every call may take long, raise or never return. The loop (``episode.py``) puts a deadline around each, and ends only that
-episode.
+episode. A program that drives its own episode (``agent.py``) is run to its end instead.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,6 +81,33 @@ class Environments(Protocol):
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
         """The schemas of its tools, which the check at the start renders."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A program of which nothing is left."""
+
+    how: str  # in words; empty: with status 0
+    stdout: str  # its end
+    stderr: str
+
+
+class ProgramHost(Protocol):
+    """Where one program runs."""
+
+    async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
+        """To its end, or until ``stop`` is set. ``variables`` are those of the episode, beside the ones that every program gets."""
+        ...
+
+
+class Programs(Protocol):
+    """Where programs run: here, or on other nodes."""
+
+    async def find_host(self) -> ProgramHost:
+        """For the next episode. Waits while all hosts are lost, and no limit of an episode counts that wait."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,7 +1,8 @@
 """Episodes of a verifiers taskset: its environment server, in a Python of its own, plays them and asks the run's model over the OpenAI
 API. To the run each is a program that drives itself: one that asks the server and prints the reward.
 
-The server begins before the run does and ends with it, also when this process is killed: its stdin ends then.
+A server is where these programs run: one, or one on each host. It begins before the run does and ends with it, also when this process is
+killed: its stdin ends then.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from rollcall.config.environments import AgentEnvironment, EnvironmentBase, VerifiersEnvironment
-from rollcall.environments.agent import AgentEnvironments
+from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.children import find_python
-from rollcall.environments.program import kill_leftovers
+from rollcall.environments.program import ProgramsHere, kill_leftovers
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
@@ -32,24 +32,21 @@ _FILE = Path(__file__).parent / "packages" / "verifiers.py"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-class TasksetEnvironments(AgentEnvironments):
+class TasksetPrograms(ProgramsHere):
     """Making it waits for the server, so a taskset that cannot be used is refused here."""
 
-    def __init__(self, section: VerifiersEnvironment, *, chat_template: str | None) -> None:
-        limits = {name: getattr(section, name) for name in EnvironmentBase.model_fields}
+    def __init__(self, section: VerifiersEnvironment) -> None:
         self._server = TasksetServer(section)
         asks = [sys.executable, "-S", "-E", "-P", str(_FILE), "ask", self._server.address]
+        limits = {"memory_mb": section.memory_mb, "max_running": section.max_running}
         try:
-            super().__init__(AgentEnvironment(run=shlex.join(asks), **limits), chat_template=chat_template)
+            super().__init__(shlex.join(asks), env=section.env, **limits)
         except BaseException:
             self._server.close()
             raise
 
     async def aclose(self) -> None:
-        try:
-            await super().aclose()
-        finally:
-            await asyncio.to_thread(self._server.close)
+        await asyncio.to_thread(self._server.close)
 
 
 class TasksetServer:

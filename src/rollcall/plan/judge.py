@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -98,6 +99,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     _judge_memory(memory, card, notes=notes, problems=problems)
     notes += _on_sizes(config, memory, card)
     notes += _on_host(host)
+    notes += _on_adapter(config)
     notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
     notes += [*_on_environment(config, plan), *_on_elastic(config, plan), *unused(config)]
     return RunPlan(
@@ -154,12 +156,6 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
             )
         if role not in trained and on_gpus:
             problems += _width_problems(role, width, config.rollout)
-    environment = config.environment
-    if plan.environments and isinstance(environment, AgentEnvironment | VerifiersEnvironment):
-        problems.append(
-            f"environment is placed, and the programs of environment.type={environment.type} run on the controller's node, where "
-            "the endpoint is that they ask; take environment out of cluster.component_placement"
-        )
     problems += [*_apart(config, plan), *_unreachable(config, plan)]
     return problems + _weightless(cluster.node_weights if cluster else None, plan)
 
@@ -323,13 +319,23 @@ def _on_inference(config: Config, plan: Plan) -> Iterator[str]:
         )
 
 
+def _on_adapter(config: Config) -> Iterator[str]:
+    path = config.model.lora.path if config.model.lora is not None else None
+    if path is not None and not os.path.isfile(Path(path).expanduser() / "adapter_config.json"):
+        yield f"model.lora.path={path} is not an adapter on this machine, so it is looked for only when the run starts"
+
+
 def _on_environment(config: Config, plan: Plan) -> Iterator[str]:
-    if config.environment is None or plan.environments or plan.num_nodes == 1:
+    environment = config.environment
+    if environment is None:
         return
-    if isinstance(config.environment, AgentEnvironment | VerifiersEnvironment):
-        kind = config.environment.type
-        yield f"the programs of environment.type={kind} run on the controller's node, where the endpoint is that they ask"
-    else:
+    if plan.environments and isinstance(environment, AgentEnvironment | VerifiersEnvironment):
+        nodes = [process.node_rank for process in plan.environments]
+        yield (
+            f"the programs of environment.type={environment.type} run on node {ranges(nodes)} and ask the controller's node for the "
+            "model: its endpoint listens on that node's address in the cluster, and needs the key of an episode"
+        )
+    if not plan.environments and plan.num_nodes > 1:
         yield (
             "environment is not placed, so it runs on the controller's node; cluster.component_placement.environment=all spreads it "
             "over all nodes"

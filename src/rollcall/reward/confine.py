@@ -113,7 +113,11 @@ def remove_folder(folder: str) -> None:
 
 def sweep_folders() -> None:
     """Remove the private folders of processes that were killed before they could."""
-    for entry in os.scandir(tempfile.gettempdir()):
+    try:
+        entries = list(os.scandir(tempfile.gettempdir()))
+    except OSError:
+        return  # no folder can be made there either, which is said then
+    for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and not os.path.exists(f"/proc/{match[1]}") and sys.platform == "linux":
             remove_folder(entry.path)

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollcall.config import ClusterSection, Config, EnvironmentBase
-from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.environments.children import Setup
+from rollcall.config import ClusterSection, Config, EnvironmentBase, EnvironmentSection
+from rollcall.config.environments import StepEnvironment
+from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
-from rollcall.environments.make import setup_of
+from rollcall.environments.make import Driven, make_here
+from rollcall.environments.protocol import Environments
+from rollcall.environments.server import refuse_without_packages
 from rollcall.errors import ConfigError, WorkerDiedError, WorkerLostError
 from rollcall.groups.backend import Seat
 from rollcall.groups.cluster import VirtualCluster
@@ -24,6 +26,7 @@ from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.loop.attempts import Budget, headline
 from rollcall.net.door import new_secret
+from rollcall.nodes.address import is_own, own_address
 from rollcall.plan.placement import Plan, Role
 from rollcall.wait import warn
 from rollcall.worker_env.declared import submitted_env, worker_env
@@ -36,18 +39,18 @@ WAIT_S = 180.0  # with none left
 class EnvironmentWorker:
     """The process on a node."""
 
-    def __init__(self, setup: Setup, *, max_processes: int, folder: str, run_dir: str) -> None:
-        self._setup = setup
-        self._max_processes = max_processes
+    def __init__(self, section: EnvironmentSection, *, chat_template: str | None, folder: str, run_dir: str) -> None:
+        self._section = section
+        self._chat_template = chat_template
         self._run_dir = run_dir
         if Path(folder).is_dir():  # where the run was started; a job's own folder is where this process is already
             os.chdir(folder)
 
     def listen(self, address: str, rank: int, name: str, secret: str) -> HostPlace | str:
-        """Where it listens; a text: why the user's class cannot be used."""
+        """Where it listens; a text: why what the section names cannot be used."""
         be_reachable(About(title=f"{Role.ENVIRONMENT} {rank}", roles=(str(Role.ENVIRONMENT),), run=self._run_dir))
         try:
-            host = EnvironmentHost(self._setup, max_processes=self._max_processes)
+            host = EnvironmentHost(make_here(self._section, chat_template=self._chat_template))
         except ConfigError as error:
             return str(error)
         return host.listen(address, name=name, secret=secret)
@@ -114,10 +117,12 @@ def start_hosts(
     section: ClusterSection,
     kept: Sequence[int],
     chat_template: str | None,
-) -> tuple[EnvironmentHosts, HostedEnvironments]:
+) -> tuple[EnvironmentHosts, Environments]:
     """On the nodes with the ``kept`` ranks, which the plan numbers from 0."""
     environment = config.environment
-    assert isinstance(environment, ClassEnvironment | StepEnvironment), "workable_plan refuses the others"
+    assert environment is not None, "a placement without one is refused"
+    if isinstance(environment, Driven):
+        refuse_without_packages()
     starts = [sum(plan.slots_per_node[:rank]) for rank in range(plan.num_nodes)]
     variables = _variables(environment, section, num_nodes=plan.num_nodes)
     nodes = [process.node_rank for process in plan.environments]
@@ -125,8 +130,8 @@ def start_hosts(
         cluster=cluster,
         remote_worker_builder=WorkerBuilder(
             "rollcall.roles.environment_hosts.EnvironmentWorker",
-            setup_of(environment, chat_template=chat_template),
-            max_processes=environment.max_running,
+            environment,
+            chat_template=chat_template,
             folder=os.getcwd(),
             run_dir=str(config.run.dir.resolve()),
         ),
@@ -142,13 +147,24 @@ def start_hosts(
     )
     hosts = EnvironmentHosts(config, group)
     elastic = config.trainer.elastic
-    environments = HostedEnvironments(
-        hosts.listen(),
+    places = hosts.listen()
+    hosted = HostedEnvironments(
+        places,
         renew=hosts.renew,
         needs_ids=isinstance(environment, StepEnvironment),
         wait_s=elastic.wait_s if elastic else WAIT_S,
     )
-    return hosts, environments
+    if not isinstance(environment, Driven):
+        return hosts, hosted
+    address = _endpoint_address(cluster, toward=places[0].address)
+    return hosts, AgentEnvironments(environment, chat_template=chat_template, programs=hosted, address=address)
+
+
+def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
+    """This node's, as its cluster knows it; where it has no slots, the one from which it reaches the hosts."""
+    routed = own_address(toward=toward, node_ip=None, interface=None)
+    known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
+    return routed if routed in known or not known else known[0]
 
 
 def _variables(environment: EnvironmentBase, section: ClusterSection, *, num_nodes: int) -> list[Mapping[str, str]]:
