@@ -695,6 +695,43 @@ def test_a_session_may_go_on_from_any_earlier_token(engine: Any, model: Any) -> 
     assert off_by(model, requests, results) < TOLERANCE
 
 
+def test_a_session_that_goes_back_into_a_shared_prompt_leaves_the_others_as_they_are(engine: Any, model: Any) -> None:
+    """Equal prompts share what is kept of them. One session goes back to the middle of it while others still read it."""
+    (prompt,) = random_prompts(1, lengths=(100, 100))
+    requests = [
+        request(prompt, name="goes back", seeds=(1,), session="s", max_tokens=2, stop_token_ids=()),
+        request(prompt, name="goes on", seeds=(2,), max_tokens=60, stop_token_ids=()),
+        request(prompt, name="waits", seeds=(3,), session="t", max_tokens=2, stop_token_ids=()),
+    ]
+    for one in requests:
+        engine.submit(one)
+    found: dict[str, Finished] = {}
+    while not {"goes back", "waits"} <= found.keys():
+        found |= {result.request_id: result for result in engine.poll()}
+    other = np.concatenate((prompt[:40], np.flip(prompt)[:20])).astype(prompt.dtype)
+    whole = np.concatenate((prompt, found["waits"].completions[0].token_ids))
+    requests.append(request(other, name="back", seeds=(4,), session="s", max_tokens=20, stop_token_ids=()))
+    engine.submit(requests[-1])
+    results = finish(engine, found)
+    requests.append(request(whole, name="after", seeds=(5,), session="t", max_tokens=20, stop_token_ids=()))
+    results |= run(engine, requests[-1:])
+    assert off_by(model, requests, results) < TOLERANCE
+
+
+def test_a_session_that_starts_over_beside_an_equal_prompt(engine: Any, model: Any) -> None:
+    """No token of what was kept serves it."""
+    one, other = random_prompts(2, lengths=(70, 90))
+    other[0] = 4 + (one[0] - 3) % 36
+    first = request(one, name="first", seeds=(1,), session="s", max_tokens=3, stop_token_ids=())
+    results = run(engine, [first])
+    both = [
+        request(other, name="again", seeds=(2,), session="s", max_tokens=9, stop_token_ids=()),
+        request(other, name="beside", seeds=(3,), max_tokens=9, stop_token_ids=()),
+    ]
+    results |= run(engine, both)
+    assert off_by(model, [first, *both], results) < TOLERANCE
+
+
 def test_ended_and_aborted_sessions_can_be_used_again(engine: Any, model: Any) -> None:
     prompts = random_prompts(2, lengths=(10, 20))
     requests = [request(prompt, name=f"r{index}", session=f"s{index}") for index, prompt in enumerate(prompts)]

@@ -152,6 +152,39 @@ def test_a_prompt_is_filled_once_for_all_its_completions(kind: EngineKind, model
     assert engine.runner.num_filled_tokens == sum(len(prompt) - 1 for prompt in prompts)  # type: ignore[attr-defined]
 
 
+def test_equal_prompts_of_several_requests_are_filled_once(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = make_engine(model, tokenizer)
+    (prompt,) = random_prompts(1, lengths=(70, 80))
+    requests = [request(prompt, name=f"r{index}", seeds=(index,), max_tokens=3 + 5 * index) for index in range(4)]
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
+    assert engine.runner.num_filled_tokens == len(prompt) - 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_rows_that_have_ended_stay_until_a_step_becomes_smaller(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At stop tokens and at limits: the card gets its rows again as often as the graph changes, not as often as a row ends."""
+    from rollcall.engine.native.paged import PagedRunner
+
+    model = make_model("qwen2-tied").to("cuda")
+    prompts = random_prompts(16, lengths=(3, 60))
+    requests = [
+        request(
+            prompt, name=f"r{index}", seeds=(index,), max_tokens=8 + 12 * index, stop_token_ids=tuple(range(index % 2))
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    plain = run(make_engine(model, tokenizer), requests)
+    uploads = []
+    upload = PagedRunner._upload_rows
+    monkeypatch.setattr(PagedRunner, "_upload_rows", lambda runner: (uploads.append(runner.num_rows), upload(runner)))
+    ahead = run(make_engine(model, tokenizer, ahead_from=1), requests)
+    assert ids_of(ahead) == ids_of(plain)
+    assert off_by(model, requests, ahead) < TOLERANCE
+    assert uploads[0] == 16 and len(uploads) <= 6, uploads  # graphs of 16, 8, 4, 2, 1 rows
+
+
 def test_completions_of_a_shared_prompt_are_exact(kind: EngineKind, model: Any, tokenizer: Any) -> None:
     """Prompts around the borders of a KV block, which is shared when full and copied when not."""
     requests = requests_for([prompt[:length] for prompt, length in zip(

@@ -139,7 +139,7 @@ def as_one(gradients: dict[str, Tensor]) -> Tensor:
 def budget_for(samples: list[Sample], num_batches: int) -> int:
     weights = np.zeros(len(samples), dtype=np.float32)
     for budget in range(1, 2000):
-        if len(pack(samples, weights=weights, tokens_per_microbatch=budget)) == num_batches:
+        if len(list(pack(samples, weights=weights, tokens_per_microbatch=budget))) == num_batches:
             return budget
     raise AssertionError(f"no budget gives {num_batches} micro-batches")
 
@@ -244,7 +244,10 @@ def test_a_compiled_learner_has_the_gradient_of_a_plain_one() -> None:
 @needs_bfloat16
 @pytest.mark.parametrize(
     ("architecture", "compile"),
-    [*((name, False) for name in ARCHITECTURES), pytest.param("qwen3-untied", True, marks=needs_compiler)],
+    [
+        *((name, False) for name in ARCHITECTURES),
+        pytest.param("qwen3-untied", True, marks=[pytest.mark.slow, needs_compiler]),
+    ],
 )
 def test_bfloat16_gives_the_gradient_of_float32_but_for_its_rounding(architecture: str, compile: bool) -> None:
     """From the same weights, those that bfloat16 has; a rounding of 1 in 256 in each product and sum."""

@@ -536,6 +536,11 @@ def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_
         ModelFilesError, match="holds an adapter of other weights than those in base: they have changed"
     ):
         read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
+    for key, value in (("rms_norm_eps", 1e-3), ("rope_parameters", {"rope_type": "default", "rope_theta": 7.0})):
+        other = trainable()
+        setattr(other.config, key, value)
+        with pytest.raises(ModelFilesError, match=f"another config.json than that in base .{key}: "):
+            read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
 
 
 def saved_adapter(folder: Path) -> Path:

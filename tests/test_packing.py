@@ -36,7 +36,7 @@ def make_sample(
 def pack_all(samples: list[Sample], budget: int, *, few: int = packing.FEW) -> list[MicroBatch]:
     weights = np.arange(1, len(samples) + 1, dtype=np.float32)
     with patch.object(packing, "FEW", few):
-        return pack(samples, weights=weights, tokens_per_microbatch=budget)
+        return list(pack(samples, weights=weights, tokens_per_microbatch=budget))
 
 
 @st.composite
@@ -166,6 +166,6 @@ def test_what_the_samples_lack_the_micro_batch_lacks(name: str) -> None:
 def test_rows_of_a_micro_batch_can_be_bounded_beside_its_tokens(most: int) -> None:
     samples = [make_sample(index // 2, [1, 2], [3, 4]) for index in range(7)]
     weights = np.ones(len(samples), dtype=np.float32)
-    batches = pack(samples, weights=weights, tokens_per_microbatch=1000, max_rows=most)
+    batches = list(pack(samples, weights=weights, tokens_per_microbatch=1000, max_rows=most))
     assert [batch.num_rows for batch in batches] == [most] * (7 // most) + ([7 % most] if 7 % most else [])
     assert [index for batch in batches for index in batch.sample_index] == list(range(7))

@@ -323,6 +323,7 @@ def learn_in_bfloat16(gang: Gang, changes: dict[str, Any]) -> list[dict[str, flo
     return [learner.update(make_samples(make_model())) for _ in range(3)]
 
 
+@pytest.mark.slow
 @needs_bfloat16
 def test_in_bfloat16_a_divided_learner_has_the_curve_of_one_process_but_for_rounding(ranks: Ranks) -> None:
     expected = learn_in_bfloat16(Gang.alone(), ALONE)

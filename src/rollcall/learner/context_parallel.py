@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rollcall.learner.gang import Gang
 from rollcall.learner.tensor_parallel import all_gather, pad_rows
+from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Attend
 from rollcall.types import Longs, MicroBatch
 
@@ -106,7 +107,7 @@ class ContextGroup:
         if own.places is None:
             return values
         everyones: Any = _Gather.apply(values, self)
-        return everyones.index_select(0, torch.from_numpy(own.places).to(values.device))
+        return everyones.index_select(0, on_device(own.places, values.device))
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
         """[n, H, D] of own tokens to [count, H / c, D] of own heads. Ranks that share a key/value head all get it."""

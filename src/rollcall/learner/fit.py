@@ -116,19 +116,17 @@ class Packing:
     max_rows: int | None
     whole_attempts: bool = False
 
-    def batches(self, rows: Sequence[int], tokens: int) -> list[MicroBatch]:
-        """Of these samples; a micro-batch names its rows by their place among all."""
-        made = pack(
+    def batches(self, rows: Sequence[int], tokens: int) -> Iterator[MicroBatch]:
+        """Of these samples, each when it is asked for; a micro-batch names its rows by their place among all."""
+        places = np.array(rows, dtype=np.int64)
+        for batch in pack(
             [self.samples[row] for row in rows],
             weights=self.weights[list(rows)],
             tokens_per_microbatch=tokens,
             max_rows=self.max_rows,
             whole_attempts=self.whole_attempts,
-        )
-        if len(rows) == len(self.samples):
-            return made
-        places = np.array(rows, dtype=np.int64)
-        return [replace(batch, sample_index=places[batch.sample_index]) for batch in made]
+        ):
+            yield replace(batch, sample_index=places[batch.sample_index])
 
     def units(self, batch: MicroBatch) -> int:
         return batch.num_attempts if self.whole_attempts else batch.num_rows
@@ -138,10 +136,10 @@ def run_fitting(
     body: Body, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None
 ) -> Iterator[tuple[MicroBatch, T]]:
     """Each micro-batch with what ``run`` gives for it; those that do not fit are made smaller, unless other ranks run
-    the same one."""
-    waiting = packing.batches(range(len(packing.samples)), fit.tokens * body.context.size)
-    while waiting:
-        batch = waiting[0]
+    the same one. The next is packed while a card still computes the last."""
+    rows, done = range(len(packing.samples)), set[int]()
+    waiting = packing.batches(rows, fit.tokens * body.context.size)
+    while (batch := next(waiting, None)) is not None:
         try:
             result = run(batch)
         except Exception as error:
@@ -151,15 +149,14 @@ def run_fitting(
                 raise too_large(body, fit, batch, packing, error, optimizer=optimizer) from None
             why = in_one_line(error)
         else:
-            del waiting[0]
+            done.update(batch.sample_index.tolist())
             yield batch, result
             continue
         # Outside the handler: the error holds the frames, and these the tensors.
         release(body.device)
         if not fit.shrink(batch, why=why, units=packing.units(batch), trains=optimizer is not None):
             raise MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
-        rows = sorted(int(row) for each in waiting for row in each.sample_index)
-        waiting = packing.batches(rows, fit.tokens)
+        waiting = packing.batches([row for row in rows if row not in done], fit.tokens)
 
 
 def too_large(

@@ -28,6 +28,7 @@ from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.adapter import Adapter
+from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Decoder
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.stored.tensors import Stored
@@ -191,7 +192,7 @@ class Learner:
             reference_logprobs=self._tensor(batch.reference_logprobs),
             advantages=self._tensor(batch.advantages),
             weights=self._tensor(batch.weights),
-            attempt=torch.from_numpy(batch.attempt[batch.row]).to(self.body.device),
+            attempt=on_device(batch.attempt[batch.row], self.body.device),
             num_attempts=batch.num_attempts,
             entropy=stats.entropy if self.algorithm.entropy_coef > 0 else stats.entropy.detach(),
         )
@@ -205,7 +206,7 @@ class Learner:
         return result.loss, {**result.metrics, **extra}
 
     def _tensor(self, array: Any) -> Any:
-        return None if array is None else torch.from_numpy(array).to(self.body.device)
+        return None if array is None else on_device(array, self.body.device)
 
 
 class Critic:
@@ -257,9 +258,9 @@ class Critic:
         loss = value_loss(
             self.algorithm,
             values=self.body.values(batch, recompute=self.fit.recompute),
-            old_values=torch.from_numpy(batch.values).to(device),
-            returns=torch.from_numpy(batch.returns).to(device),
-            weights=torch.from_numpy(batch.weights).to(device),
+            old_values=on_device(batch.values, device),
+            returns=on_device(batch.returns, device),
+            weights=on_device(batch.weights, device),
         )
         return loss, {"loss": loss.detach()}
 

@@ -13,7 +13,7 @@ never split.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,21 +34,24 @@ def pack(
     tokens_per_microbatch: int,
     max_rows: int | None = None,
     whole_attempts: bool = False,
-) -> list[MicroBatch]:
-    """Pack in the given order. ``weights[i]`` is the loss weight of each loss token of sample ``i``.
+) -> Iterator[MicroBatch]:
+    """Pack in the given order, each micro-batch when it is asked for. ``weights[i]`` is the loss weight of each loss token of sample
+    ``i``.
 
     The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows
     of a micro-batch beside its tokens. ``whole_attempts``: all rows of an attempt are in one micro-batch, whatever they cost.
     """
     rows = [index for index, sample in enumerate(samples) if sample.mask.any()]
     units = units_of(attempts_of([samples[index] for index in rows]).tolist() if whole_attempts else rows)
-    trees: list[_Trees] = []
+    trees = _Trees()
     for places in units:
         unit = [rows[place] for place in places]
-        if not trees or not trees[-1].take(samples, unit, most_tokens=tokens_per_microbatch, most_rows=max_rows):
-            trees.append(_Trees())
-            trees[-1].take(samples, unit, most_tokens=tokens_per_microbatch, most_rows=max_rows)
-    return [_lay_out(samples, tree.rows, weights) for tree in trees]
+        if not trees.take(samples, unit, most_tokens=tokens_per_microbatch, most_rows=max_rows):
+            yield _lay_out(samples, trees.rows, weights)
+            trees = _Trees()
+            trees.take(samples, unit, most_tokens=tokens_per_microbatch, most_rows=max_rows)
+    if trees.rows:
+        yield _lay_out(samples, trees.rows, weights)
 
 
 class _Row(NamedTuple):

@@ -37,6 +37,7 @@ from rollcall.learner.sharded_modules import LAYER_TENSORS, Shape, ShardedLayer,
 from rollcall.learner.tensor_parallel import SHARED_HEADS, TensorGroup, all_gather, cut_dim, pad_rows, split_order
 from rollcall.learner.whole import LossOf, T, everyones
 from rollcall.model.adapter import Adapter
+from rollcall.model.arrays import on_device
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, after_attention, before_attention, module_names, rope_tables
 from rollcall.model.load import non_finite_of, refuse_diverged
@@ -268,7 +269,7 @@ class Sharded:
 
     def _passes(self, packing: Packing, fit: Fit) -> list[tuple[MicroBatch, bool]]:
         """Micro-batches, then idle ones until every rank has the same number; whether each is idle."""
-        own = packing.batches(range(len(packing.samples)), fit.tokens * self.context.size)
+        own = list(packing.batches(range(len(packing.samples)), fit.tokens * self.context.size))
         num_idle = max(self.gang.gather(len(own))) - len(own)
         return [*((batch, False) for batch in own), *[(_idle_batch(), True)] * num_idle]
 
@@ -305,15 +306,15 @@ class Sharded:
         if needed > len(self.cos):
             like = torch.empty(1, device=device, dtype=self.dtype)
             self.cos, self.sin = rope_tables(self.rotary, max(needed, 256), like=like)
-        positions = torch.from_numpy(own.positions).to(device)
+        positions = on_device(own.positions, device)
         out = self.root(
             Work(
-                token_ids=torch.from_numpy(own.token_ids).to(device),
+                token_ids=on_device(own.token_ids, device),
                 cos=self.cos[positions].unsqueeze(1),
                 sin=self.sin[positions].unsqueeze(1),
                 attend=self.context.around(attend, count=batch.num_tokens),
-                logit_index=torch.from_numpy(own.logit_index).to(device),
-                targets=torch.from_numpy(own.targets).to(device),
+                logit_index=on_device(own.logit_index, device),
+                targets=on_device(own.targets, device),
                 temperature=temperature,
                 recompute=recompute,
                 plain=plain,

@@ -16,6 +16,7 @@ from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
 from rollcall.learner.optimizer import Optimizer, norm_of
 from rollcall.model.adapter import Adapter
+from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import non_finite_of, packed_hidden
 from rollcall.types import MicroBatch
@@ -73,7 +74,7 @@ class Whole:
         """``plain``: of the model's weights alone, without the adapter."""
         own = self.context.own(batch)
         picked = self._picked(batch, own, recompute, decoder=self.base if plain else self.decoder)
-        targets = torch.from_numpy(own.targets).to(picked.device)
+        targets = on_device(own.targets, picked.device)
         parts = token_stats(picked, self.decoder.lm_head, targets, temperature=temperature)
         return TokenStats(*(self.context.join(part, own) for part in parts))
 
@@ -93,7 +94,7 @@ class Whole:
             around=partial(self.context.around, count=batch.num_tokens),
             recompute=recompute,
         )
-        return hidden.index_select(0, torch.from_numpy(own.logit_index).to(hidden.device))
+        return hidden.index_select(0, on_device(own.logit_index, hidden.device))
 
     def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
         """What ``run`` gives for each micro-batch, without gradients."""

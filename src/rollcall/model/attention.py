@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.model.arrays import on_device
 from rollcall.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) ->
         buckets, order = _buckets(batch, q_lengths, k_lengths, device)
     return PackedLayout(
         shared=None if buckets else _shared(batch, device),
-        cu_q=torch.from_numpy(batch.cu_q).to(device),
-        cu_k=torch.from_numpy(batch.cu_k).to(device),
+        cu_q=on_device(batch.cu_q, device),
+        cu_k=on_device(batch.cu_k, device),
         max_q=int(q_lengths.max()),
         max_k=int(k_lengths.max()),
         buckets=buckets,
-        restore=torch.from_numpy(np.argsort(order)).to(device),
+        restore=on_device(np.argsort(order), device),
     )
 
 
@@ -84,7 +85,7 @@ def _shared(batch: MicroBatch, device: torch.device) -> Shared | None:
         return None
     from rollcall.kernels.shared import Shared
 
-    return Shared.of(torch.from_numpy(batch.kv_index).to(device), num_tokens=batch.num_tokens)
+    return Shared.of(on_device(batch.kv_index, device), num_tokens=batch.num_tokens)
 
 
 def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -106,8 +107,8 @@ def _buckets(
                 count=len(members),
                 q_length=q_length,
                 k_length=k_length,
-                queries=torch.from_numpy(queries).to(device),
-                keys=torch.from_numpy(keys).to(device),
+                queries=on_device(queries, device),
+                keys=on_device(keys, device),
             )
         )
     return tuple(buckets), np.concatenate(order)

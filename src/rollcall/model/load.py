@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollcall.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
+from rollcall.model.arrays import on_device
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Attend, Decoder, fuse_parameters
 from rollcall.model.files import check_model_dir, model_folder
@@ -349,5 +350,5 @@ def packed_hidden(
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(q, k, v, layout, scale=scale, window=decoder.layers[index].window)
 
-    own, places = torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
+    own, places = on_device(token_ids, device), on_device(positions, device)
     return decoder.forward(own, places, around(attend), recompute=recompute)

@@ -5,9 +5,8 @@ decode the chunk, take out what finished. A sequence's KV always covers all its 
 next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
 
-With many rows and nobody waiting, the next chunk is started before the results of the last are looked at. While no row has ended,
-it is started even before the last is done, so that a card does not wait for the host. A row that has ended is decoded for one
-chunk more, and what it got there is dropped.
+With several rows and nobody waiting, the next chunk is started before the last is done, so that a card does not wait for the host.
+Rows that have ended stay until leaving them out makes a step smaller, and what they get is dropped.
 
 The oldest request comes first. A request of a session whose KV is kept is as old as the session: with more conversations than rows,
 those that have begun go on before others begin, and their KV is used while it is there.
@@ -148,6 +147,9 @@ class NativeEngine:
 
     def end_session(self, session: str) -> None:
         self.runner.forget(session)
+        for sequence in self._running:  # a turn that has ended and is not removed yet leaves nothing
+            if sequence.finish is not None and sequence.request.session == session:
+                sequence.request = replace(sequence.request, session=None)
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -183,7 +185,7 @@ class NativeEngine:
     def _settle(self, *, goes_on: bool) -> None:
         """Take in the oldest chunk that is on its way; ``goes_on``: start the next one first, if there is no reason to wait."""
         steps, rows = self._started, list(self._running)
-        is_behind = goes_on and all(sequence.finish is None for sequence in rows) and self._start_next(steps)
+        is_behind = goes_on and not any(map(_leaves_kv, rows)) and self._start_next(steps)
         chunk = self.runner.read()
         if not is_behind:
             self._started = 0
@@ -196,10 +198,12 @@ class NativeEngine:
 
     def _start_next(self, steps: int) -> bool:
         """Start another chunk while the last one's ``steps`` are not collected; false: there is a reason to wait for them."""
-        if self._waiting or len(self._running) < self.runner.ahead_from:
+        remaining = [each.limit - each.length - steps for each in self._running if each.finish is None]
+        if self._waiting or not remaining or len(remaining) < self.runner.ahead_from:
             return False
-        next_steps = self.runner.steps([each.limit - each.length - steps for each in self._running])
-        if next_steps <= 0 or not self.runner.reserve(next_steps):
+        ended = [row for row, each in enumerate(self._running) if each.finish is not None]
+        next_steps = self.runner.steps(remaining)
+        if next_steps <= 0 or not self.runner.carry(ended) or not self.runner.reserve(next_steps):
             return False
         self._start(next_steps)
         return True

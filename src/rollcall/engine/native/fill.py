@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollcall.engine.native.runner import Fill
 from rollcall.errors import is_out_of_memory
+from rollcall.model.arrays import on_device
 from rollcall.model.attention import flash, runs_flash
 from rollcall.model.decoder import Decoder
 
@@ -43,7 +44,7 @@ def run_fills(
         out = _attend_fresh(*(x[:num_fresh] for x in (q, k, v)), cumulative=cumulative, lengths=fresh, window=window)
         return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))
 
-    decoder.forward(torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), attend, gain=gain)
+    decoder.forward(on_device(ids, device), on_device(positions, device), attend, gain=gain)
     return sum(lengths)
 
 

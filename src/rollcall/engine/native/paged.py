@@ -25,10 +25,20 @@ from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills, run_halved
 from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.past import attend_packed
-from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, order_fills, plan_fills
+from rollcall.engine.native.runner import (
+    Chunk,
+    Fill,
+    PromptKey,
+    RowState,
+    Sequence,
+    order_fills,
+    plan_fills,
+    prompt_key,
+)
 from rollcall.engine.native.sampler import truncate
 from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
+from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Decoder
 from rollcall.model.low_rank import add_low_rank
 from rollcall.plan.choose import KV_BLOCK as BLOCK
@@ -36,7 +46,7 @@ from rollcall.plan.engine import FILL_TOKENS
 from rollcall.wait import say
 
 CHUNK = 16  # steps between two looks at the results
-AHEAD_ROWS = 64  # with fewer, the host is done with a chunk before the card notices
+AHEAD_ROWS = 4  # with fewer, the next request should not wait for a chunk that nobody needs
 PAST = 16  # tokens whose keys are read for a fill take less memory than one token that is computed
 
 
@@ -94,16 +104,19 @@ class PagedRunner:
 
     def admit(self, sequences: list[Sequence]) -> int:
         first = self.num_rows
-        prefixes: dict[str, list[int]] = {}  # full blocks of a prompt whose first completion was just admitted
+        prefixes: dict[PromptKey, list[int]] = {}  # blocks of a prompt whose first completion was just admitted
         copies: list[tuple[int, int]] = []
         past: dict[int, int] = {}
         count = 0
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=first):
             kept = self._kept.take(sequence.request.session)
-            if kept is None:
-                blocks = self._blocks_for(sequence, prefixes, copies)
+            served = 0 if kept is None else self._num_served(kept, sequence)
+            if kept is not None and served:
+                blocks = self._blocks_after(kept, sequence, served)
+                past[row] = served
             else:
-                blocks, past[row] = self._blocks_after(kept, sequence)
+                self._give_back(kept)
+                blocks = self._blocks_for(sequence, prefixes, copies)
             if blocks is None:
                 break
             self._blocks.append(blocks)
@@ -115,7 +128,7 @@ class PagedRunner:
         for row, sequence in enumerate(admitted, start=first):
             self._rows.set(row, sequence)
             self._grow_tables(sequence.limit)
-        self._fill(plan_fills(admitted, first, past={row: count for row, count in past.items() if count}))
+        self._fill(plan_fills(admitted, first, past={row: past[row] for row in past if row < first + count}))
         if copies:
             source, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
             self._cache[:, :, target] = self._cache[:, :, source]
@@ -132,13 +145,22 @@ class PagedRunner:
             self._blocks[row] += new
         return True
 
+    def carry(self, ended: list[int]) -> bool:
+        """A step of fewer rows is a smaller graph. Until there is one, rows that have ended cost a little of the products."""
+        if _bucket(self.num_rows - len(ended), self.max_running) < _bucket(self.num_rows, self.max_running):
+            return False
+        self._rows.limit[ended] = self._rows.position[ended]
+        return True
+
     @torch.inference_mode()
     def start(self, steps: int) -> None:
         rows = self.num_rows
         truncates = bool((self._rows.top_p[:rows] < 1).any() or (self._rows.top_k[:rows] > 0).any())
         size = _bucket(rows, self.max_running)
         step = self._graph(size, truncates).replay if self._captures else partial(self._decode_step, size, truncates)
-        if not self._on_the_way:
+        if self._on_the_way:
+            self._upload_ends()
+        else:
             self._upload_rows()
         self._upload_tables()
         self._step.zero_()
@@ -186,30 +208,35 @@ class PagedRunner:
             self._give_back(self._kept.take_oldest())
         return blocks
 
-    def _blocks_after(self, kept: Kept[list[int]], sequence: Sequence) -> tuple[list[int] | None, int]:
-        """The kept blocks as far as the tokens agree, and new ones behind them; of how many tokens there is KV. A session is
-        one sequence after the other, so nobody else reads the last block, which the sequence writes on."""
-        num_tokens = kept.num_shared(sequence)
-        full = -(-num_tokens // BLOCK)
+    def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
+        """Of how many tokens the kept KV is used. The sequence writes on behind them, so not into a block that others read."""
+        shared = kept.num_shared(sequence)
+        is_read = shared % BLOCK and self._pool.is_shared(kept.kv[shared // BLOCK])
+        return shared - shared % BLOCK if is_read else shared
+
+    def _blocks_after(self, kept: Kept[list[int]], sequence: Sequence, served: int) -> list[int] | None:
+        """The kept blocks of the first ``served`` tokens, and new ones behind them."""
+        full = -(-served // BLOCK)
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
         self._pool.give_back(kept.kv[full:])  # first: there may be no others
         new = self._take(total - full)
         if new is None:
-            self._kept.put(replace(kept, ids=kept.ids[:num_tokens], kv=kept.kv[:full]))
-            return None, 0
-        return kept.kv[:full] + new, num_tokens
+            self._kept.put(replace(kept, ids=kept.ids[:served], kv=kept.kv[:full]))
+            return None
+        return kept.kv[:full] + new
 
     def _blocks_for(
-        self, sequence: Sequence, prefixes: dict[str, list[int]], copies: list[tuple[int, int]]
+        self, sequence: Sequence, prefixes: dict[PromptKey, list[int]], copies: list[tuple[int, int]]
     ) -> list[int] | None:
         """Blocks that hold the sequence and its next token; a sibling's full prompt blocks are shared."""
         filled = sequence.length - 1
         total = -(-min(sequence.length + 1, sequence.limit) // BLOCK)
-        siblings = prefixes.get(sequence.request.id) if not sequence.token_ids else None
+        key = prompt_key(sequence)
+        siblings = prefixes.get(key) if not sequence.token_ids else None
         if siblings is None:
             blocks = self._take(total)
             if blocks is not None and not sequence.token_ids:
-                prefixes[sequence.request.id] = blocks[: -(-filled // BLOCK)]
+                prefixes[key] = blocks[: -(-filled // BLOCK)]
             return blocks
         full = filled // BLOCK
         own = self._take(total - full)
@@ -286,14 +313,20 @@ class PagedRunner:
         for row, start, end in parts:
             positions = np.arange(start, end)
             slots.append(np.array(self._blocks[row])[positions // BLOCK] * BLOCK + positions % BLOCK)
-        return torch.from_numpy(np.concatenate(slots)).to(self.decoder.device)
+        return on_device(np.concatenate(slots), self.decoder.device)
+
+    def _upload_ends(self) -> None:
+        """Behind the chunk that runs: rows at their limit, which may have been set since that chunk began."""
+        over = self._rows.is_over(self.num_rows)
+        if over.any():
+            ends = on_device(over, self.decoder.device)
+            self._state[1, : self.num_rows].masked_fill_(ends, -1)
 
     def _upload_rows(self) -> None:
         rows = self.num_rows
         state = self._rows.numbers.copy()
         state[1, rows:] = -1
-        over = state[1, :rows] >= state[2, :rows]
-        state[1, :rows][over] = -1
+        state[1, :rows][self._rows.is_over(rows)] = -1
         self._state.copy_(torch.from_numpy(state))
         sampling_state = np.stack((self._rows.temperature, self._rows.top_p, self._rows.top_k.astype(np.float32)))
         self._sampling.copy_(torch.from_numpy(sampling_state))
@@ -427,6 +460,9 @@ class BlockPool:
 
     def share(self, blocks: list[int]) -> None:
         self._users[blocks] += 1
+
+    def is_shared(self, block: int) -> bool:
+        return bool(self._users[block] > 1)
 
     def give_back(self, blocks: list[int]) -> None:
         self._users[blocks] -= 1

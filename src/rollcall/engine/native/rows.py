@@ -37,6 +37,7 @@ from rollcall.model.decoder import Decoder
 KEPT_PER_ROW = 2  # conversations whose KV is kept for each row: one that waits to go on, one whose turn has just ended
 CHUNK = 8  # steps between two looks at the results
 COLUMN_STEP = 32  # rows grow by this many columns
+TURN = 128  # columns before the first one, for the next turns of sessions
 
 
 class RowRunner:
@@ -67,6 +68,7 @@ class RowRunner:
         self._rows = RowState(max_running, served=served)  # a row starts ``position`` columns back
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
         self._kept = KeptRows()
+        self._has_sessions = False
 
     @property
     def room(self) -> int:
@@ -116,6 +118,9 @@ class RowRunner:
         self._make_room(steps=needed - lead, live=(rows, lead))
         return True
 
+    def carry(self, ended: list[int]) -> bool:
+        return not ended  # decoding a row takes time here
+
     @torch.inference_mode()
     def start(self, steps: int) -> None:
         rows = self.num_rows
@@ -143,6 +148,7 @@ class RowRunner:
 
     @torch.inference_mode()
     def keep(self, rows: dict[int, Sequence]) -> None:
+        self._has_sessions = True
         leaving: list[Leaving] = []
         for row, sequence in rows.items():
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
@@ -204,13 +210,16 @@ class RowRunner:
             return
         rows = max(self.num_rows, num_rows)
         needed = lead + steps
-        if rows > num_rows or needed > num_columns:
-            rounded = -(-needed // COLUMN_STEP) * COLUMN_STEP
-            candidates = (max(rounded, num_columns), rounded, needed)
+        # A turn comes back longer by more than its rows' steps: room before the first column spares it a copy of all rows.
+        before = TURN if self._has_sessions else 0
+        rounded, roomy = (-(-size // COLUMN_STEP) * COLUMN_STEP for size in (needed, needed + before))
+        if rows > num_rows or roomy > num_columns:
+            candidates = (max(roomy, num_columns), roomy, max(rounded, num_columns), rounded, needed)
             num_columns = next((size for size in candidates if self._fits(rows, size)), needed)
+        column = lead + min(before, max(0, num_columns - rounded))
         heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
         seats, kept = live[0] * heads, live[1]
-        new, old = slice(lead - kept, lead), slice(self._column - kept, self._column)
+        new, old = slice(column - kept, column), slice(self._column - kept, self._column)
         for index, (old_keys, old_values) in enumerate(zip(self._keys, self._values, strict=True)):
             # Zeros, not leftovers: what a mask hides still takes part in products, and zero times NaN is NaN.
             values = torch.zeros(rows * heads, num_columns, dim)
@@ -221,7 +230,7 @@ class RowRunner:
                 keys[:seats, :, new] = old_keys[:seats, :, old]
                 values[:seats, new] = old_values[:seats, old]
             self._keys[index], self._values[index] = keys, values
-        self._capacity, self._column = (rows, num_columns), lead
+        self._capacity, self._column = (rows, num_columns), column
 
     def _draw_uniforms(self, sequences: list[Sequence], first: int) -> None:
         """All numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""

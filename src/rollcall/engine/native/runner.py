@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.sequence import Sequence
-from rollcall.types import Floats, Ints, Longs
+from rollcall.types import Bools, Floats, Ints, Longs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,11 @@ class Runner(Protocol):
     @property
     def ahead_from(self) -> float:
         """With this many rows or more, the engine starts the next chunk before it looks at the results of the last."""
+        ...
+
+    def carry(self, ended: list[int]) -> bool:
+        """Whether these rows, which have ended, may stay for another chunk, because they cost next to nothing there; they get no
+        more room. False: remove them first."""
         ...
 
     def start(self, steps: int) -> None:
@@ -101,6 +106,10 @@ class RowState:
         for state in (*self.numbers, self.temperature, self.top_p, self.top_k, self.slot):
             state[to] = state[source]
 
+    def is_over(self, num_rows: int) -> Bools:
+        """Which of the first rows get no more tokens."""
+        return self.position[:num_rows] >= self.limit[:num_rows]
+
     def gain(self, num_rows: int) -> Tensor | None:
         """Which adapter each of the first rows has; None: the engine has no adapters."""
         return None if self._served is None else self._served.gain(self.slot[:num_rows])
@@ -121,20 +130,29 @@ class Fill:
     past: int = 0
 
 
+PromptKey = tuple[str | None, bytes]
+
+
+def prompt_key(sequence: Sequence) -> PromptKey:
+    """Equal where the KV of two prompts is."""
+    return sequence.request.adapter, sequence.request.prompt_ids.tobytes()
+
+
 def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, int]) -> list[Fill]:
-    """Fresh completions of one request share one fill; a resumed one needs its own tokens. ``past``: the rows that have KV
+    """Fresh completions of one prompt share one fill; a resumed one needs its own tokens. ``past``: the rows that have KV
     already, and of how many tokens."""
-    shared: dict[str, list[int]] = {}
-    prompts: dict[str, Ints] = {}
+    shared: dict[PromptKey, list[int]] = {}
+    prompts: dict[PromptKey, Ints] = {}
     fills: list[Fill] = []
     for row, sequence in enumerate(sequences, start=first_row):
         if sequence.token_ids or row in past:
             start = past.get(row, 0)
             fills.append(Fill(token_ids=sequence.all_ids()[start:-1], rows=(row,), past=start))
         else:
-            shared.setdefault(sequence.request.id, []).append(row)
-            prompts[sequence.request.id] = sequence.request.prompt_ids[:-1]
-    fills += [Fill(token_ids=prompts[request_id], rows=tuple(rows)) for request_id, rows in shared.items()]
+            key = prompt_key(sequence)
+            shared.setdefault(key, []).append(row)
+            prompts[key] = sequence.request.prompt_ids[:-1]
+    fills += [Fill(token_ids=prompts[key], rows=tuple(rows)) for key, rows in shared.items()]
     return [fill for fill in fills if len(fill.token_ids)]
 
 
