@@ -242,6 +242,7 @@ def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

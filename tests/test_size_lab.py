@@ -35,7 +35,7 @@ class Nodes:
 
     lab: Lab
 
-    def write(self, name: str, placement: dict[str, str], **sections: Any) -> Path:
+    def write(self, name: str, placement: dict[str, str], *, slots: int = 2, **sections: Any) -> Path:
         folder = self.lab.shared / name
         folder.mkdir(exist_ok=True)
         trainer = {
@@ -49,7 +49,7 @@ class Nodes:
         run = {
             "run": {"name": name, "dir": str(folder / "run"), "seed": 0},
             "cluster": {
-                "num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "component_placement": placement,
+                "num_nodes": 2, "num_gpus_per_node": slots, "accelerator": "cpu", "component_placement": placement,
             },
             "model": {"path": "builtin:arithmetic", "device": "cpu", **sections.pop("model", {})},
             "data": {"train": "builtin:arithmetic", "val": None, "prompts_per_step": 8, "max_prompt_tokens": 16},
@@ -98,9 +98,9 @@ def test_an_adapter_is_trained_by_ranks_that_share_sequences_and_sampled_by_vllm
         pytest.skip(str(error))
     path = nodes.write(
         "adapter",
-        {"rollout": "0-1", "actor": "2-3"},
+        {"rollout": "0-1:0", "actor": "2-3"},
         model={"lora": {"rank": 4, "alpha": 8}},
-        rollout={"engine": "vllm", "tensor_parallel_size": 2, "vllm": {"python": python}},
+        rollout={"engine": "vllm", "vllm": {"python": python, "tensor_parallel_size": 2}},
         actor={"context_parallel_size": 2, "lr": 1.0e-3},
     )
     run_dir, hosts = path.parent / "run", nodes.lab.hosts
@@ -122,11 +122,10 @@ def test_an_adapter_is_trained_by_ranks_that_share_sequences_and_sampled_by_vllm
 
 def test_a_run_of_four_actors_goes_on_with_two(nodes: Nodes) -> None:
     """The same samples and the same weights as with four to the end, but for the order of sums."""
-    four, two = {"actor,rollout": "all"}, {"actor,rollout": "0,2"}
-    sharded = {"sharding": "fsdp", "lr": 1.0e-4}
-    nodes.train(nodes.write("four", four, actor=sharded))
-    nodes.train(nodes.write("four-then-two", four, actor=sharded, trainer={"steps": STEPS // 2}))
-    path = nodes.write("four-then-two", two, actor=sharded)
+    everywhere, sharded = {"actor,rollout": "all"}, {"sharding": "fsdp", "lr": 1.0e-4}
+    nodes.train(nodes.write("four", everywhere, actor=sharded))
+    nodes.train(nodes.write("four-then-two", everywhere, actor=sharded, trainer={"steps": STEPS // 2}))
+    path = nodes.write("four-then-two", everywhere, slots=1, actor=sharded)
     nodes.train(path)
     found = audit(path.parent / "run")
     assert found.is_clean and found.steps == STEPS, str(found)

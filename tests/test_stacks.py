@@ -123,6 +123,7 @@ def test_both_kinds_of_stacks_are_read_into_threads_and_frames() -> None:
     assert threads_of("it has no stacks") == []
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_role_is_a_trace_of_what_its_threads_did(run_dir: Path, work: None, tmp_path: Path) -> None:
     arguments = ["profile", str(run_dir), "--role", "actor", "--seconds", "0.3", "--out", str(tmp_path / "p"), "--json"]
     result = CliRunner().invoke(app, arguments)

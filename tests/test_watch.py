@@ -59,8 +59,8 @@ def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess
     busy.send_signal(signal.SIGSTOP)
     stopped = wait_for_state(busy, "T")
     watch = Watch()
-    assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set()) == []
-    (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set())
+    assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={}) == []
+    (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={})
     assert loss.rank == 3 and loss.still_runs and "stopped" in loss.why and "update" in loss.why
     stacks = dump_stacks(busy.pid)
     assert "a_function_that_hangs" in stacks and busy.poll() is None
@@ -118,33 +118,45 @@ def test_a_node_that_is_silent_loses_its_workers_and_one_that_is_late_does_not()
     watch = Watch()
     seats = {"a": [0, 1], "b": [2]}
     here: dict[int, Seen] = {2: alive()}
-    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set()) == []
+    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set(), kinds={}) == []
     for _ in range(3):
-        assert watch.judge({"a": None, "b": here}, seats=seats, gone=set()) == []
-    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set()) == []
-    losses = [loss for _ in range(6) for loss in watch.judge({"b": here}, seats=seats, gone=set())]
+        assert watch.judge({"a": None, "b": here}, seats=seats, gone=set(), kinds={}) == []
+    assert watch.judge({"a": {0: alive(), 1: alive()}, "b": here}, seats=seats, gone=set(), kinds={}) == []
+    losses = [loss for _ in range(6) for loss in watch.judge({"b": here}, seats=seats, gone=set(), kinds={})]
     assert [loss.rank for loss in losses] == [0, 1] and not losses[0].still_runs and "silent" in losses[0].why
 
 
 def test_a_node_that_ray_has_given_up_is_lost_at_once_and_told_once() -> None:
     watch = Watch()
-    assert [loss.rank for loss in watch.judge({}, seats={"a": [4]}, gone={"a"})] == [4]
-    assert watch.judge({}, seats={"a": [4]}, gone={"a"}) == []
+    assert [loss.rank for loss in watch.judge({}, seats={"a": [4]}, gone={"a"}, kinds={})] == [4]
+    assert watch.judge({}, seats={"a": [4]}, gone={"a"}, kinds={}) == []
     watch.forgive(4)
-    assert [loss.rank for loss in watch.judge({"a": {4: Seen(is_alive=False)}}, seats={"a": [4]}, gone=set())] == [4]
+    assert [
+        loss.rank for loss in watch.judge({"a": {4: Seen(is_alive=False)}}, seats={"a": [4]}, gone=set(), kinds={})
+    ] == [4]
 
 
 def test_patience_grows_with_what_a_call_took_before() -> None:
     watch = Watch()
-    assert watch.patience_s("update") == FIRST_CALL_S
+    assert watch.patience_s("", "update") == FIRST_CALL_S
 
     def judge(**fields: Any) -> list[int]:
-        return [loss.rank for loss in watch.judge({"a": {0: alive(**fields)}}, seats={"a": [0]}, gone=set())]
+        return [loss.rank for loss in watch.judge({"a": {0: alive(**fields)}}, seats={"a": [0]}, gone=set(), kinds={})]
 
     assert judge(longest_s={"update": 100.0, "score": 0.1}) == []
-    assert watch.patience_s("update") == FACTOR * 100 and watch.patience_s("score") == LEAST_S
+    assert watch.patience_s("", "update") == FACTOR * 100 and watch.patience_s("", "score") == LEAST_S
     assert judge(doing="update", busy_s=FACTOR * 100 - 1) == []
     assert judge(doing="update", busy_s=FACTOR * 100 + 1) == [0]
+
+
+def test_patience_is_that_of_a_workers_own_kind() -> None:
+    """An actor has loaded its model in seconds while an engine still compiles."""
+    watch = Watch()
+    looks = {"a": {0: alive(longest_s={"build": 2.0}), 1: alive(doing="build", busy_s=LEAST_S + 100)}}
+    assert watch.judge(looks, seats={"a": [0, 1]}, gone=set(), kinds={0: "actor", 1: "rollout"}) == []
+    assert watch.patience_s("rollout", "build") == FIRST_CALL_S and watch.patience_s("actor", "build") == LEAST_S
+    (loss,) = watch.judge(looks, seats={"a": [0, 1]}, gone=set(), kinds={0: "actor", 1: "actor"})
+    assert loss.rank == 1
 
 
 # Fewer nodes

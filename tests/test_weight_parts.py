@@ -217,10 +217,10 @@ def test_senders_that_do_not_go_on_alike_end_the_update_with_a_sentence() -> Non
     """Receivers on three nodes share some senders and not others, and one of them has refused."""
     receiver = PartsReceiver([], name="rollout rank 2", wanted={}, device=CPU, open_inlet=lambda invitation: None)  # type: ignore[arg-type, return-value]
     told = {"actor rank 0": "end", "actor rank 1": "again"}
-    receiver._ends = [
+    receiver._ends = [  # type: ignore[assignment]
         (SimpleNamespace(peer=peer, tell=lambda *words: None, hear=lambda deadline, step=step: {"step": step}), None)
         for peer, step in told.items()
-    ]  # type: ignore[misc]
+    ]
     with pytest.raises(
         WeightUpdateError, match=r"rollout rank 2 .* another .* refused .* rank 0: end, actor rank 1: again"
     ):

@@ -149,8 +149,8 @@ def test_the_interface_works_as_it_is_documented(backend):
     [
         list(range(10)),
         np.arange(20).reshape(10, 2),
-        torch.arange(10),
-        {"ids": np.arange(10), "text": [str(number) for number in range(10)]},
+        pytest.param(torch.arange(10), marks=pytest.mark.slow),
+        pytest.param({"ids": np.arange(10), "text": [str(number) for number in range(10)]}, marks=pytest.mark.slow),
         [make_sample(draw) for draw in range(10)],
     ],
     ids=lambda data: type(data).__name__ if not isinstance(data, list) else type(data[0]).__name__,

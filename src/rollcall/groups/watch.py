@@ -3,7 +3,7 @@
 A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is counted in looks, not by the clock, so
 that a pause of this process does not count against a node. A worker is lost when its process is gone, when it is stopped at
 two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call of that
-method in the group so far, and at least a minute. While a debugger holds any process of the run, the time of every call stands
+method by a worker of its kind so far, and at least a minute. While a debugger holds any process of the run, the time of every call stands
 still: the others may wait for the one that is held.
 """
 
@@ -39,7 +39,7 @@ class Watch:
         self._silent: dict[str, int] = {}  # looks in a row without an answer
         self._has_answered: set[str] = set()
         self._stopped: dict[int, int] = {}  # looks in a row, by rank
-        self._longest_s: dict[str, float] = {}
+        self._longest_s: dict[tuple[str, str], float] = {}  # by kind of worker and method
         self._lost: set[int] = set()
         self._held: dict[
             int, tuple[int, float]
@@ -56,9 +56,11 @@ class Watch:
         *,
         seats: Mapping[str, list[int]],
         gone: set[str],
+        kinds: Mapping[int, str],
         is_held: bool = False,
     ) -> list[Loss]:
-        """The losses since the last time. ``seats`` has the ranks on each node, ``gone`` the nodes that Ray knows are dead;
+        """The losses since the last time. ``seats`` has the ranks on each node, ``gone`` the nodes that Ray knows are dead,
+        ``kinds`` the roles of each rank: an actor loads its model in seconds, and an engine may compile for minutes.
         ``is_held``: a debugger holds some process of the run."""
         found: list[Loss] = []
         for node, ranks in seats.items():
@@ -78,28 +80,28 @@ class Watch:
             for rank, one in (seen or {}).items():
                 if is_held:
                     self._held[rank] = (one.num_done, one.busy_s)
-                if (loss := self._judge(rank, one)) is not None:
+                if (loss := self._judge(rank, one, kinds.get(rank, ""))) is not None:
                     found.append(loss)
         new = [loss for loss in found if loss.rank not in self._lost]
         self._lost |= {loss.rank for loss in new}
         return new
 
-    def patience_s(self, method: str) -> float:
-        longest_s = self._longest_s.get(method)
+    def patience_s(self, kind: str, method: str) -> float:
+        longest_s = self._longest_s.get((kind, method))
         return FIRST_CALL_S if longest_s is None else max(LEAST_S, FACTOR * longest_s)
 
-    def _judge(self, rank: int, seen: Seen) -> Loss | None:
+    def _judge(self, rank: int, seen: Seen, kind: str) -> Loss | None:
         if not seen.is_alive:
             return Loss(rank=rank, why="its process is gone", still_runs=False)
         for method, took_s in (seen.longest_s or {}).items():
-            self._longest_s[method] = max(self._longest_s.get(method, 0.0), took_s)
+            self._longest_s[kind, method] = max(self._longest_s.get((kind, method), 0.0), took_s)
         self._stopped[rank] = self._stopped.get(rank, 0) + 1 if seen.state == "T" else 0
         if self._stopped[rank] >= STOPPED_LOOKS:
             during = f" during {seen.doing}" if seen.doing else ""
             return Loss(rank=rank, why=f"its process is stopped (state T){during}", still_runs=True)
         call, held_s = self._held.get(rank, (-1, 0.0))
         busy_s = seen.busy_s - (held_s if call == seen.num_done else 0.0)
-        allowed_s = self.patience_s(seen.doing)
+        allowed_s = self.patience_s(kind, seen.doing)
         if seen.doing and busy_s > allowed_s:
             why = f"no progress in {seen.doing} for {busy_s:.0f} s, with {allowed_s:.0f} s allowed"
             return Loss(rank=rank, why=why, still_runs=True)

@@ -259,15 +259,15 @@ class Supervisor:
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
             seats={node: list(pids) for node, pids in by_node.items()},
             gone=gone,
+            kinds={rank: spec.kind for rank, spec in specs.items()},
             is_held=is_held,
         )
         return [replace(loss, why=f"{loss.why}{self.slow_links([specs[loss.rank]])}") for loss in losses]
 
     def _post(self, spec: WorkerSpec, pid: int, *, stop: Mapping[str, Any] | None) -> None:
         """Tell the board where a debugger holds this worker. Ray's own debugger does not say where."""
-        named = re.findall(r"(\w+) rank (\d+)", spec.title) or [(spec.role, spec.rank)]
-        role = "+".join(name for name, _ in named)
-        seat = DebugSeat(role=role, rank=int(named[0][1]), node=spec.node.node_rank, title=spec.where)
+        (rank,) = re.findall(r"\w+ rank (\d+)", spec.title)[:1] or [spec.rank]
+        seat = DebugSeat(role=spec.kind, rank=int(rank), node=spec.node.node_rank, title=spec.where)
         BOARD.post(f"{self._mark} {pid}", seat, stop or None)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
