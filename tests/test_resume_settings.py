@@ -178,3 +178,28 @@ def test_a_refused_resume_leaves_the_run_file_as_it_was(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             finish(make_run(tmp_path, *(["trainer.steps=3"] if "steps" not in override else []), override))
         assert path.read_text() == before
+
+
+def test_a_resume_that_the_checkpoint_refuses_leaves_the_run_file_as_it_was(tmp_path: Path) -> None:
+    finish(make_run(tmp_path, "trainer.steps=2"))
+    path = tmp_path / "run" / "run.yaml"
+    before = path.read_text()
+    with pytest.raises(ValueError, match="keep the old value"):
+        finish(make_run(tmp_path, "trainer.steps=3", "actor.optimizer.kwargs={amsgrad: true}"))
+    assert path.read_text() == before
+
+
+def test_a_start_that_was_killed_as_it_wrote_its_run_file_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".tmp-run.yaml-0a1b2c3d").touch()
+    assert told(tmp_path) == []
+    (tmp_path / "run" / "mine.txt").touch()
+    with pytest.raises(ConfigError, match="has files in it but no run.yaml"):
+        told(tmp_path)
+
+
+def test_a_change_to_a_finished_run_is_said_to_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    finish(make_run(tmp_path, "trainer.steps=1"))
+    assert caplog.text == ""
+    train(make_run(tmp_path, "trainer.steps=1", "actor.lr=0.5"))
+    assert "the run is finished, so these changes have no effect: actor.lr: " in caplog.text

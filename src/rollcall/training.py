@@ -113,8 +113,9 @@ class _Training:
         started = time.perf_counter()
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
+        changes: list[Change] = []
         if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed does not own it
-            changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
+            changes = changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
         if not has_begun(run_dir):
             refuse_changing_base(config)
         store = CheckpointStore(
@@ -125,6 +126,11 @@ class _Training:
         summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if self.bounds.trains else None
         if summary is not None:
             say(_finished(run_dir, summary))
+            if changes:
+                warn(
+                    f"the run is finished, so these changes have no effect: {'; '.join(map(str, changes))}. `rollcall merge "
+                    f"{run_dir} --out FOLDER` writes its model in another form"
+                )
             return summary
         start_step = resume.step if resume else 0
         before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
@@ -182,6 +188,10 @@ class _Training:
             _check_lengths(config, workers)
             _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
+            if resume:
+                console.phase(f"reading the checkpoint of step {start_step}")
+                workers.saving.read(resume.path)
+            console.phase(None)
             # Only now: a run file that is refused must not become this directory's.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
@@ -196,10 +206,6 @@ class _Training:
             kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
             events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
             _say_changes(events, changes, config, step=start_step)
-            if resume:
-                console.phase(f"reading the checkpoint of step {start_step}")
-                workers.saving.read(resume.path)
-            console.phase(None)
             _say_where(run_dir, start_step, journal)
             controller = Controller(
                 config,
@@ -264,9 +270,10 @@ def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> Non
 def _write_result(config: Config, summary: dict[str, Any]) -> Path | None:
     """The summary and the learning curve; where the curve is, if it could be drawn."""
     metrics, path, picture = (config.run.dir / name for name in ("metrics.jsonl", "summary.json", "learning_curve.png"))
-    persist(lambda: write_summary(path, summary), path=path, what="the summary")
     draw = partial(learning_curve, metrics, picture, name=config.run.name)
-    return persist(draw, path=picture, what="the learning curve")
+    curve = persist(draw, path=picture, what="the learning curve")
+    persist(lambda: write_summary(path, summary), path=path, what="the summary")  # last: a run that has one is finished
+    return curve
 
 
 def _drive(controller: Controller, *, grace_s: float) -> None:

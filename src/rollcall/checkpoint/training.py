@@ -7,6 +7,7 @@ functions.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,12 @@ from rollcall.stored.files import StoredFile
 from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir, open_parts
 from rollcall.stored.tensors import Stored
+
+# What config.json says of how weights are used. Their shapes are checked as such.
+_OF_COMPUTING = (
+    "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads",
+    "tie_word_embeddings",
+)  # fmt: skip
 
 
 class OneByOne(Mapping[str, Tensor]):
@@ -188,6 +195,7 @@ def read_learner(learner: Learner, directory: Path) -> None:
 def _read_adapter(learner: Learner, directory: Path) -> None:
     """Refuses an adapter of another rank, other targets or another model."""
     assert learner.adapter is not None
+    _refuse_other_config(learner, learner.adapter.base, directory)
     _refuse_other_base(learner, learner.adapter.base, directory)
     like = {name: torch.empty(shape, device="meta") for name, shape in learner.body.shapes.items()}
     tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
@@ -205,6 +213,21 @@ def _refuse_other_base(learner: Learner, base: str, directory: Path) -> None:
         raise ModelFilesError(
             f"checkpoint {directory} holds an adapter of other weights than those in {base}: they have changed since it was saved; put "
             "the model back there as it was, or begin a run with this one: choose another run.dir, or start over with --fresh (the old directory "
+            "is moved aside)"
+        )
+
+
+def _refuse_other_config(learner: Learner, base: str, directory: Path) -> None:
+    """So is one on weights that are used in another way."""
+    file, now = directory / "model" / "config.json", learner.model.config
+    if not file.is_file():
+        return
+    before = type(now).from_dict(json.loads(file.read_bytes()))
+    pairs = {key: (getattr(before, key, None), getattr(now, key, None)) for key in _OF_COMPUTING}
+    if other := [f"{key}: {one} -> {two}" for key, (one, two) in pairs.items() if one != two]:
+        raise ModelFilesError(
+            f"checkpoint {directory} holds an adapter of a model with another config.json than that in {base} ({'; '.join(other)}): put the "
+            "model back there as it was, or begin a run with this one: choose another run.dir, or start over with --fresh (the old directory "
             "is moved aside)"
         )
 

@@ -16,6 +16,7 @@ from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
 from rollcall.config.sections import DEFAULT_TOKENS
+from rollcall.durable.atomic import TEMPORARY
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.stored.find import checkpoint_of, is_model_dir
@@ -72,7 +73,8 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
     """
     path = run_dir / RUN_FILE
     if not path.exists():
-        if run_dir.exists() and any(run_dir.iterdir()):
+        # A start that was killed while it wrote this file has left part of it.
+        if run_dir.exists() and any(not child.name.startswith(TEMPORARY) for child in run_dir.iterdir()):
             raise ConfigError(
                 f"run.dir={run_dir} has files in it but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
                 "move it aside with --fresh"
