@@ -475,9 +475,6 @@ def test_a_lost_rollout_process_is_replaced_within_the_attempt_and_a_lost_actor_
     assert len(actor.built) == 2, "the actor lived on without the rollout process, and not the other way round"
     assert "rollout-0 on node 0 is lost" in caplog.text
     check_whole(config, undisturbed)
-    import shutil
-
-    shutil.copytree(config.run.dir, "/tmp/b/apart", dirs_exist_ok=True)
     check_timeline(config)
 
 
@@ -491,7 +488,7 @@ def check_timeline(config: Config) -> None:
         assert kinds <= {span.kind for span in spans}
         assert {span.step for span in spans} >= set(range(1, STEPS + 1))
         # One process does one thing at a time, whatever the clocks say.
-        assert all(one.end_s <= next_.start_s + 0.05 for one, next_ in zip(spans, spans[1:], strict=False)), spans
+        assert all(one.end_s <= next_.start_s for one, next_ in zip(spans, spans[1:], strict=False)), spans
     marks = [(mark.name, mark.lane) for mark in found.marks]
     assert marks.count((WORKER_LOST, rollout)) == 1 and marks.count((WORKER_LOST, actor)) == 1
     assert marks.index((WORKER_LOST, rollout)) < marks.index((WORKER_BACK, rollout)) < marks.index((WORKER_LOST, actor))

@@ -367,6 +367,19 @@ def test_a_timeline_has_a_lane_for_every_worker_with_its_calls_and_waits(tmp_pat
     assert idle[ACTOR] == pytest.approx(1 - 3.92 / 6, abs=0.01) and idle[ROLLOUT] == pytest.approx(1 / 3, abs=0.01)
 
 
+def test_calls_that_overlap_by_the_error_of_a_clock_follow_each_other(tmp_path: Path) -> None:
+    write_events(tmp_path, phase(StepPhase.ROLLOUT, 1, 100.0, 103.0))
+    calls = CallFile(tmp_path)
+    calls.append({ROLLOUT: [RecordedCall("build", 100.0, 101.2)]}, time_s=101.3)
+    calls.append({ROLLOUT: [RecordedCall("use_weights", 101.0, 101.1)]}, time_s=101.4)
+    calls.close()
+    own = [span for span in read_timeline(tmp_path).spans if span.lane == ROLLOUT]
+    assert [(span.name, span.start_s, span.end_s) for span in own] == [
+        ("build", 100.0, pytest.approx(101.0)),
+        ("use_weights", pytest.approx(101.0), pytest.approx(101.1)),
+    ]
+
+
 def test_a_timeline_of_some_steps_has_only_their_time(tmp_path: Path) -> None:
     two_steps(tmp_path)
     found = read_timeline(tmp_path, first_step=2, last_step=2)

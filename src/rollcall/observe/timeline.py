@@ -199,10 +199,13 @@ class _Places:
 
 
 def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[TimeSpan]:
+    """A worker does one thing at a time. Where two calls overlap, by the error of a clock, the first ends when the second begins."""
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
         if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
             continue  # the end of a lost worker may be told twice
+        if spans and spans[-1].end_s > call.start_s:
+            spans[-1] = replace(spans[-1], end_s=call.start_s)
         phase = places.at(call.start_s)
         kind = _CALL_KINDS.get(call.name, "other")
         if kind in ("rollout", "reward") and phase is not None and phase.kind == "evaluate":
