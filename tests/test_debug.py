@@ -625,7 +625,7 @@ def test_no_call_is_late_while_a_debugger_holds_a_process_and_each_has_its_whole
         seen = Seen(
             is_alive=True, state="S", doing="update", busy_s=busy_s, num_done=num_done, longest_s={"update": 1.0}
         )
-        found = watch.judge({"a": {0: seen, 1: seen}}, seats=seats, gone=set(), is_held=is_held)
+        found = watch.judge({"a": {0: seen, 1: seen}}, seats=seats, gone=set(), kinds={}, is_held=is_held)
         return [loss.rank for loss in found]
 
     assert losses(10 * allowed_s, is_held=True) == []

@@ -474,6 +474,7 @@ def real_sshd(hosts: Path, tmp_path: Path) -> Iterator[Path]:
         separation.rmdir()
 
 
+@pytest.mark.slow
 def test_a_real_sshd_does_the_same(
     real_sshd: Path, tmp_path: Path, dashboard: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -584,6 +585,7 @@ def test_nodes_run_in_containers_that_end_with_the_launch(with_docker: Path, tmp
     assert find_record("one") is None and not list(with_docker.glob("*/container"))
 
 
+@pytest.mark.slow
 def test_containers_get_their_scripts_through_a_real_sshd(real_sshd: Path, with_docker: Path, tmp_path: Path) -> None:
     assert start(in_containers(tmp_path)).state == "started"
     assert calls(with_docker, "b") == ["here", "prepare", "node"] and (with_docker / "b/mine").read_text() == "a b"
