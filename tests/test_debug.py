@@ -119,6 +119,24 @@ def test_what_a_prompt_evaluates_does_not_stop_and_the_prompt_keeps_its_frame(
     assert shown.count("at the prompt is ignored") == 2 and "1110" in shown
 
 
+def test_it_stops_in_the_caller_and_in_nothing_that_runs_before_its_next_line(run_dir: Path) -> None:
+    """As the garbage collector's callbacks do, wherever it runs."""
+
+    def callback() -> None:
+        return None
+
+    def calls() -> int:
+        _ = breakpoint(), callback()
+        return 11
+
+    thread, results = beside(calls)
+    (waits,) = wait_for(lambda: read_board(run_dir))
+    assert waits.function == "calls"
+    assert talk(waits, "continue") is End.GOES
+    thread.join(WAIT_S)
+    assert results == [11]
+
+
 def test_of_two_threads_that_stop_each_keeps_its_frame(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = [beside(lambda: add_up(5))]
     wait_for(lambda: read_board(run_dir))

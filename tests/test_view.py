@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -407,6 +408,18 @@ def test_the_index_is_kept_grows_with_the_journal_and_starts_over_with_another(t
     repaired = JournalIndex(run_dir)
     assert repaired.refresh().groups == 1
     repaired.close()
+
+
+def test_two_threads_may_bring_the_index_up_to_date(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=40, groups=1)
+    index = JournalIndex(run_dir)
+    index.refresh()
+    shutil.rmtree(run_dir / "journal")
+    append_groups(run_dir, [make_group(1, 0)])
+    with ThreadPoolExecutor(4) as pool:
+        found = [one.result() for one in [pool.submit(index.refresh) for _ in range(4)]]
+    index.close()
+    assert [one.groups for one in found] == [1] * 4
 
 
 def test_a_run_that_began_again_under_the_numbers_of_its_old_files_is_read_again(tmp_path: Path) -> None:

@@ -71,17 +71,23 @@ class _Debugger(pdb.Pdb):
         self._ends_prompt: type[BaseException] = Stopped
         self._error: BaseException | None = None  # that post_mortem looks at
         self._is_open = False
+        self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
         """``breakpoint()`` was called there. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
         if self._is_open:
             self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
             return
+        self._only = caller
         self.set_trace(caller)  # the last thing here: what runs after it is traced
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Whether to stop in ``frame``. The garbage collector may call somebody's function before the caller goes on."""
+        return (self._only is None or frame is self._only) and super().stop_here(frame)
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        self._is_open = True
+        self._is_open, self._only = True, None
         try:
             yield
         finally:

@@ -107,6 +107,7 @@ class JournalIndex:
         self._root = root
         self._path = path if path is not None else _index_path(root)
         self._lock = threading.RLock()  # of the one connection
+        self._reading = threading.Lock()  # one thread at a time reads the journal
         self._db = self._open()
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
@@ -171,6 +172,10 @@ class JournalIndex:
 
     def refresh(self) -> Indexed:
         """Bring the table up to date; returns when it is."""
+        with self._reading:
+            return self._refresh()
+
+    def _refresh(self) -> Indexed:
         found = {entry.name: entry for entry in entries(self._root, FOLDER) if _STEP_FILE.fullmatch(entry.name)}
         if not self._known:
             with self._lock:
