@@ -19,7 +19,7 @@ import torch
 from engine_contract import finish, request
 from ranks import Ranks
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from test_learner import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_logprobs, section, trainable
 from tiny import (
     compiles,
@@ -61,6 +61,7 @@ from rollcall.roles.build import build_adapter, load_engine
 from rollcall.roles.worker import RoleWorker
 from rollcall.serving import plan_serving
 from rollcall.stored.files import StoredError
+from rollcall.stored.find import PROBE
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -541,6 +542,24 @@ def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_
         setattr(other.config, key, value)
         with pytest.raises(ModelFilesError, match=f"another config.json than that in base .{key}: "):
             read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
+
+
+def test_an_adapter_is_not_put_on_a_model_that_has_changed(tmp_path: Path) -> None:
+    folder, base = saved_adapter(tmp_path) / "model", tmp_path / "base"
+    config = (base / "config.json").read_text()
+    (base / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'))
+    with pytest.raises(ModelError, match="another config.json than that in .*base .rms_norm_eps: 1e-06 -> 0.001"):
+        load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+    (base / "config.json").write_text(config)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="holds an adapter of other weights than those in .*base: they have changed"):
+        load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+    with pytest.raises(StoredError, match="they have changed since it was saved"):
+        merge(folder, tmp_path / "out")
+    (folder / PROBE).unlink()  # as of another program
+    load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 
 def saved_adapter(folder: Path) -> Path:

@@ -60,6 +60,15 @@ def test_what_may_change_is_told_key_by_key(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_written_in_another_way_has_not_changed(tmp_path: Path) -> None:
+    linear = ["down_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    a_run(tmp_path, model={"path": "m", "lora": {"rank": 4}})
+    assert told(tmp_path, model={"path": "m/", "lora": {"rank": 4, "targets": linear}}) == []
+    for other in ({"path": "m2", "lora": {"rank": 4}}, {"path": "m", "lora": {"rank": 4, "targets": linear[1:]}}):
+        with pytest.raises(ConfigError, match="holds a run with other settings"):
+            told(tmp_path, model=other)
+
+
 def test_how_a_reward_runs_may_change(tmp_path: Path) -> None:
     function = {"type": "function", "path": "rewards_bad:share_of_answer"}
     a_run(tmp_path, reward=[function])

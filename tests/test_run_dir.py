@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import column, finish, letter_rows, make_run
+from safetensors.torch import save_file
 
 from rollcall.api import read_config
-from rollcall.checkpoint.run_dir import exported_model
+from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.errors import ConfigError, WorkerDiedError
+from rollcall.errors import CheckpointError, ConfigError, WorkerDiedError
+from rollcall.evaluation import newest_model_of
+from rollcall.inspect.audit import audit
 from rollcall.loop.record import Record
 from rollcall.observe.console import Console
 from rollcall.training import train
@@ -84,6 +89,7 @@ def test_the_model_stays_the_newest_when_parts_are_gathered_into_its_checkpoint(
     store.save(2, write=lambda folder: None, state={}, score=None)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").touch()
+    save_file({"w": torch.zeros(2)}, tmp_path / "model/model.safetensors")
     last = store.latest()
     assert last is not None
     (last.path / ".gather").mkdir()
@@ -92,6 +98,30 @@ def test_the_model_stays_the_newest_when_parts_are_gathered_into_its_checkpoint(
     assert exported_model(tmp_path, last=last) == tmp_path / "model"
     os.utime(last.path / "manifest.json", (later, later))
     assert exported_model(tmp_path, last=last) is None
+
+
+def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_write_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_run(tmp_path, "trainer.steps=2")
+    finish(config)
+    weights = config.run.dir / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    left = [
+        config.run.dir / name for name in (".tmp-summary.json-1", "checkpoints/.trash-step-000001", "samples/.tmp-x")
+    ]
+    for path in left:
+        path.mkdir(parents=True)
+    assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 2"
+    assert not audit(config.run.dir).is_clean
+    finish(config)
+    assert weights.read_bytes() == whole and "the file was cut off" in caplog.text
+    assert not any(path.exists() for path in left) and audit(config.run.dir).is_clean
+    weights.unlink()
+    shutil.rmtree(config.run.dir / "checkpoints")
+    with pytest.raises(CheckpointError, match="holds no tensors; give a directory with the weights"):
+        newest_model_of(config, is_given=False)
 
 
 def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits
 
 from rollcall.config import parse_config
 from rollcall.errors import MissingPeerError
+from rollcall.model import checksum as checksums
+from rollcall.model.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.net import door
 from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, plan_for
 from rollcall.roles.weight_sync import WeightSync
 from rollcall.wait import Wait
-from rollcall.weights import checksum as checksums
 from rollcall.weights import delta
-from rollcall.weights.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
 from rollcall.weights.layout import BucketSize, Layout, Views
 from rollcall.weights.line import Desk, Line, call, decline
 from rollcall.weights.protocol import TornUpdateError

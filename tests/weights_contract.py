@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollcall.errors import MissingPeerError, WeightUpdateError
-from rollcall.weights.checksum import checksum
+from rollcall.model.checksum import checksum
 from rollcall.weights.protocol import RefusedUpdateError, Sent, WeightReceiver, WeightSender
 
 Tensors = dict[str, Tensor]

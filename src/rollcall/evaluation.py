@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.in_parts import is_in_parts
-from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, run_file_of
+from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.config.lora import LoraSection

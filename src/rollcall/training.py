@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.run_dir import RUN_FILE, finished_summary, has_begun, move_aside, unless_begun
+from rollcall.checkpoint.exported import finished_summary
+from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, dump_config
@@ -121,6 +122,8 @@ class _Training:
         store = CheckpointStore(
             run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
         )
+        store.clean()
+        clear_leftovers(run_dir)
         resume = store.latest()
         continued = (run_dir / "journal").exists()
         summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if self.bounds.trains else None

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]i?)B?|B)", re.IGNORECASE)
 
+ANOTHER_RUN = "choose another run.dir, or start over with --fresh (the old directory is moved aside)"
+
 
 def counted(count: int, noun: str) -> str:
     """A number with its noun, in the plural where it is not one.

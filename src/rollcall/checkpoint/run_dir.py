@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from rollcall.checkpoint.store import MANIFEST, Checkpoint
+from rollcall.durable.atomic import TEMPORARY
 from rollcall.durable.journal import ATTEMPTS, GROUPS
 from rollcall.errors import ConfigError
 from rollcall.stored.manifest import checkpoints_of
@@ -50,24 +48,14 @@ def newest_step(run_dir: Path) -> int | None:
     return int(found[0].name.removeprefix("step-")) if found else None
 
 
-def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
-    """The model that the run has left; None: there is none, or it is of fewer steps than the newest checkpoint."""
-    model = run_dir / "model"
-    if not (model / "config.json").exists():
-        return None
-    # By its manifest: gathering parts changes the checkpoint's folder, not what is saved.
-    return None if last is not None and model.stat().st_mtime < (last.path / MANIFEST).stat().st_mtime else model
-
-
-def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
-    """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
-    if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
-        return None
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return summary if summary["steps"] == num_steps and "headline" in summary else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what writes of a killed process left. Only the process that holds the run calls this."""
+    for folder in (run_dir, run_dir / "samples"):
+        for path in folder.glob(f"{TEMPORARY}*"):
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            except OSError as error:
+                warn(f"{path} was left by a write that was killed, and cannot be removed: {error}")
 
 
 def move_aside(run_dir: Path) -> Path | None:

@@ -169,7 +169,10 @@ class CheckpointStore:
                 path.rename(self.dir / name)
             elif path.name.startswith(".") and kind in ("tmp", "old", "trash"):
                 warn(f"checkpoint folder {self.dir}: removing {path.name}, left by a save that did not end")
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                try:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                except OSError as error:
+                    warn(f"{path} cannot be removed: {error}")
 
     def _entries(self) -> list[CheckpointEntry]:
         """All checkpoints, oldest first, their manifests checked by name and size only."""

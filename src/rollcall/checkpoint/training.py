@@ -7,7 +7,6 @@ functions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,12 +31,13 @@ from rollcall.checkpoint.in_parts import (
     refuse_others,
 )
 from rollcall.checkpoint.parts import File
-from rollcall.checkpoint.probe import probe_of, read_probe
+from rollcall.checkpoint.probe import probe_of
 from rollcall.durable.patience import plain_disk_errors
-from rollcall.errors import ModelFilesError, NonFiniteError
+from rollcall.errors import NonFiniteError
 from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.adapter import Deltas
+from rollcall.model.base import refuse_other_base, refuse_other_config
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 from rollcall.model.peft_files import read_adapter, write_adapter
@@ -45,12 +45,7 @@ from rollcall.stored.files import StoredFile
 from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir, open_parts
 from rollcall.stored.tensors import Stored
-
-# What config.json says of how weights are used. Their shapes are checked as such.
-_OF_COMPUTING = (
-    "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads",
-    "tie_word_embeddings",
-)  # fmt: skip
+from rollcall.words import ANOTHER_RUN
 
 
 class OneByOne(Mapping[str, Tensor]):
@@ -195,41 +190,19 @@ def read_learner(learner: Learner, directory: Path) -> None:
 def _read_adapter(learner: Learner, directory: Path) -> None:
     """Refuses an adapter of another rank, other targets or another model."""
     assert learner.adapter is not None
-    _refuse_other_config(learner, learner.adapter.base, directory)
-    _refuse_other_base(learner, learner.adapter.base, directory)
+    saved, base, model = directory / "model", learner.adapter.base, learner.model
+    told = {
+        "base": base,
+        "where": f"checkpoint {directory}",
+        "advice": f", or begin a run with this one: {ANOTHER_RUN}",
+    }
+    refuse_other_config(type(model.config).from_json_file(saved / "config.json"), model.config, **told)
+    refuse_other_base(saved, model, learner.body.base_tensors(), **told)
     like = {name: torch.empty(shape, device="meta") for name, shape in learner.body.shapes.items()}
     tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
     learner.body.load(tensors)
     _read_state(learner, directory / "actor.pt", weights=tensors)
     learner.refresh()
-
-
-def _refuse_other_base(learner: Learner, base: str, directory: Path) -> None:
-    """An adapter on other weights than those it was trained on is another model."""
-    saved = read_probe(directory / "model" / PROBE)
-    if not saved.base or saved.dtype != str(learner.model.dtype).removeprefix("torch."):  # rounded, they differ
-        return
-    if saved.base != learner.base_checksum:
-        raise ModelFilesError(
-            f"checkpoint {directory} holds an adapter of other weights than those in {base}: they have changed since it was saved; put "
-            "the model back there as it was, or begin a run with this one: choose another run.dir, or start over with --fresh (the old directory "
-            "is moved aside)"
-        )
-
-
-def _refuse_other_config(learner: Learner, base: str, directory: Path) -> None:
-    """So is one on weights that are used in another way."""
-    file, now = directory / "model" / "config.json", learner.model.config
-    if not file.is_file():
-        return
-    before = type(now).from_dict(json.loads(file.read_bytes()))
-    pairs = {key: (getattr(before, key, None), getattr(now, key, None)) for key in _OF_COMPUTING}
-    if other := [f"{key}: {one} -> {two}" for key, (one, two) in pairs.items() if one != two]:
-        raise ModelFilesError(
-            f"checkpoint {directory} holds an adapter of a model with another config.json than that in {base} ({'; '.join(other)}): put the "
-            "model back there as it was, or begin a run with this one: choose another run.dir, or start over with --fresh (the old directory "
-            "is moved aside)"
-        )
 
 
 def write_critic(critic: Critic, directory: Path) -> None:

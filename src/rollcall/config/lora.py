@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator
@@ -71,11 +72,15 @@ class LoraSection(Section):
     @property
     def modules(self) -> tuple[str, ...]:
         """The targets by name, in the order of a layer."""
-        return tuple(name for name in TARGETS if self.targets == ALL_LINEAR or name in self.targets)
+        return modules_of(self.targets)
 
     @property
     def gain(self) -> float:
         return self.alpha / self.rank
+
+
+def modules_of(targets: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in TARGETS if targets == ALL_LINEAR or name in targets)
 
 
 def check_lora(config: Any) -> None:

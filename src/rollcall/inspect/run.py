@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollcall.checkpoint.run_dir import RUN_FILE, exported_model, is_run
+from rollcall.checkpoint.exported import exported_model
+from rollcall.checkpoint.run_dir import RUN_FILE, is_run
 from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.durable.journal import Journal

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -29,11 +28,11 @@ from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.adapter import Adapter
 from rollcall.model.arrays import on_device
+from rollcall.model.base import base_checksum
 from rollcall.model.decoder import Decoder
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.stored.tensors import Stored
 from rollcall.types import Floats, MicroBatch, Sample, attempts_of
-from rollcall.weights.checksum import checksum
 
 if TYPE_CHECKING:
     from rollcall.learner.sharded import Sharded  # loads torch.distributed, which few runs need
@@ -95,15 +94,10 @@ class Learner:
 
     @cached_property
     def base_checksum(self) -> str:
-        """Of the weights that the adapter is added to, which no update changes, however they are divided; empty: there is no
-        adapter."""
+        """Of the weights that the adapter is added to, which no update changes; empty: there is no adapter."""
         if self.adapter is None:
             return ""
-        sums = [
-            f"{name} {checksum([tensor.detach().reshape(-1).view(torch.uint8)])}"
-            for name, tensor in self.body.base_tensors()
-        ]
-        return blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
+        return base_checksum(self.body.base_tensors())
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""

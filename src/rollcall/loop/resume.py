@@ -15,12 +15,13 @@ from typing import Any
 from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
+from rollcall.config.lora import modules_of
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.durable.atomic import TEMPORARY
 from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.stored.find import checkpoint_of, is_model_dir
-from rollcall.words import counted
+from rollcall.words import ANOTHER_RUN, counted
 
 # With another value the journal or the optimizer state of the checkpoints would not fit.
 FIXED = (
@@ -94,7 +95,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
         others = f" (and {len(fixed) - MAX_TOLD} more)" if len(fixed) > MAX_TOLD else ""
         raise ConfigError(
             f"run.dir={run_dir} holds a run with other settings: {'; '.join(map(str, fixed[:MAX_TOLD]))}{others}. This cannot "
-            "change within a run; choose another run.dir, or start over with --fresh (the old directory is moved aside)"
+            f"change within a run; {ANOTHER_RUN}"
         )
     _refuse_shorter(config, run_dir)
     return found
@@ -141,11 +142,19 @@ def differences(key: str, before: Any, after: Any) -> Iterator[Change]:
         return
     pairs = _pairs(before, after)
     if pairs is None:
-        if before != after:
+        if before != after and not _means_the_same(key, before, after):
             yield Change(key=key, before=before, after=after)
         return
     for name, (one, other) in pairs.items():
         yield from differences(f"{key}.{name}" if key else name, one, other)
+
+
+def _means_the_same(key: str, before: Any, after: Any) -> bool:
+    if NOT_SET in (before, after) or None in (before, after):
+        return False
+    if key == "model.path":
+        return before.rstrip("/") == after.rstrip("/")
+    return key == "model.lora.targets" and modules_of(before) == modules_of(after)
 
 
 def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
@@ -170,7 +179,7 @@ def _refuse_shorter(config: Config, run_dir: Path) -> None:
     if config.trainer.steps < done:
         raise ConfigError(
             f"trainer.steps={config.trainer.steps}, and the run in {run_dir} has trained {counted(done, 'step')} "
-            f"already; use {done} or more, choose another run.dir, or start over with --fresh (the old directory is moved aside)"
+            f"already; use {done} or more, {ANOTHER_RUN}"
         )
 
 

@@ -16,6 +16,7 @@ from rollcall.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.arrays import on_device
 from rollcall.model.attention import layout_of, packed_attention
+from rollcall.model.base import refuse_other_base, refuse_other_config
 from rollcall.model.decoder import Attend, Decoder, fuse_parameters
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
@@ -104,12 +105,14 @@ def _load_with_adapter(
         _refuse_circle(folder, where=where)
         section, base = read_section(folder, where=where), read_base(folder, where=where)
         model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
+        refuse_other_config(outer.config, model.config, base=base, where=where)
+        refuse_other_base(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
         outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
         tensors = read_tensors(folder, outline.named_tensors(), where=where)
     except ModelFilesError as error:
         raise ModelError(str(error)) from None
     add_to_weights(model, tensors, gain=section.gain)
-    outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
     model.generation_config = outer.generation_config  # the run's own stop tokens
     return model
 

@@ -22,10 +22,9 @@ from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.decoder import module_names
 from rollcall.stored.files import StoredError
-from rollcall.stored.find import ADAPTER_CONFIG
+from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.stored.safetensors import read_header
 
-WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
 MAX_CONFIG_BYTES = 1 << 20
@@ -82,7 +81,7 @@ def peft_config(section: LoraSection, *, base: str) -> dict[str, Any]:
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSection, *, base: str) -> None:
     """PEFT's two files. ``tensors`` are by the decoder's names."""
     stored = {PREFIX + module_names(name)[0]: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    (folder / WEIGHTS).write_bytes(
+    (folder / ADAPTER_WEIGHTS).write_bytes(
         save(stored, metadata={"format": "pt"})
     )  # its own writer would leave it unreadable to others
     (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config(section, base=base), indent=2))
@@ -173,16 +172,16 @@ def _targets(folder: Path, given: Any, *, where: str) -> Any:
 
 def _header(folder: Path, *, where: str) -> dict[str, Any]:
     """What the weights' file says of its tensors. It is a regular file, and whole."""
-    if (folder / PICKLED).exists() and not (folder / WEIGHTS).exists():
+    if (folder / PICKLED).exists() and not (folder / ADAPTER_WEIGHTS).exists():
         raise ModelFilesError(
-            f"{where} has {PICKLED}, which is not read, since such a file may run code; save the adapter as {WEIGHTS}, as PEFT does by default"
+            f"{where} has {PICKLED}, which is not read, since such a file may run code; save the adapter as {ADAPTER_WEIGHTS}, as PEFT does by default"
         )
     try:
-        return dict(read_header(folder / WEIGHTS)[0])
+        return dict(read_header(folder / ADAPTER_WEIGHTS)[0])
     except StoredError as error:
         raise ModelFilesError(f"{where}: {error}") from None
     except OSError as error:
-        raise ModelFilesError(f"{where}: {WEIGHTS} cannot be read ({error}); restore the file") from None
+        raise ModelFilesError(f"{where}: {ADAPTER_WEIGHTS} cannot be read ({error}); restore the file") from None
 
 
 def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
@@ -205,9 +204,9 @@ def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dic
             f"{where} has {_first_of(strange)} as {header[strange[0]].dtype.name}; give an adapter whose numbers are floats"
         )
     try:
-        stored = load_file(folder / WEIGHTS)
+        stored = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise ModelFilesError(f"{where}: {WEIGHTS} cannot be read ({error}); restore the file") from None
+        raise ModelFilesError(f"{where}: {ADAPTER_WEIGHTS} cannot be read ({error}); restore the file") from None
     if bad := sorted(name for name in wanted if not stored[name].float().isfinite().all()):
         raise ModelFilesError(
             f"{where} has values that are not finite in {_first_of(bad)}, so the adapter has diverged; give another, such as an older checkpoint"

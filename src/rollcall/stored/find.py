@@ -11,6 +11,7 @@ LATEST = "latest_checkpointed_iteration.txt"  # of verl
 SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
 PROBE = "probe.json"  # in a model directory of ours: what the trained model computed (``checkpoint/probe.py``)
 ADAPTER_CONFIG = "adapter_config.json"  # of PEFT: beside it are the weights of an adapter, not of a model
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 METADATA = ".metadata"  # of PyTorch's distributed checkpoints
 
 

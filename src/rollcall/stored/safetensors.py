@@ -17,7 +17,7 @@ from typing import Any
 from rollcall.config.yaml import read_small
 from rollcall.stored.dtypes import OF_SAFETENSORS, DType
 from rollcall.stored.files import StoredError, StoredFile, open_regular
-from rollcall.stored.find import ADAPTER_CONFIG
+from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
 INDEX = "model.safetensors.index.json"
@@ -54,6 +54,14 @@ def open_model_dir(folder: Path) -> Stored:
         raise StoredError(f"{file} does not hold {missing[0]}, although {folder / INDEX} says so; restore the file")
     files = [StoredFile(path=path, size=path.stat().st_size) for path in paths]
     return stored_of(tensors.values(), files=files, origin=str(folder), folder=folder, kind="model directory")
+
+
+def check_weights(folder: Path) -> None:
+    """Refuses a model directory, or an adapter's, whose weights are missing or cut off. The bytes themselves are not read."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        read_header(folder / ADAPTER_WEIGHTS)
+    else:
+        open_model_dir(folder)
 
 
 def open_parts(

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollcall.errors import MissingPeerError
+from rollcall.model.checksum import checksum, copy_summed
 from rollcall.net.door import listen_at, new_secret
 from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket, Hellos, Inlet, Outlet
-from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Line
 

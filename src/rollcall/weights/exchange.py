@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from rollcall.errors import WeightUpdateError
+from rollcall.model.checksum import checksum
 from rollcall.wait import Wait
 from rollcall.weights import delta
 from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, join
-from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import Views, cut, fit, view
 from rollcall.weights.line import Desk, Line, hear_all
 from rollcall.weights.parts import Parts

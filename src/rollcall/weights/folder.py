@@ -25,9 +25,9 @@ from torch import Tensor
 
 from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
+from rollcall.model.checksum import checksum
 from rollcall.stored.safetensors_header import read_metadata, write_header
 from rollcall.wait import Wait
-from rollcall.weights.checksum import checksum
 from rollcall.weights.layout import BucketSize, Entry, Layout, Views, fit, view
 from rollcall.weights.protocol import (
     Invitation,

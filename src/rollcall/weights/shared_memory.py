@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.model.checksum import checksum, copy_summed
 from rollcall.wait import Wait
 from rollcall.weights.carrier import Bucket, Hellos, Inlet, Outlet, visible_gpus
-from rollcall.weights.checksum import checksum, copy_summed
 from rollcall.weights.layout import BucketSize
 from rollcall.weights.line import Line, from_each
 
