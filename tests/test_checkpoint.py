@@ -155,9 +155,11 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(
     save(store, 10)
     damage(save(store, 20))
     with caplog.at_level(logging.WARNING):
-        latest = make_store(tmp_path).latest()
+        again = make_store(tmp_path)
+        latest = again.latest()
+        again.latest()
     assert latest is not None and latest.step == 10
-    assert "step-000020" in caplog.text and reason in caplog.text
+    assert caplog.text.count("step-000020") == 1 and reason in caplog.text, "told once, however often a run looks"
 
 
 def test_torn_checkpoints_do_not_crowd_out_a_valid_one(tmp_path: Path) -> None:

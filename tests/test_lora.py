@@ -579,6 +579,7 @@ def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_
         out = tmp_path / f"out-{number}"
         done = CliRunner().invoke(app, ["merge", str(source), "--out", str(out), "--verify"])
         assert done.exit_code == 0 and "verified" in done.output, done.output
+        assert "no checksums" not in done.output and "Loading weights" not in done.output
         assert (out / "model.safetensors").is_file() and not (out / "adapter_config.json").exists()
 
 

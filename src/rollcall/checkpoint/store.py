@@ -73,6 +73,7 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._guard = guard
+        self._told: set[Path] = set()  # torn ones; each attempt of a run looks for the newest
 
     def save(
         self,
@@ -110,7 +111,7 @@ class CheckpointStore:
                 self._guard()
                 swap_in(tmp, final)
 
-        persist(attempt, path=final, what="the checkpoint; earlier ones are untouched", refuse=CheckpointError)
+        persist(attempt, path=final, what="the checkpoint (earlier ones are untouched)", refuse=CheckpointError)
         if tries > 1:  # a folder that cannot be written keeps what was begun in it
             self.clean()
         self._prune(just_saved=final, best_by=best_by)
@@ -140,7 +141,9 @@ class CheckpointStore:
                 continue
             reason = entry.reason or _changed_file(entry) or missing(entry.path)
             if reason:
-                warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
+                if entry.path not in self._told:
+                    warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
+                self._told.add(entry.path)
                 continue
             assert entry.manifest is not None
             state = read_state(entry.path)

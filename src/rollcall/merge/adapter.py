@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcall.durable.patience import plain_disk_errors
+from rollcall.importing import calm_transformers
 from rollcall.merge.staging import locked
 from rollcall.stored.files import StoredError, file_checksum
 from rollcall.stored.find import adapter_folder, checkpoint_of
@@ -16,6 +17,8 @@ from rollcall.stored.manifest import read_manifest
 from rollcall.stored.safetensors import open_model_dir
 from rollcall.stored.tensors import Stored
 from rollcall.wait import say
+
+ADAPTED = "adapter and its model"
 
 
 @contextmanager
@@ -38,6 +41,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
         try:
             _refuse_changed(folder)
             _refuse_base(out, read_base(folder, where=str(source)))
+            calm_transformers()
             say(f"adding the adapter in {folder} to its model")
             dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
             model = load_causal_lm(str(folder), device=torch.device("cpu"), dtype=dtype)
@@ -47,7 +51,7 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
                 save_file(tensors, space / "model.safetensors", metadata={"format": "pt"})
             del model, tensors
             stored = open_model_dir(space)
-            yield replace(stored, origin=str(source), folder=folder, kind="adapter and its model", facts=_facts(source))
+            yield replace(stored, origin=str(source), folder=folder, kind=ADAPTED, facts=_facts(source))
         except (ModelError, ModelFilesError) as error:
             raise StoredError(str(error)) from None
         finally:

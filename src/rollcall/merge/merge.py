@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rollcall.merge.adapter import whole_model
+from rollcall.merge.adapter import ADAPTED, whole_model
 from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
 from rollcall.merge.copy import copy_unit
 from rollcall.merge.plan import INDEX, MergePlan, Unit, plan_merge, written_dtype
@@ -246,7 +246,8 @@ def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:
 
 def _notes(stored: Stored, plan: MergePlan) -> list[str]:
     notes = []
-    if not all(unit.file.blake2b or unit.records for unit in plan.units):
+    checked = stored.kind == ADAPTED or all(unit.file.blake2b or unit.records for unit in plan.units)
+    if not checked:
         notes.append(
             "the files have no checksums (their writer left none), so a changed byte in them would not be noticed"
         )

@@ -67,7 +67,7 @@ class EnvironmentHosts:
         self._is_closed = False
 
     def listen(self) -> list[HostPlace]:
-        places = [self._open(rank) for rank in range(self.group.world_size)]
+        places = self._open(range(self.group.world_size))
         for place in places[1:]:
             if place.tools != places[0].tools:
                 raise ConfigError(
@@ -87,7 +87,7 @@ class EnvironmentHosts:
                 self._budget.spend(loss)
             try:
                 self.group.replace(rank, timeout_s=REPLACE_S)
-                return self._open(rank)
+                return self._open([rank])[0]
             except WorkerLostError as error:
                 if self._is_closed:
                     raise
@@ -98,15 +98,20 @@ class EnvironmentHosts:
         """The group is about to be shut down."""
         self._is_closed = True
 
-    def _open(self, rank: int) -> HostPlace:
-        spec = self.group.specs[rank]
-        arguments = (spec.node.address, rank, spec.where, self._secret)
-        (place,) = self.group.get_all_worker_results(
-            [self.group.run_single_worker_single_data("listen", rank, *arguments)]
+    def _open(self, ranks: Sequence[int]) -> list[HostPlace]:
+        """All at once: starting what the section names may take long."""
+        specs = [self.group.specs[rank] for rank in ranks]
+        found: list[HostPlace | str] = self.group.get_all_worker_results(
+            [
+                self.group.run_single_worker_single_data(
+                    "listen", spec.rank, spec.node.address, spec.rank, spec.where, self._secret
+                )
+                for spec in specs
+            ]
         )
-        if isinstance(place, str):
-            raise ConfigError(f"node {spec.node.node_rank}: {place}")
-        return place
+        if failed := next(((spec, one) for spec, one in zip(specs, found, strict=True) if isinstance(one, str)), None):
+            raise ConfigError(f"node {failed[0].node.node_rank}: {failed[1]}")
+        return [one for one in found if not isinstance(one, str)]
 
 
 def start_hosts(
