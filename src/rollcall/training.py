@@ -38,6 +38,7 @@ from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.live import CONTROLLER, REWARDS
+from rollcall.observe.outcome import finished, say_result, trained
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
@@ -50,9 +51,8 @@ from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
-from rollcall.stored.find import ADAPTER_CONFIG
 from rollcall.wait import in_silence, on_stdout, say, speaking, warn
-from rollcall.words import all_of, are, counted
+from rollcall.words import counted
 
 TOKENIZER = "tokenizer.json"  # of a run directory
 
@@ -128,7 +128,7 @@ class _Training:
         continued = (run_dir / "journal").exists()
         summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if self.bounds.trains else None
         if summary is not None:
-            say(_finished(run_dir, summary))
+            say(finished(run_dir, summary))
             if changes:
                 warn(
                     f"the run is finished, so these changes have no effect: {'; '.join(map(str, changes))}. `rollcall merge "
@@ -162,7 +162,7 @@ class _Training:
                 summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
             curve = _write_result(config, summary)
             console.close()  # what follows stands below the last picture
-            _say_result(run_dir, summary, curve)
+            say_result(run_dir, summary, curve)
         return summary
 
     def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
@@ -462,45 +462,6 @@ def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any])
     say(
         f"the journal has {ready}; train on it with --phase update"
         if ready
-        else f"{_trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
+        else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
     )
     return {**done, "groups": counts}
-
-
-def _trained(num_steps: int) -> str:
-    return f"{all_of(num_steps, 'step')} {are(num_steps)} trained"
-
-
-def _course(summary: dict[str, Any]) -> str | None:
-    """The headline, from the first evaluation to the last; None: the run has no evaluation."""
-    headline = BY_METRIC[summary["headline"]]
-    course = summary["eval"][headline.key]
-    if course["first"] is None:
-        return None
-    return f"{headline.words} {course['first']:.3f} -> {course['last']:.3f}"
-
-
-def _finished(run_dir: Path, summary: dict[str, Any]) -> str:
-    course = _course(summary)
-    return (
-        f"{run_dir} is finished: {_trained(summary['steps'])}{f', {course}' if course else ''}, and the model is in "
-        f"{run_dir / 'model'}\nto train further: rollcall train {run_dir} trainer.steps={2 * summary['steps']}; to start over: "
-        "the same command with --fresh"
-    )
-
-
-def _say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
-    if course := _course(summary):
-        say(f"{course} in {summary['seconds']:.0f} s")
-    if summary["reward_errors"]:
-        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first ones:")
-        for failure in summary["reward_failures"][:3]:
-            say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
-    if not (run_dir / "model").exists():
-        say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
-        return
-    opens = "peft's PeftModel" if (run_dir / "model" / ADAPTER_CONFIG).exists() else "AutoModelForCausalLM"
-    say(f"model          {run_dir / 'model'}   (for {opens}.from_pretrained)")
-    if curve is not None:
-        say(f"learning curve {curve}")
-    say(f"metrics        {run_dir / 'metrics.jsonl'}\nsummary        {run_dir / 'summary.json'}")
