@@ -26,7 +26,6 @@ from rollcall.loop.rollout import Rollouts
 from rollcall.reward.scorer import Scorer
 from rollcall.types import EndReason, Prompt
 
-GROUP = 8  # episodes of one prompt
 BEGIN, END = "<unused0>", "<unused1>"  # of a message: one token each
 TEMPLATE = (
     "{%- if tools %}{{ '" + BEGIN + "system\n<tools>' }}"
@@ -95,7 +94,7 @@ class ClassSide:
         self._engine = Calling(engine, num_around=self._extended(1) - 1)
         self._rollouts = Rollouts(self._engine)  # type: ignore[arg-type]
         self._episodes = Episodes(rollouts=self._rollouts, player=player)
-        self._prompt = self._make_prompt()
+        self._prompts: list[Prompt] = []
 
     @property
     def least_observed(self) -> int:
@@ -104,7 +103,7 @@ class ClassSide:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._prompt.token_ids)
+        return len(self._make_prompt(0).token_ids)
 
     @property
     def pids(self) -> list[int]:
@@ -113,6 +112,8 @@ class ClassSide:
     def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
         """How many tokens were sampled."""
         self._engine.begin(plans)
+        while len(self._prompts) < len(plans):
+            self._prompts.append(self._make_prompt(len(self._prompts)))
         return self._loop.run_until_complete(self._play(len(plans)))
 
     def close(self) -> None:
@@ -127,14 +128,14 @@ class ClassSide:
             groups = await asyncio.gather(
                 *(
                     self._episodes.attempt(
-                        self._prompt,
+                        prompt,
                         step=0,
-                        draw=first,
-                        seeds=tuple(range(first, min(first + GROUP, num_episodes))),
+                        draw=number,
+                        seeds=(number,),
                         sampling=sampling,
                         scorer=self._scorer,
                     )
-                    for first in range(0, num_episodes, GROUP)
+                    for number, prompt in enumerate(self._prompts[:num_episodes])
                 )
             )
         finally:
@@ -149,7 +150,10 @@ class ClassSide:
         said = (Message(role="tool", content="." * count, name="look"),)
         return len(self._conversations.extend(said, is_chat=True, tools=self._tools, last_id=-1))
 
-    def _make_prompt(self) -> Prompt:
-        messages = [{"role": "user", "content": "Look around you."}]
+    def _make_prompt(self, number: int) -> Prompt:
+        """No two are equal, as on the single-turn side: neither fills one prompt for several episodes."""
+        messages = [{"role": "user", "content": f"Look around you, {number:04d}."}]
         opened = self._conversations.open_chat(messages, tools=self._tools)
-        return Prompt(id="p", token_ids=opened.token_ids, text=opened.text, answer="", metadata={MESSAGES: messages})
+        return Prompt(
+            id=f"p{number}", token_ids=opened.token_ids, text=opened.text, answer="", metadata={MESSAGES: messages}
+        )

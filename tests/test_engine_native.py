@@ -32,6 +32,7 @@ from tiny import (
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.native.kept_rows import KeptRows, Leaving, Plane, Returning
 from rollcall.engine.native.rows import KEPT_PER_ROW
 from rollcall.engine.protocol import Request
 from rollcall.engine.sequence import Sequence
@@ -236,6 +237,36 @@ def test_kept_kv_takes_no_more_than_its_bound() -> None:
             assert 0 < kept.num_tokens <= (kv_tokens or KEPT_PER_ROW * 3 * kept.longest)
         engine.update_weights(1)
         assert kept.num_tokens == 0 and not len(kept._sessions)
+
+
+def test_kept_rows_come_back_as_they_left_and_holes_are_closed_before_a_session_is_forgotten() -> None:
+    kept, rows, columns = KeptRows(), 8, 12
+    planes = [Plane(torch.randn(rows, 2, 3, columns), 3), Plane(torch.randn(rows, 2, columns, 3), 2)]
+    before = [plane.tensor.clone() for plane in planes]
+    ids = np.arange(6, dtype=np.int32)
+    leaving = [Leaving(session=f"s{row}", order=row, ids=ids, row=row, past=6) for row in (0, 2, 3, 5, 7)]
+    kept.put(leaving, planes, end=10)
+    assert kept.num_tokens == 5 * 6
+
+    def back(session: str, row: int) -> None:
+        sequence = Sequence(request=request(np.arange(9, dtype=np.int32), session=session), index=0, order=0)
+        taken = kept.take(sequence)
+        assert taken is not None and taken[1] == 6
+        kept.restore([Returning(kept=taken[0], num_tokens=6, row=row, column=1)], planes)
+
+    for plane in planes:
+        plane.tensor.zero_()
+    back("s2", 4)
+    assert kept.num_tokens == 5 * 6, "a hole takes memory"
+    back("s0", 1)
+    assert kept.give_way() and kept.num_tokens == 3 * 6 and len(kept._sessions) == 3
+    for session, row in (("s7", 6), ("s3", 3), ("s5", 0)):
+        back(session, row)
+    assert kept.num_tokens == 0 and not kept.give_way()
+    for plane, old in zip(planes, before, strict=True):
+        for source, row in ((2, 4), (0, 1), (7, 6), (3, 3), (5, 0)):
+            shown = plane.columns(1, 7)[row]
+            assert torch.equal(shown, Plane(old, plane.dim).columns(4, 10)[source])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,7 +1,8 @@
 """KV of sessions outside a CPU's dense rows.
 
 Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So leaving and
-coming back are one copy of a layer for many rows. A bundle that has lost half of its rows is copied to its size.
+coming back are one copy of a layer for many rows. A row that is gone leaves a hole in its bundle, which counts as memory; where
+memory is short, bundles with holes are copied to their size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import Sequence
 from rollcall.types import Ints
+
+HOLES = 4  # one row in this many being a hole is many
 
 
 class Plane(NamedTuple):
@@ -33,10 +36,20 @@ class Bundle:
     planes: list[Plane]
     num_columns: int
     rows: set[KeptRow] = field(default_factory=set)
+    num_taken: int = 0  # of its rows, that are about to be copied back
 
     @property
     def num_rows(self) -> int:
         return len(self.planes[0].tensor)
+
+    @property
+    def num_holes(self) -> int:
+        return self.num_rows - len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """What it takes of memory, without the rows that were taken: they count where they go."""
+        return self.num_columns * (self.num_rows - self.num_taken)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -44,11 +57,6 @@ class KeptRow:
     bundle: Bundle
     index: int  # its row
     start: int  # its first column
-
-    @property
-    def num_tokens(self) -> int:
-        """What it takes of memory."""
-        return self.bundle.num_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +83,17 @@ class Returning:
 class KeptRows:
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
-        self.num_tokens = 0  # the memory that it takes, as tokens of KV
+        self._bundles: set[Bundle] = set()
+
+    @property
+    def num_tokens(self) -> int:
+        """The memory that it takes, as tokens of KV."""
+        return sum(bundle.num_tokens for bundle in self._bundles)
 
     @property
     def longest(self) -> int:
         """Columns of the longest row."""
-        return max((kept.kv.num_tokens for kept in self._sessions), default=0)
+        return max((kept.kv.bundle.num_columns for kept in self._sessions), default=0)
 
     def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
         """Copy these rows, which all end at the column ``end``."""
@@ -88,20 +101,21 @@ class KeptRows:
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
         bundle = Bundle(planes=copies, num_columns=width)
+        self._bundles.add(bundle)
         for index, row in enumerate(rows):
             kv = KeptRow(bundle=bundle, index=index, start=width - row.past)
             bundle.rows.add(kv)
             self._add(Kept(session=row.session, order=row.order, ids=row.ids, kv=kv))
 
     def _add(self, kept: Kept[KeptRow]) -> None:
-        self.num_tokens += kept.kv.num_tokens
         self._leave(self._sessions.put(kept))
 
     def began(self, session: str | None) -> int | None:
         return self._sessions.began(session)
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
-        """What the sequence's session left, and how many tokens of it serve; it no longer counts here."""
+        """What the sequence's session left, and how many tokens of it serve. It no longer counts here; ``restore`` or ``put_back``
+        is next."""
         kept = self._sessions.take(sequence.request.session)
         if kept is None:
             return None
@@ -109,10 +123,11 @@ class KeptRows:
         if not num_tokens:
             self._leave(kept)
             return None
-        self.num_tokens -= kept.kv.num_tokens
+        kept.kv.bundle.num_taken += 1
         return kept, num_tokens
 
     def put_back(self, kept: Kept[KeptRow]) -> None:
+        kept.kv.bundle.num_taken -= 1
         self._add(kept)
 
     def restore(self, returning: list[Returning], planes: list[Plane]) -> None:
@@ -126,50 +141,69 @@ class KeptRows:
             bundle = members[0].kept.kv.bundle
             start = min(one.kept.kv.start for one in members)
             end = max(one.kept.kv.start + one.num_tokens for one in members)
-            rows, indices = places([one.row for one in members]), places([one.kept.kv.index for one in members])
+            runs = side_by_side([(one.row, one.kept.kv.index) for one in members])
             for plane, kept in zip(planes, bundle.planes, strict=True):
-                plane.columns(start + shift, end + shift)[rows] = kept.columns(start, end)[indices]
+                there, here = plane.columns(start + shift, end + shift), kept.columns(start, end)
+                for row, index, count in runs:  # an indexed copy takes several times as long
+                    there[row : row + count].copy_(here[index : index + count])
         for one in returning:
+            one.kept.kv.bundle.num_taken -= 1
             self._release(one.kept.kv)
 
     def forget(self, session: str) -> None:
         self._leave(self._sessions.take(session))
 
-    def forget_oldest(self) -> bool:
+    def give_way(self) -> bool:
+        """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest; false: there is nothing left."""
+        emptiest = max(self._bundles, key=lambda bundle: bundle.num_holes / bundle.num_rows, default=None)
+        if emptiest is not None and HOLES * emptiest.num_holes >= emptiest.num_rows:
+            _close_holes(emptiest)
+            return True
         oldest = self._sessions.take_oldest()
         self._leave(oldest)
         return oldest is not None
 
     def forget_all(self) -> None:
         self._sessions.take_all()
-        self.num_tokens = 0
+        self._bundles.clear()
 
     def _leave(self, kept: Kept[KeptRow] | None) -> None:
         if kept is not None:
-            self.num_tokens -= kept.kv.num_tokens
             self._release(kept.kv)
 
     def _release(self, row: KeptRow) -> None:
-        bundle = row.bundle
-        bundle.rows.remove(row)
-        if bundle.rows and 2 * len(bundle.rows) < bundle.num_rows:
-            _shrink(bundle)
+        row.bundle.rows.remove(row)
+        if not row.bundle.rows:
+            self._bundles.discard(row.bundle)
 
 
-def _shrink(bundle: Bundle) -> None:
-    rows = list(bundle.rows)
-    which = torch.tensor([row.index for row in rows])
-    bundle.planes = [Plane(plane.tensor[which], plane.dim) for plane in bundle.planes]
+def _close_holes(bundle: Bundle) -> None:
+    rows = sorted(bundle.rows, key=lambda row: row.index)
+    which = places([row.index for row in rows])
+    bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
     for index, row in enumerate(rows):
         row.index = index
 
 
 def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    return (
-        tensor[rows].contiguous()
-        if isinstance(rows, Tensor)
-        else tensor[rows].clone(memory_format=torch.contiguous_format)
-    )
+    if isinstance(rows, Tensor):
+        return tensor.index_select(0, rows)  # more than twice as fast as tensor[rows]
+    return tensor[rows].clone(memory_format=torch.contiguous_format)
+
+
+def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs of rows as runs in which both count up, each with its length.
+
+    >>> side_by_side([(4, 0), (5, 1), (2, 7), (6, 3)])
+    [(2, 7, 1), (4, 0, 2), (6, 3, 1)]
+    """
+    runs: list[tuple[int, int, int]] = []
+    for one, other in sorted(pairs):
+        if runs and (one, other) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((one, other, 1))
+    return runs
 
 
 def places(rows: list[int]) -> slice | Tensor:

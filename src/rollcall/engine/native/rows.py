@@ -161,7 +161,7 @@ class RowRunner:
             room = KEPT_PER_ROW * self.max_running * max(longest, self._kept.longest)
         else:
             room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
-        while self._kept.num_tokens + len(leaving) * longest > room and self._kept.forget_oldest():
+        while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
             pass
         self._kept.put(leaving, self._planes(), end=self._column)
 
@@ -197,7 +197,7 @@ class RowRunner:
     def _make_fit(self, rows: int, length: int) -> bool:
         """Whether it fits when sessions give way."""
         while not self._fits(rows, length):
-            if not self._kept.forget_oldest():
+            if not self._kept.give_way():
                 return False
         return True
 
@@ -299,21 +299,24 @@ class RowRunner:
         def attend_past(index: int, q: Tensor) -> Tensor:
             outs: list[Tensor] = []
             for extension in extensions:
-                columns = slice(self._column - extension.longest, self._column)
-                keys, values = self._keys[index][:, :, columns], self._values[index][:, columns]
-                outs.append(
-                    extension.attend(
-                        q,
-                        keys[extension.seats],
-                        values[extension.seats],
-                        window=self.decoder.layers[index].window,
-                        attend=self._attend,
-                    )
-                )
+                keys, values = self._of_seats(index, extension.seats, num_columns=extension.longest)
+                window = self.decoder.layers[index].window
+                outs.append(extension.attend(q, keys, values, window=window, attend=self._attend))
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         gain = self._rows.fill_gain(fills)
         self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
+
+    def _of_seats(self, index: int, seats: slice | Tensor, *, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer for these of [rows * Hkv], in the last columns before the next token's."""
+        columns = slice(self._column - num_columns, self._column)
+        keys, values = self._keys[index][:, :, columns], self._values[index][:, columns]
+        if isinstance(seats, slice):
+            return keys[seats], values[seats]
+        # Twice as fast as keys[seats], if it goes over memory in its order.
+        if self._attend is attend_by_products:
+            return keys.index_select(0, seats), values.index_select(0, seats)
+        return keys.transpose(1, 2).index_select(0, seats).transpose(1, 2), values.index_select(0, seats)
 
     def _copy_plan(self, fills: list[Fill]) -> tuple[Tensor, Tensor, Tensor]:
         """For every row and token to fill: the packed token it comes from, its row, its column."""
