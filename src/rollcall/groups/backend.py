@@ -8,7 +8,6 @@ gets a Crew, which it calls.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,11 +69,7 @@ class WorkerSpec:
     share: float  # of its slot; the rest is for other workers on it. 0: it only sits there, and has no accelerator
     env: Mapping[str, str]  # the user's
     title: str = ""  # its name in messages; empty: its role and rank
-
-    @property
-    def kind(self) -> str:
-        """The roles that it has. A call of the same method takes others of its kind about as long."""
-        return "+".join(re.findall(r"(\w+) rank \d+", self.title)) or self.role
+    kind: str = ""  # a call of the same method takes others of its kind about as long
 
     @property
     def where(self) -> str:

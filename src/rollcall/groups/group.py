@@ -95,7 +95,8 @@ class WorkerGroup:
     the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
     the accelerators of all those slots. ``seats`` is the same by node rank. Without any of these, each slot has a worker.
     ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
-    names in messages, by rank, instead of the prefix and the rank; ``purposes`` says what a call is waited for, by method.
+    names in messages, by rank, instead of the prefix and the rank; workers of one of the ``kinds`` are about as fast as each other;
+    ``purposes`` says what a call is waited for, by method.
     Without ``takes_slots`` the seats only say on which nodes the workers are: other groups may have all of their slots.
     """
 
@@ -112,6 +113,7 @@ class WorkerGroup:
         env_vars: Mapping[str, str] | None = None,
         node_env_vars: Mapping[int, Mapping[str, str]] | None = None,
         titles: Sequence[str] | None = None,
+        kinds: Sequence[str] | None = None,
         purposes: Mapping[str, str] | None = None,
         takes_slots: bool = True,
         timeout_s: float = START_DEADLINE_S,
@@ -145,6 +147,7 @@ class WorkerGroup:
             env=env_vars or {},
             node_env=node_env_vars or {},
             titles=titles or [""] * len(seats),
+            kinds=kinds or [""] * len(seats),
             takes_slots=takes_slots,
         )
         self._one_call = threading.Lock()
@@ -398,6 +401,7 @@ def _specs(
     env: Mapping[str, str],
     node_env: Mapping[int, Mapping[str, str]],
     titles: Sequence[str],
+    kinds: Sequence[str],
     takes_slots: bool,
 ) -> list[WorkerSpec]:
     """The processes in rank order."""
@@ -424,6 +428,7 @@ def _specs(
             else 0.0,
             env={**env, **node_env.get(seat.node_rank, {})},
             title=titles[rank],
+            kind=kinds[rank],
         )
         for rank, seat in enumerate(seats)
     ]

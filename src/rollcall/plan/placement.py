@@ -70,6 +70,11 @@ class PlannedProcess:
     def __str__(self) -> str:
         return " + ".join(f"{role} rank {rank}" for role, rank in self.ranks.items())
 
+    @property
+    def kind(self) -> str:
+        """The roles that it has."""
+        return "+".join(map(str, self.ranks))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleGroup:

@@ -329,6 +329,7 @@ def _start(
             for process in plan.all_processes
         ],
         titles=list(map(str, plan.all_processes)),
+        kinds=[process.kind for process in plan.all_processes],
         purposes=PURPOSES,
         node_env_vars={
             kept[rank]: worker_env(section, submitted=submitted, node_rank=rank) for rank in range(plan.num_nodes)
