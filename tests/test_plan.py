@@ -581,6 +581,7 @@ def test_environments_run_beside_other_roles_on_the_nodes_of_their_slots(tmp_pat
     assert [(one.node_rank, one.slots) for one in run.plan.environments] == [(0, (4,)), (1, (8,))]
     assert run.as_json()["slots"][8]["roles"] == ["environment"]
     assert len(run.plan.all_processes) == 8, "a slot with environments alone has no process of a model"
+    assert {process.kind for process in run.plan.environments} == {"environment"}
     assert "environment: 2 processes, one on each node" in draw_svg(run)
     kept = shrink(run.cluster, run.plan, kept=[0])
     assert kept.component_placement["environment"] == "4"
