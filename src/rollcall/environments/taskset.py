@@ -25,6 +25,7 @@ from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
 from rollcall.reward.ending import how_it_ended
+from rollcall.words import are
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
 END_TIMEOUT_S = 10.0
@@ -123,7 +124,8 @@ def _variables(section: VerifiersEnvironment, python: str, *, folder: str) -> di
     )
     if missing := [name for name in section.env if name not in os.environ]:
         raise ConfigError(
-            f"environment.env names {', '.join(missing)}, which is not set here; export it, or take it out of environment.env"
+            f"environment.env names {', '.join(missing)}, which {are(len(missing))} not set here; export {'it' if len(missing) == 1 else 'them'}, "
+            "or leave out of environment.env what is not needed"
         )
     found = environment(confinement, folder=folder, environ=os.environ, root=_ROOT)
     return found | {"PATH": os.pathsep.join(filter(None, [str(Path(python).parent), found.get("PATH")]))}
